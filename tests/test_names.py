@@ -1,9 +1,7 @@
-"""The types of names are the names that there are, and what functions take is annotated with them."""
+"""What a function is annotated to take by name is what there is."""
 
 import inspect
-import runpy
-import typing
-from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -14,120 +12,104 @@ from headwater.heads import relation_tokens
 from headwater.heads.categories import RULES
 from headwater.kernels.likelihood import PRECISIONS
 from headwater.lenses import direct_attribution
-from headwater.likelihood import answering, profile, statistics
+from headwater.likelihood import answering, contexts, framed, profile, statistics
 from headwater.models.sites import SITES
-from headwater.models.weights import effective_embedding
-from headwater.patching import activation_patching, averages, claims, edge_knockout, sides, sweep_axes
-from headwater.patching.metrics import METRICS
-from headwater.patching.values import VALUES
-from headwater.pathways import attention_saliency, modes, trace
+from headwater.models.weights.effective_embedding import KINDS
+from headwater.patching import activation_patching, averages, claims, metrics, sides, sweep_axes, values
+from headwater.patching.edge_knockout import VARIANTS
+from headwater.pathways import attention_saliency, interventions, modes
 from headwater.questions import asking, formats, states
-from headwater.views import board
+from headwater.views import clicks
 
-FILE = Path(hw.__file__).parent / "names.py"
-THERE = {
-    "SiteName": SITES,
-    "ValueName": senders.KINDS,
-    "MetricName": METRICS,
-    "DirectionName": sides.DIRECTIONS,
-    "AxisName": sweep_axes.AXES,
-    "MethodName": activation_patching.METHODS,
-    "EdgeMethodName": edge_effects.METHODS,
-    "VariantName": edge_knockout.VARIANTS,
-    "RuleName": RULES,
-    "ProbeSiteName": states.PROBE_SITES,
-    "TokenName": states.PROBE_TOKENS,
-    "SpansName": sweep_axes.SPANS,
-    "NormalizeName": averages.NORMALIZE,
-    "RankName": result.RANKED_BY,
-    "PartName": direct_attribution.BY,
-    "LossName": attention_saliency.TARGETS,
-    "PrecisionName": PRECISIONS,
-    "HowName": board.HOWS,
-    "EmbeddingName": effective_embedding.KINDS,
-    "MultiTokenName": [name for name in relation_tokens.MULTI_TOKEN if name],
-    "ThroughName": carried.THROUGH,
-    "QuadratureName": edge_effects.QUADRATURES,
-    "MeasureName": averages.MEASURES,
-    "MatchName": claims.MATCH,
-    "StyleName": published.STYLES,
-    "SplitName": [modes.PER_LAYER, modes.BEST_LAYER, modes.CROSSED, modes.RANDOM_SPLIT],
-    "QueriesName": trace.QUERIES,
-    "EdgeSetName": attention_saliency.EDGES,
-    "OverHeadsName": attention_saliency.OVER_HEADS,
-    "OverPairsName": attention_saliency.OVER_PAIRS,
-    "LongName": statistics.LONG,
-    "SpanName": profile.SPANS,
-    "ContextName": asking.CONTEXTS,
-    "AggregateName": profile.AGGREGATES,
-    "AnswersName": answering.SOURCES,
-    "PredecessorsName": profile.PREDECESSORS,
-    "FormatName": formats.FORMATS,
-}
+MULTI_TOKEN = [name for name in relation_tokens.MULTI_TOKEN if name]
 TAKEN = {
-    hw.patch: {"sites": "SiteName", "direction": "DirectionName", "values": "ValueName", "method": "MethodName"},
-    hw.knockout: {"variant": "VariantName", "over": "AxisName", "metric": "Measures"},
-    hw.ablate: {"values": "ValueName", "metric": "Measures"},
-    hw.edit: {"values": "ValueName"},
-    hw.edges: {
-        "direction": "DirectionName",
-        "method": "EdgeMethodName",
-        "values": "ValueName",
-        "quadrature": "QuadratureName",
+    hw.patch: {
+        "sites": SITES,
+        "direction": sides.DIRECTIONS,
+        "values": senders.KINDS,
+        "method": activation_patching.METHODS,
+        "over": sweep_axes.AXES,
+        "spans": sweep_axes.SPANS,
     },
-    hw.path_patch: {"direction": "DirectionName", "values": "ValueName", "through": "ThroughName"},
-    hw.classify_heads: {"rule": "RuleName", "embedding": "EmbeddingName", "multi_token": "MultiTokenName"},
-    hw.compare_heads: {"embedding": "EmbeddingName", "multi_token": "MultiTokenName"},
-    hw.attention_behaviour: {"embedding": "EmbeddingName"},
+    hw.patching.Sweep.plot: {"value": averages.MEASURES, "normalize": averages.NORMALIZE},
+    hw.patching.Sweep.claim: {"match": claims.MATCH},
+    hw.knockout: {"variant": VARIANTS, "over": sweep_axes.AXES},
+    hw.ablate: {"values": senders.KINDS},
+    hw.edit: {"values": senders.KINDS},
+    hw.edges: {
+        "direction": sides.DIRECTIONS,
+        "method": edge_effects.METHODS,
+        "values": senders.KINDS,
+        "quadrature": edge_effects.QUADRATURES,
+    },
+    hw.path_patch: {"direction": sides.DIRECTIONS, "values": senders.KINDS, "through": carried.THROUGH},
+    hw.circuit_curve: {"by": result.RANKED_BY},
+    hw.direct_logit_attribution: {"by": direct_attribution.BY},
+    hw.classify_heads: {"rule": RULES, "embedding": KINDS, "multi_token": MULTI_TOKEN},
+    hw.compare_heads: {"embedding": KINDS, "multi_token": MULTI_TOKEN},
+    hw.attention_behaviour: {"embedding": KINDS},
+    hw.load_questions: {"format": formats.FORMATS},
     hw.trace_pathways: {
-        "site": "ProbeSiteName",
-        "token": "TokenName",
-        "variant": "VariantName",
-        "edges": "QueriesName",
+        "site": states.PROBE_SITES,
+        "token": states.PROBE_TOKENS,
+        "variant": VARIANTS,
+        "edges": interventions.QUERIES,
     },
     hw.saliency: {
-        "target": "LossName",
-        "edges": "EdgeSetName",
-        "heads": "OverHeadsName",
-        "pairs": "OverPairsName",
+        "target": attention_saliency.TARGETS,
+        "edges": attention_saliency.EDGES,
+        "heads": attention_saliency.OVER_HEADS,
+        "pairs": attention_saliency.OVER_PAIRS,
     },
     hw.memorization: {
-        "span": "SpanName",
-        "context": "ContextName",
-        "aggregate": "AggregateName",
-        "answers": "AnswersName",
-        "predecessors": "PredecessorsName",
-        "quartiles": "AggregateName",
+        "span": framed.SPANS,
+        "context": asking.CONTEXTS,
+        "aggregate": profile.AGGREGATES,
+        "answers": answering.SOURCES,
+        "predecessors": contexts.PREDECESSORS,
+        "quartiles": profile.AGGREGATES,
     },
-    hw.token_statistics: {"precision": "PrecisionName", "long": "LongName"},
-    hw.score_file: {"precision": "PrecisionName", "long": "LongName"},
-    hw.board: {"how": "HowName"},
-    hw.figures.head_maps: {"style": "StyleName"},
-    hw.figures.depth_profiles: {"style": "StyleName"},
-    hw.figures.saliency: {"style": "StyleName"},
-    hw.figures.delta_p: {"style": "StyleName", "split_by": "SplitName"},
-    hw.detect: {"site": "ProbeSiteName", "token": "TokenName", "variant": "VariantName"},
+    hw.token_statistics: {"precision": PRECISIONS, "long": statistics.LONG},
+    hw.score_file: {"precision": PRECISIONS, "long": statistics.LONG},
+    hw.board: {"how": clicks.HOWS, "sites": SITES},
+    hw.figures.head_maps: {"style": published.STYLES},
+    hw.figures.depth_profiles: {"style": published.STYLES},
+    hw.figures.saliency: {"style": published.STYLES},
+    hw.figures.delta_p: {
+        "style": published.STYLES,
+        "split_by": [modes.PER_LAYER, modes.BEST_LAYER, modes.CROSSED, modes.RANDOM_SPLIT],
+    },
+    hw.detect: {"site": states.PROBE_SITES, "token": states.PROBE_TOKENS, "variant": VARIANTS},
 }
 
 
-@pytest.fixture
-def as_checkers_read_it(monkeypatch):
-    """The names of the file as a type checker sees them."""
-    monkeypatch.setattr(typing, "TYPE_CHECKING", True)
-    return runpy.run_path(str(FILE))
+def hint_of(function, parameter):
+    """The type that a function's parameter is annotated with."""
+    hint = inspect.unwrap(function).__annotations__[parameter]
+    return eval(hint, inspect.unwrap(function).__globals__) if isinstance(hint, str) else hint
 
 
-def test_each_type_of_names_is_the_names_that_there_are(as_checkers_read_it):
-    types = {name for name in as_checkers_read_it if name.endswith("Name")}
-    assert types == set(THERE)
-    for name, there in THERE.items():
-        assert set(typing.get_args(as_checkers_read_it[name])) == set(there), name
+def names_in(hint):
+    """The names of each Literal in a type."""
+    return set(get_args(hint)) if get_origin(hint) is Literal else set().union(*map(names_in, get_args(hint)))
+
+
+@pytest.mark.parametrize("function", TAKEN, ids=lambda function: function.__name__)
+def test_what_a_function_takes_by_name_is_what_there_is(function):
+    for parameter, there in TAKEN[function].items():
+        assert names_in(hint_of(function, parameter)) == set(there), parameter
+
+
+def test_a_metric_by_name_is_one_of_those_that_there_are():
+    assert set(get_args(metrics.MetricName)) == set(metrics.METRICS)
+    for function in (hw.patch, hw.knockout, hw.ablate, hw.edges):
+        assert inspect.unwrap(function).__annotations__["metric"] == "Measures"
 
 
 def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type_and_no_other():
     model, pair = hw.load(), (" Paris is in", " Rome is in")
     alone = []
-    for name in VALUES:
+    for name in values.VALUES:
         try:
             hw.patch(model, *pair, sites="z", layers=0, values=name, dataset=list(pair), metric=hw.rank(" France"))
         except hw.HeadwaterError as error:
@@ -135,17 +117,4 @@ def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type
                 alone.append(name)
         else:
             alone.append(name)
-    assert set(alone) == set(THERE["ValueName"])
-
-
-@pytest.mark.parametrize("function", TAKEN, ids=lambda function: function.__name__)
-def test_what_a_function_takes_by_name_has_the_type_of_these_names(function):
-    source = inspect.getsource(function)
-    for parameter, name in TAKEN[function].items():
-        (written,) = [line for line in source.splitlines() if line.startswith(f"    {parameter}: ")][:1]
-        assert name in written
-
-
-def test_while_the_program_runs_a_name_is_any_text():
-    read = runpy.run_path(str(FILE))
-    assert all(read[name] is str for name in THERE)
+    assert set(alone) == set(get_args(values.ValueName))

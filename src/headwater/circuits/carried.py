@@ -11,6 +11,7 @@ the other), so that a change reaches a receiver along the residual stream, or th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from headwater.circuits.exact import Rows
 from headwater.circuits.graph import Indices
 from headwater.kernels.devices import sent
 
-THROUGH = ("direct", "mlps")
+ThroughName: TypeAlias = Literal["direct", "mlps"]
+THROUGH = get_args(ThroughName)
 
 
 class Carried:

@@ -38,10 +38,9 @@ from headwater.circuits.circuit_runs import (
 )
 from headwater.circuits.faithfulness import ratio_of_means, summarized
 from headwater.circuits.measuring import Outcome
-from headwater.circuits.result import RANKED_BY, EdgeEffects
+from headwater.circuits.result import RANKED_BY, EdgeEffects, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.names import RankName
 from headwater.options import (
     checked_count,
     checked_kind,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.carried import THROUGH
+from headwater.circuits.carried import THROUGH, ThroughName
 from headwater.circuits.cost import changed_tokens, default_method, runs_of, runs_of_senders, say_how_long
 from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
 from headwater.circuits.graph import Graph, Indices
@@ -38,13 +38,13 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
-from headwater.names import DirectionName, EdgeMethodName, QuadratureName, ThroughName, ValueName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
-from headwater.patching.values import Recipe, Source
+from headwater.patching.sides import DirectionName
+from headwater.patching.values import Recipe, Source, ValueName
 from headwater.runs.analysis import Run, carry_out
 
 QUADRATURES = ("midpoints", "published")
@@ -66,10 +66,10 @@ def edges(
     over: str | None = None,
     positions: Where | None = None,
     through: ThroughName = "direct",
-    method: EdgeMethodName | None = None,
+    method: Literal["exact", "screened", "sublayer", "eap", "eap-ig"] | None = None,
     verify: int = 500,
     steps: int = 5,
-    quadrature: QuadratureName = "midpoints",
+    quadrature: Literal["midpoints", "published"] = "midpoints",
     seed: int = 0,
     hours: float | int | None = None,
     batch_size: int | None = None,

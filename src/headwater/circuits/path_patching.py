@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.carried import THROUGH
+from headwater.circuits.carried import THROUGH, ThroughName
 from headwater.circuits.cost import changed_tokens, runs_of, say_how_long
 from headwater.circuits.endpoints import ends_named
 from headwater.circuits.graph import Graph, Indices
@@ -35,13 +35,13 @@ from headwater.circuits.paths import Paths, first_layer, has_path
 from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
-from headwater.names import DirectionName, ThroughName, ValueName
 from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
-from headwater.patching.values import Recipe, Source
+from headwater.patching.sides import DirectionName
+from headwater.patching.values import Recipe, Source, ValueName
 from headwater.runs.analysis import Run, carry_out
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]

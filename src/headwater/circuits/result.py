@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -22,7 +22,6 @@ from headwater.circuits.circuit import Circuit, made
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
-from headwater.names import RankName
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.averages import summarize
 from headwater.runs.findings import said_number
@@ -40,7 +39,8 @@ GLANCE = 20
 ROW_BYTES = 260
 """What a row of the table takes."""
 TOP = 50
-RANKED_BY = ("size", "signed")
+RankName: TypeAlias = Literal["size", "signed"]
+RANKED_BY = get_args(RankName)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

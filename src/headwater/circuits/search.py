@@ -28,11 +28,10 @@ from headwater.circuits.faithfulness import summarized
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.greedy import DECISIONS, KEPT, NOT_TRIED, NOWHERE, REMOVED, Greedy, Rule, Trace
 from headwater.circuits.measuring import CircuitRunner, Outcome
-from headwater.circuits.result import RANKED_BY
+from headwater.circuits.result import RANKED_BY, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.norms import attention_post_norm
-from headwater.names import RankName
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts

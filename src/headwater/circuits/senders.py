@@ -14,7 +14,7 @@ attention adds. Both are checked in every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import torch
 from jaxtyping import Float
@@ -30,13 +30,13 @@ from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.dataset_values import Mean, Resample
 from headwater.patching.forwards import capture
-from headwater.patching.values import Source, Zero
+from headwater.patching.values import Source, ValueName, Zero
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 """The sites that are recorded of a run, at every layer."""
 TOLERANCE = 1e-3
 """What the outputs of a layer's heads may leave out of what attention adds, as a part of it, in float32."""
-KINDS = ("other run", "zero", "mean", "resample")
+KINDS = get_args(ValueName)
 """What senders' outputs may be exchanged for."""
 Recorded: TypeAlias = Callable[[str, int], Tensor]
 """The activation of a run at a site of a layer, `position ...`."""

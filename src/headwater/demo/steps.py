@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.demo import numbers as of
 from headwater.errors import HeadwaterError
-from headwater.names import TokenName
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from headwater.models.hooked import HookedModel
     from headwater.questions.answers import AnsweredQuestions
+    from headwater.questions.states import TokenName
     from headwater.runs.result import Result
     from headwater.runs.view import View
 

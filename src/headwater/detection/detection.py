@@ -35,13 +35,12 @@ from headwater.detection.methods import METHODS, Detector, check_methods
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.names import ProbeSiteName, TokenName, VariantName
 from headwater.options import checked_flag, checked_layer, checked_name, checked_repeats
-from headwater.patching.edge_knockout import VARIANTS
+from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.controls import span_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
-from headwater.questions.states import check_probe_options
+from headwater.questions.states import ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord

@@ -25,10 +25,11 @@ from headwater.detection.methods import (
 from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.names import ProbeSiteName, TokenName, VariantName
+from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
 from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
+from headwater.questions.states import ProbeSiteName, TokenName
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Draws, interval
 

@@ -23,7 +23,7 @@ from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.published import is_published, lettered, model_name
+from headwater.figures.published import StyleName, is_published, lettered, model_name
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -37,7 +37,6 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import style as shared_look
 from headwater.likelihood.profile import DepthProfile
-from headwater.names import StyleName
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 

@@ -21,12 +21,11 @@ from headwater.calls import checked_call
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.published import is_published, model_name
+from headwater.figures.published import StyleName, is_published, model_name
 from headwater.figures.style import checked_place, entitle, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
-from headwater.names import StyleName
 from headwater.options import checked_count
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS

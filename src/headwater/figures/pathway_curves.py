@@ -21,7 +21,7 @@ from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
-from headwater.figures.published import in_order, is_published, model_name, set_names
+from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -33,9 +33,8 @@ from headwater.figures.style import (
     whole_numbers,
 )
 from headwater.figures.style import style as shared_look
-from headwater.names import SplitName, StyleName
 from headwater.options import shown as written
-from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT
+from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT, SplitName
 from headwater.pathways.trace import Pathways
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS

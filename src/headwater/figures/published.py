@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Literal, TypeAlias, get_args
 
 from headwater.colors import places_of_sets
 from headwater.figures.fonts import label
 from headwater.options import checked_name
 
-STYLES = ("headwater", "published")
+StyleName: TypeAlias = Literal["headwater", "published"]
+STYLES = get_args(StyleName)
 SET_NAMES = {"popqa": "PopQA", "triviaqa": "TriviaQA", "hotpotqa": "HotpotQA", "nq": "NQ", "nq_open": "NQ"}
 """By the name of a question set, without its case, "-" and spaces: what the literature calls it."""
 MODEL_NAMES = {

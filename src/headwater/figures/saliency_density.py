@@ -28,11 +28,11 @@ from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.published import in_order, is_published, model_name, set_names
+from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
 from headwater.figures.style import DASHED, checked_place, entitle, model_title, short_name
 from headwater.figures.style import style as shared_look
-from headwater.names import LossName, StyleName
 from headwater.pathways.attention_saliency import Saliency
+from headwater.pathways.saliency_report import LossName
 from headwater.runs.dressing import Size, dressed
 from headwater.runs.result import DRAWINGS
 

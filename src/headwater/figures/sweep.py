@@ -21,9 +21,8 @@ from headwater.errors import InputError
 from headwater.figures.fonts import LONGEST, drawable, ticks
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import WAYS, entitle, model_title, plain_title, style, whole_numbers
-from headwater.names import NormalizeName
 from headwater.patching.attribution import Gradients
-from headwater.patching.averages import chosen_rows, grid_of, measure_of, summarize
+from headwater.patching.averages import NormalizeName, chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import DRAWINGS

@@ -44,8 +44,7 @@ from headwater.models.embedded import is_embedded, world_folder
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.tokens import Batch, Inputs, by_length, encode
-from headwater.models.weights.effective_embedding import KINDS, published_embedding
-from headwater.names import EmbeddingName
+from headwater.models.weights.effective_embedding import KINDS, EmbeddingName, published_embedding
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out

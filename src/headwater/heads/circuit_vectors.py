@@ -31,9 +31,8 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
-from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.effective_embedding import KINDS, EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
-from headwater.names import EmbeddingName
 from headwater.options import checked_count, checked_flag, checked_name
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size

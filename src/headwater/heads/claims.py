@@ -19,14 +19,13 @@ from headwater.calls import checked_call
 from headwater.heads.ablation import Heads, layer_matched
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import parts_of_kind
-from headwater.names import ValueName
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
 from headwater.patching.components import read_sets
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
-from headwater.patching.values import Recipe, TensorLike
+from headwater.patching.values import Recipe, TensorLike, ValueName
 from headwater.runs.claim import Claim
 from headwater.stats.claims import Evidence, claim_of, notes_of_few, notes_of_seen
 

@@ -18,7 +18,7 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool
@@ -29,17 +29,16 @@ from headwater.errors import InputError
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
 from headwater.heads.patterns import attention_classes
-from headwater.heads.relation_tokens import MIN_PAIRS, TokenRelation, tokenize_relations
+from headwater.heads.relation_tokens import MIN_PAIRS, MultiTokenName, TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import MOMENTS, LayerScorer, relation_table, score_table, suite_pairs
 from headwater.heads.sensitivity import THRESHOLDS
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
+from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, EmbeddingName, published_embedding
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
-from headwater.names import EmbeddingName, MultiTokenName, RuleName
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.identity import describe, digest
@@ -50,7 +49,7 @@ def classify_heads(
     model: "HookedModel | WeightSource | str | Path",
     *,
     relations: Relations = None,
-    rule: RuleName = "controlled",
+    rule: Literal["controlled", "published"] = "controlled",
     k: int | None = None,
     threshold: float = 0.15,
     embedding: EmbeddingName | None = None,

@@ -41,14 +41,13 @@ from headwater.heads.classify import (
     usable_relations,
     with_moments,
 )
-from headwater.heads.relation_tokens import shared_relations, tokenize_relations, word_tokens
+from headwater.heads.relation_tokens import MultiTokenName, shared_relations, tokenize_relations, word_tokens
 from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
-from headwater.models.weights.effective_embedding import published_embedding
+from headwater.models.weights.effective_embedding import EmbeddingName, published_embedding
 from headwater.models.weights.weight_source import WeightSource
-from headwater.names import EmbeddingName, MultiTokenName
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size

@@ -7,9 +7,8 @@ mean different items on different models. The table tells which relations a mode
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.heads.relation_tokens import tokenize_relations
+from headwater.heads.relation_tokens import MultiTokenName, tokenize_relations
 from headwater.heads.relations import Relations, load_relations
-from headwater.names import MultiTokenName
 
 COLUMNS = ("relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note")
 

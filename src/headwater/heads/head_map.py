@@ -21,8 +21,8 @@ from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
+from headwater.models.weights.effective_embedding import EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
-from headwater.names import EmbeddingName
 from headwater.options import checked_count, shown
 from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row, rounded

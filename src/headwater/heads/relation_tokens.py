@@ -19,7 +19,7 @@ without such a token falls out.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import pandas as pd
 import torch
@@ -29,13 +29,13 @@ from torch import Tensor
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import Pair, Relation
 from headwater.models.tokenizers import panics_are_errors
-from headwater.names import MultiTokenName
 from headwater.options import shown
 
 MIN_PAIRS = 30
 
 
-MULTI_TOKEN = (None, "first", "distinguishing")
+MultiTokenName: TypeAlias = Literal["first", "distinguishing"]
+MULTI_TOKEN = (None, *get_args(MultiTokenName))
 
 
 REPEATED = "says again, token for token, what an earlier pair says"

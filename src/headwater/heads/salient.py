@@ -23,9 +23,8 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
-from headwater.models.weights.effective_embedding import KINDS
+from headwater.models.weights.effective_embedding import KINDS, EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
-from headwater.names import EmbeddingName
 from headwater.options import checked_count, checked_name
 
 SIGNS = ("writes", "suppresses")

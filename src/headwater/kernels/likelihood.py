@@ -13,13 +13,14 @@ This file is the formula as it is read: `token_statistics_reference` is these li
 From these follow loss, Min-K% (Shi et al. 2024), Min-K%++ (Zhang et al. 2025) and Gap-K% for every K at once.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-PRECISIONS = ("highest", "high")
+PrecisionName: TypeAlias = Literal["highest", "high"]
+PRECISIONS = get_args(PrecisionName)
 """How a CUDA device multiplies float32 states with W_U: with every bit, or in fewer tensor-core products."""
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -39,7 +39,6 @@ from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.tokens import said_of_chats
-from headwater.names import PartName
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
@@ -131,7 +130,7 @@ def direct_logit_attribution(
     *,
     tokens: tuple[Answer, Answer] | Any,
     at: Where = "last",
-    by: PartName = "head",
+    by: Literal["head", "layer", "component", "position"] = "head",
     batch_size: int = 16,
     progress: bool = True,
     out: str | Path | None = None,

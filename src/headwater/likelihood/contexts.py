@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import pandas as pd
 
@@ -33,7 +33,8 @@ from headwater.runs.analysis import Run
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
-NONE, GOLD, PREDICTED, TURNS = PREDECESSORS = ("none", "gold", "predicted", "multi-turn")
+PredecessorsName: TypeAlias = Literal["none", "gold", "predicted", "multi-turn"]
+NONE, GOLD, PREDICTED, TURNS = PREDECESSORS = get_args(PredecessorsName)
 PAIRS = "{pairs}"
 Pairs = Sequence[tuple[str, str]]
 """Questions, each with an answer to it."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_texts
 from headwater.errors import InputError
-from headwater.kernels.likelihood import PRECISIONS
+from headwater.kernels.likelihood import PRECISIONS, PrecisionName
 from headwater.likelihood.gradient_norms import gradient_norms
 from headwater.likelihood.scores import (
     SHARES,
@@ -38,9 +38,8 @@ from headwater.likelihood.scores import (
     score_of,
     score_sentences,
 )
-from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, token_statistics
+from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, LongName, token_statistics
 from headwater.models.hooked import check_model
-from headwater.names import LongName, PrecisionName
 from headwater.options import checked_flag, checked_name, checked_number, checked_path, shown
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size

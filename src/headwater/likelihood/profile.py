@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -29,7 +29,16 @@ from headwater.errors import InputError
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens
 from headwater.likelihood.answering import MODEL, Asking, Own, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
-from headwater.likelihood.contexts import NONE, PREDECESSORS, PREDICTED, TURNS, Wording, checked_wording, frames_of
+from headwater.likelihood.contexts import (
+    NONE,
+    PREDECESSORS,
+    PREDICTED,
+    TURNS,
+    PredecessorsName,
+    Wording,
+    checked_wording,
+    frames_of,
+)
 from headwater.likelihood.discrepancy import discrepancies, judged
 from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
@@ -37,7 +46,6 @@ from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
 from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import check_model
-from headwater.names import AggregateName, AnswersName, ContextName, PredecessorsName, SpanName
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages
 from headwater.questions.judge import Judge
@@ -153,19 +161,19 @@ def memorization(
     model: HookedModel,
     graph: DepthGraph,
     *,
-    span: SpanName = "answer",
-    context: ContextName = "raw",
-    aggregate: AggregateName = "group",
+    span: Literal["question", "answer", "model_answer", "both"] = "answer",
+    context: Literal["raw", "chat"] = "raw",
+    aggregate: Literal["group", "node"] = "group",
     layers: Layers = "final",
     k: float | Sequence[float] = 0.2,
     lens: Lens = "logit",
-    answers: AnswersName | None = None,
+    answers: Literal["data", "model"] | None = None,
     judge: Judge = None,
     prompt: str | Messages | None = None,
     predecessors: PredecessorsName = "none",
     predecessor_prompt: str | Messages | None = None,
     max_new_tokens: int = 32,
-    quartiles: AggregateName = "node",
+    quartiles: Literal["group", "node"] = "node",
     controls: bool = True,
     seed: int = 0,
     batch_size: int = 16,

@@ -17,9 +17,9 @@ from numpy import ndarray
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
+from headwater.kernels.likelihood import PrecisionName
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
-from headwater.names import PrecisionName
 from headwater.options import checked_number, checked_several, one_or_several, shown
 from headwater.runs.dressing import Size
 from headwater.runs.findings import each_row

@@ -23,7 +23,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 import pandas as pd
@@ -34,7 +34,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import sent
-from headwater.kernels.likelihood import PRECISIONS, TokenStatistics
+from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.hints import warn_of_no_template
 from headwater.models.hooked import check_model
@@ -52,7 +52,6 @@ from headwater.models.tokens import (
     token_span,
 )
 from headwater.models.unembedding import unembedding_head
-from headwater.names import LongName, PrecisionName
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
@@ -70,7 +69,8 @@ Span: TypeAlias = tuple[int, int] | None
 """The characters (start, end) of a text whose tokens are scored; None for all."""
 
 STATISTICS = TokenStatistics._fields
-LONG = ("error", "window")
+LongName: TypeAlias = Literal["error", "window"]
+LONG = get_args(LongName)
 """What becomes of texts that are longer than the context."""
 EMPTY = "empty text"
 NOT_UNICODE = "not UTF-8"

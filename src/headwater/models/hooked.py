@@ -54,12 +54,11 @@ from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.rotary import rotary_by_length
 from headwater.models.run_lock import RunLock
 from headwater.models.shape import ModelShape
-from headwater.models.sites import Site, hook_name, place_named
+from headwater.models.sites import Site, SiteName, hook_name, place_named
 from headwater.models.tokenizers import said_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.models.unwrapped import Remembered
-from headwater.names import SiteName
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 
 

@@ -25,7 +25,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 
@@ -232,6 +232,10 @@ class Sites(Registry[str, Site]):
         return f"There is no {self.kind} {shown(name)}: the site of this hook is {own.name!r}{layer}."
 
 
+SiteName: TypeAlias = Literal[
+    "resid_pre", "q", "k", "v", "pattern", "z", "attn_out", "resid_mid", "mlp_post", "mlp_out", "resid_post"
+]
+"""The sites that come with headwater, for editors and type checkers; for one of your own give the `Site` itself."""
 SITES = Sites("site")
 """By name, in the order in which a block computes them."""
 

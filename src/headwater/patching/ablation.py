@@ -22,7 +22,6 @@ from typing import Any, Literal
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
-from headwater.names import ValueName
 from headwater.options import checked_flag, checked_name, checked_seed
 from headwater.patching.call import check_call, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
@@ -34,7 +33,7 @@ from headwater.patching.runners import ENGINES
 from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, seen_positions
-from headwater.patching.values import Recipe, TensorLike, recorded
+from headwater.patching.values import Recipe, TensorLike, ValueName, recorded
 from headwater.runs.analysis import Run, carry_out
 
 

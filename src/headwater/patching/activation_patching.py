@@ -30,8 +30,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.shape import ModelShape
-from headwater.models.sites import Site, kv_site_of, sites_named
-from headwater.names import AxisName, DirectionName, MethodName, SiteName, SpansName, ValueName
+from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
 from headwater.options import checked_name, checked_seed, resolve_indices, shown
 from headwater.patching.attribution import Gradients
 from headwater.patching.call import check_call, metric_options, recorded_roles
@@ -40,11 +39,11 @@ from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts, Spot
 from headwater.patching.runners import ENGINES
-from headwater.patching.sides import DIRECTIONS, plan_of, read_sides
+from headwater.patching.sides import DIRECTIONS, DirectionName, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import Asked, Step, Window, covered, kinds_of, lasting
+from headwater.patching.sweep_axes import Asked, AxisName, SpansName, Step, Window, covered, kinds_of, lasting
 from headwater.patching.together import patch_together
-from headwater.patching.values import Recipe, TensorLike, recorded
+from headwater.patching.values import Recipe, TensorLike, ValueName, recorded
 from headwater.runs.analysis import Run, carry_out
 
 METHODS = ("exact", "attribution")
@@ -72,7 +71,7 @@ def patch(
     window: Window = None,
     from_layer: Iterable[int] | int | None = None,
     dataset: Prompts | None = None,
-    method: MethodName = "exact",
+    method: Literal["exact", "attribution"] = "exact",
     seed: int = 0,
     batch_size: int | None = None,
     engine: Literal["auto", "whole runs"] = "auto",

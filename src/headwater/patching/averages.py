@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -19,8 +19,10 @@ from headwater.stats.correlation import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Draws, interval
 from headwater.stats.significance import q_values, sign_flip_p
 
-NORMALIZE = ("mean of ratios", "ratio of means")
-MEASURES = ("effect", "normalized_effect")
+NormalizeName: TypeAlias = Literal["mean of ratios", "ratio of means"]
+NORMALIZE = get_args(NormalizeName)
+MeasureName: TypeAlias = Literal["effect", "normalized_effect"]
+MEASURES = get_args(MeasureName)
 SMALL_GAP = 0.1
 """Of the median gap: below this share a pair is named."""
 RESAMPLES = 2000

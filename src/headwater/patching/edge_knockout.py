@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,8 +31,7 @@ from headwater.kernels.devices import sent
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
-from headwater.models.sites import STATES, sites_named
-from headwater.names import AxisName, SiteName, VariantName
+from headwater.models.sites import STATES, SiteName, sites_named
 from headwater.options import checked_name, resolve_indices, shown
 from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.cells import Cells, Kind
@@ -44,6 +43,7 @@ from headwater.patching.readout import Measured
 from headwater.patching.runners import ENGINES
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import (
+    AxisName,
     Window,
     axes_of,
     grid,
@@ -56,7 +56,8 @@ from headwater.patching.sweep_axes import (
 from headwater.patching.variants import Cut
 from headwater.runs.analysis import Run, carry_out
 
-VARIANTS = ("mask", "zero")
+VariantName: TypeAlias = Literal["mask", "zero"]
+VARIANTS = get_args(VariantName)
 EDGES = {"site": "edges"}
 """The labels of edges without a name of their own."""
 

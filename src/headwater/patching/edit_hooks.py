@@ -18,15 +18,24 @@ from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, looks, makes
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
-from headwater.models.sites import SITES, Site, kv_site_of
+from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
-from headwater.names import SiteName, ValueName
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
 from headwater.patching.forwards import written_into
 from headwater.patching.prompts import read_prompts
 from headwater.patching.rows import Values
 from headwater.patching.sweep_axes import lasting, seen_positions
-from headwater.patching.values import VALUES, Recipe, Roles, TensorLike, Wanted, asked_source, recipe_of, values_of
+from headwater.patching.values import (
+    VALUES,
+    Recipe,
+    Roles,
+    TensorLike,
+    ValueName,
+    Wanted,
+    asked_source,
+    recipe_of,
+    values_of,
+)
 from headwater.patching.variants import Replace
 from headwater.runs.identity import digest
 

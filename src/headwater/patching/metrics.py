@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -25,7 +25,6 @@ from headwater.models.memory import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
-from headwater.names import MetricName
 from headwater.options import checked_several, has_no_order, is_one, shown, whole_number
 from headwater.patching.variants import LOGITS
 from headwater.registry import Registry
@@ -223,6 +222,7 @@ def kl_divergence(*, at: Where = "last") -> Metric:
     return Metric("kl_divergence", divergence, at, against_clean=True)
 
 
+MetricName: TypeAlias = Literal["logit_difference", "log_probability", "probability", "rank", "kl_divergence"]
 if TYPE_CHECKING:
     Measure: TypeAlias = Metric | MetricName | Callable[..., Any]
     Measures: TypeAlias = Measure | Sequence[Measure]

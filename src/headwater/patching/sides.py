@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -25,7 +25,8 @@ from headwater.patching.prompts import Prompts, Spot, matches, read_pairs, read_
 from headwater.patching.sweep_axes import Asked, matched_positions
 from headwater.patching.values import Recipe, Roles, Source, asked_source
 
-DIRECTIONS = ("denoise", "noise")
+DirectionName: TypeAlias = Literal["denoise", "noise"]
+DIRECTIONS = get_args(DirectionName)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 
-from headwater.names import MatchName, MeasureName, NormalizeName
 from headwater.options import checked_kind
 from headwater.patching.attribution import Gradients
 from headwater.patching.averages import (
+    MeasureName,
+    NormalizeName,
     chosen_rows,
     grid_axes,
     grid_of,
@@ -154,7 +155,7 @@ class Sweep(Result):
         value: MeasureName = "effect",
         other: Sweep | None = None,
         held_out: Sweep | None = None,
-        match: MatchName = "layer",
+        match: Literal["layer", "site"] = "layer",
         placebos: int = 1000,
         margin: float | Any = None,
         level: float = 0.95,

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site
-from headwater.names import SpansName
 from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
 from headwater.patching.cells import Kind
 from headwater.patching.prompts import Spot, role_spots, spots_of
@@ -26,10 +25,12 @@ from headwater.patching.values import Source
 from headwater.patching.variants import Replace
 
 T = TypeVar("T")
-AXES = ("layer", "position", "head", "key", "feature")
+AxisName: TypeAlias = Literal["layer", "position", "head", "key", "feature"]
+AXES = get_args(AxisName)
 ROLES = {"role": "position", "key_role": "key"}
 """By the column of a sweep that names roles: the column of the tokens that they are of."""
-SPANS = ("together", "token by token")
+SpansName: TypeAlias = Literal["together", "token by token"]
+SPANS = get_args(SpansName)
 Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
 """A size, "cumulative", or these by axis; alone it means the layers."""
 

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -177,6 +177,7 @@ class Source(ABC):
         return self.given.kind if self.labelled else None
 
 
+ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
 VALUES: Registry[str, type[Source]] = Registry(
     "kind of values", "headwater.patching.dataset_values", "headwater.patching.changes"
 )

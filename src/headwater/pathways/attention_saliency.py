@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -37,16 +37,17 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
+from headwater.kernels.attention import Heads, Pairs
 from headwater.models.gradients import KeysValues, keys_values, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
-from headwater.names import EdgeSetName, LossName, OverHeadsName, OverPairsName
 from headwater.options import checked_count, checked_name, resolve_indices, shown
 from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
 from headwater.pathways.saliency_report import (
     COLUMNS,
     EDGES,
     TARGETS,
+    LossName,
     held_out_sentence,
     rows_of_entry,
     sentences_of,
@@ -129,7 +130,7 @@ class Saliency(Result):
         return self._drawn(ax, title, figsize)
 
 
-OVER_HEADS, OVER_PAIRS = ("mean_abs", "abs_mean"), ("mean", "sum")
+OVER_HEADS, OVER_PAIRS = get_args(Heads), get_args(Pairs)
 """How a layer's heads are taken together, and how pairs of tokens are."""
 
 
@@ -140,9 +141,9 @@ def saliency(
     probe: Probe,
     *,
     target: LossName = "cross_entropy",
-    edges: EdgeSetName | Sequence[EdgeSetName] = ("exact_answer", "all"),
-    heads: OverHeadsName = "mean_abs",
-    pairs: OverPairsName = "mean",
+    edges: Literal["exact_answer", "all"] | Sequence[Literal["exact_answer", "all"]] = ("exact_answer", "all"),
+    heads: Heads = "mean_abs",
+    pairs: Pairs = "mean",
     layers: Iterable[int] | int | None = None,
     batch_size: int = 16,
     progress: bool = True,

@@ -19,13 +19,12 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
-from headwater.names import ProbeSiteName, VariantName
-from headwater.patching.edge_knockout import Edges, windowed_states
+from headwater.patching.edge_knockout import Edges, VariantName, windowed_states
 from headwater.pathways.severed import severed_states
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT, Frame
-from headwater.questions.states import probe_positions, states_at
+from headwater.questions.states import ProbeSiteName, probe_positions, states_at
 
 UNTOUCHED = "as answered"
 EXACT = "exact question tokens"

@@ -25,7 +25,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
@@ -39,7 +39,8 @@ from headwater.stats.dip import critical_dip, dip, dip_p
 from headwater.stats.significance import combined_p, q_values
 
 MODES = ("Q-anchored", "A-anchored")
-PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = "per layer", "best layer", "cross-fitted", "random tokens"
+SplitName: TypeAlias = Literal["per layer", "best layer", "cross-fitted", "random tokens"]
+PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT = get_args(SplitName)
 TWO_PEAKS, ONE_PEAK, SKEWED, TOO_FEW = "two peaks", "one peak", "one peak, not Gaussian", "too few examples"
 """What `components` says of numbers."""
 TWO, ONE, NO_RELATIONS = "two modes", "one mode not rejected", "relations unknown"

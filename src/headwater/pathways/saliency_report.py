@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import pandas as pd
 
 from headwater.stats.dip import critical_dip, dip
 
-TARGETS = ("cross_entropy", "logit")
+LossName: TypeAlias = Literal["cross_entropy", "logit"]
+TARGETS = get_args(LossName)
 EDGES = ("exact_answer", "all")
 COLUMNS = tuple(f"saliency_{name}" for name in EDGES)
 NEAR_ZERO = 0.1

@@ -22,10 +22,9 @@ from headwater.models.edits import Hook, looks, makes
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import hook_name
-from headwater.names import ProbeSiteName, VariantName
-from headwater.patching.edge_knockout import Edges, knocked_out_states
+from headwater.patching.edge_knockout import Edges, VariantName, knocked_out_states
 from headwater.probes.linear import States
-from headwater.questions.states import states_at
+from headwater.questions.states import ProbeSiteName, states_at
 
 
 def severed_states(

@@ -27,14 +27,13 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
-from headwater.names import ProbeSiteName
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
 from headwater.pathways.controls import span_logits
 from headwater.pathways.effects import Halves, halves
 from headwater.probes.linear import States, fit_linear, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
-from headwater.questions.states import MAP_TOKENS, check_probe_options, map_positions, states_at
+from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.findings import said_number

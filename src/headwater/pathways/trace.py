@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -25,9 +25,8 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
-from headwater.names import ProbeSiteName, QueriesName, SplitName, TokenName, VariantName
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
-from headwater.patching.edge_knockout import VARIANTS
+from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.effects import (
     FOLDS,
     Effects,
@@ -39,12 +38,13 @@ from headwater.pathways.effects import (
 )
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.mean_effects import controls_of, curves_of
+from headwater.pathways.modes import SplitName
 from headwater.pathways.report import report_of
 from headwater.pathways.summary import findings_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import BEFORE, check_probe_options
+from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, carry_out
 from headwater.runs.dressing import Size
 from headwater.runs.record import RunRecord
@@ -236,7 +236,7 @@ def trace_pathways(
     site: ProbeSiteName = "mlp_out",
     token: TokenName = "exact_answer_last",
     variant: VariantName = "mask",
-    edges: QueriesName = "after",
+    edges: Literal["after", "answer"] = "after",
     window: int | None = None,
     seeds: int = 3,
     controls: bool = True,

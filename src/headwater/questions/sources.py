@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
@@ -29,7 +29,6 @@ from headwater.data.rows import Row, read_rows, refuse_repeated
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.embedded import world_folder
-from headwater.names import FormatName
 from headwater.options import checked_count, checked_path, checked_seed
 from headwater.questions.formats import adapt, check_format, columns_found, detect_format
 from headwater.questions.words import Span, find_words
@@ -90,7 +89,11 @@ class Questions:
 
 @checked_call
 def load_questions(
-    source: Source | None = None, *, format: FormatName | None = None, sample: int | None = None, seed: int = 0
+    source: Source | None = None,
+    *,
+    format: Literal["popqa", "triviaqa", "hotpotqa", "nq_open", "table"] | None = None,
+    sample: int | None = None,
+    seed: int = 0,
 ) -> Questions:
     """Read questions from a public question set, from a table of one's own, or those of the embedded model's world.
 

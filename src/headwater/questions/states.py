@@ -12,6 +12,7 @@ the exact answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -22,14 +23,23 @@ from headwater.models.edits import Hook, looks
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import by_length
-from headwater.names import ProbeSiteName, TokenName
 from headwater.options import checked_count, shown
 from headwater.probes.linear import States
 from headwater.progress import progress_bar
 from headwater.questions.answers import AnsweredQuestions
 
-PROBE_SITES = ("mlp_out", "attn_out", "resid_post")
-PROBE_TOKENS = ("prompt_last", "answer_first", "before_answer", "exact_answer_first", "exact_answer_last", "after_answer", "answer_last")  # noqa: E501  # fmt: skip
+ProbeSiteName: TypeAlias = Literal["mlp_out", "attn_out", "resid_post"]
+PROBE_SITES = get_args(ProbeSiteName)
+TokenName: TypeAlias = Literal[
+    "prompt_last",
+    "answer_first",
+    "before_answer",
+    "exact_answer_first",
+    "exact_answer_last",
+    "after_answer",
+    "answer_last",
+]
+PROBE_TOKENS = get_args(TokenName)
 MAP_TOKENS = ("question_last", *PROBE_TOKENS)
 BEFORE = ("prompt_last", "before_answer")
 """Tokens that come before the exact answer whatever it is: nothing there can come from it."""

@@ -23,12 +23,11 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.likelihood.answering import MODEL
-from headwater.likelihood.contexts import GOLD, NONE, PREDICTED, TURNS
+from headwater.likelihood.contexts import GOLD, NONE, PREDICTED, TURNS, PredecessorsName
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
-from headwater.names import PredecessorsName
 from headwater.options import checked_path
 from headwater.questions.judge import Judge
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers

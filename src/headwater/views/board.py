@@ -14,8 +14,7 @@ from typing import Any
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.sites import sites_named
-from headwater.names import HowName, SiteName
+from headwater.models.sites import SiteName, sites_named
 from headwater.options import checked_name, one_or_several
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompts import Prompts
@@ -24,7 +23,7 @@ from headwater.patching.together import WHOLE
 from headwater.runs.view import View
 from headwater.views.board_page import board_page
 from headwater.views.board_widget import has_widgets, widget_of
-from headwater.views.clicks import HOWS, Clicks
+from headwater.views.clicks import HOWS, Clicks, HowName
 from headwater.views.page import text_of
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")

@@ -16,13 +16,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pandas as pd
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.names import HowName
 from headwater.options import checked_flag, checked_name
 from headwater.patching.bench import Bench, Looked, Told
 from headwater.patching.metrics import Metric
@@ -30,6 +29,7 @@ from headwater.patching.nodes import Node, read_nodes, set_name
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import Sides
 
+HowName: TypeAlias = Literal["denoise", "noise", "zero", "mean"]
 HOWS = {
     "denoise": ("denoise", "other run"),
     "noise": ("noise", "other run"),

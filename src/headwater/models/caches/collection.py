@@ -33,9 +33,8 @@ from headwater.models.edits import Hook, HookFunction, looks
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
-from headwater.models.sites import Site
+from headwater.models.sites import Site, SiteName
 from headwater.models.tokens import Inputs, by_length, said_of_chats
-from headwater.names import SiteName
 from headwater.options import checked_count, checked_flag, checked_path
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out

@@ -16,6 +16,7 @@ One block is built from transformers' own modules and given the first block's te
 import inspect
 import math
 from collections.abc import Iterable
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +30,8 @@ from headwater.models.tokens import Tokenizer
 from headwater.models.weights.conversion import block_model
 from headwater.models.weights.head_tensors import Read
 
-KINDS = ("raw", "mlp0", "embed+mlp0", "layer0")
+EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]
+KINDS = get_args(EmbeddingName)
 LLAMA_3_VOCABULARY = 128256
 WORKSPACE_ENTRIES = 2**23
 """How many entries of the MLP's hidden layer, or of attention scores, are computed at once (32 MB in float32)."""
