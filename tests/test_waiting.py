@@ -31,25 +31,25 @@ class Terminal(io.StringIO):
 
 def test_what_is_slow_is_said_after_a_while_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := Terminal(True))
-    with waiting.said_if_slow("Counting sheep ...", after=0.01):
+    with waiting.announce_if_slow("Counting sheep ...", after=0.01):
         assert stderr.written.wait(60)
     assert stderr.getvalue() == "headwater: Counting sheep ...\n"
 
 
 def test_what_is_quick_and_what_no_terminal_shows_is_not_said(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := Terminal(True))
-    with waiting.said_if_slow("Counting sheep ...", after=600.0):
+    with waiting.announce_if_slow("Counting sheep ...", after=600.0):
         before = threading.active_count()
     assert stderr.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", stderr := Terminal(False))
-    with waiting.said_if_slow("Counting sheep ...", after=0.0):
+    with waiting.announce_if_slow("Counting sheep ...", after=0.0):
         assert threading.active_count() <= before
         assert not stderr.written.wait(0.2)
 
 
 def test_an_error_inside_is_the_error_outside(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal(True))
-    with pytest.raises(ZeroDivisionError), waiting.said_if_slow("Counting sheep ..."):
+    with pytest.raises(ZeroDivisionError), waiting.announce_if_slow("Counting sheep ..."):
         1 / 0  # noqa: B018
 
 
@@ -58,7 +58,7 @@ import sys, time, types
 from importlib import abc, machinery, util
 import headwater as hw
 from headwater import waiting
-waiting.said_if_slow.__wrapped__.__kwdefaults__["after"] = 0.01
+waiting.announce_if_slow.__wrapped__.__kwdefaults__["after"] = 0.01
 class Slow(abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "torch":

@@ -6,7 +6,7 @@ The names below load what they need on first use, so `import headwater` itself i
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -94,4 +94,4 @@ if TYPE_CHECKING:
     from headwater.views.board import Board as Board
     from headwater.views.board import board as board
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -13,7 +13,7 @@ LIBRARIES = "Loading PyTorch, transformers and TransformerLens, once in a proces
 
 
 @contextmanager
-def said_if_slow(doing: str, *, after: float = PATIENCE) -> Iterator[None]:
+def announce_if_slow(doing: str, *, after: float = PATIENCE) -> Iterator[None]:
     """Say on stderr what is being done, if it is not done after some seconds; only where stderr is a terminal.
 
     Args:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.circuits.circuit import Circuit as Circuit
@@ -22,4 +22,4 @@ if TYPE_CHECKING:
     from headwater.circuits.search import CircuitSearch as CircuitSearch
     from headwater.circuits.search import find_circuit as find_circuit
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

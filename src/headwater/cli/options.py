@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from headwater.cli.printing import is_main, report
 from headwater.errors import InputError, did_you_mean
-from headwater.waiting import LIBRARIES, said_if_slow
+from headwater.waiting import LIBRARIES, announce_if_slow
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,7 @@ class Load:
 
     def model(self, name: str | None) -> HookedModel:
         """Load a model; without a name the one that comes with headwater."""
-        with said_if_slow(LIBRARIES):
+        with announce_if_slow(LIBRARIES):
             from headwater.models.loading import load
 
         return load(name, **vars(self))

@@ -1,5 +1,5 @@
 """The tour of the embedded model, and the page that it writes."""
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.detection.detection import Detection as Detection
@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from headwater.detection.methods import Detector as Detector
     from headwater.detection.reweighting import Reweighting as Reweighting
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.figures.depth_profile import depth_profiles as depth_profiles
@@ -19,4 +19,4 @@ if TYPE_CHECKING:
     from headwater.figures.tokens import token_heat_map as token_heat_map
     from headwater.figures.tokens import token_html as token_html
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

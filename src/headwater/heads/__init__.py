@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.heads.ablation import HeadAblation as HeadAblation
@@ -32,4 +32,4 @@ if TYPE_CHECKING:
     from headwater.heads.validation import DynamicScores as DynamicScores
     from headwater.heads.validation import dynamic_scores as dynamic_scores
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -3,6 +3,6 @@
 No model, no file, no pandas.
 """
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.lenses.direct_attribution import DirectAttribution as DirectAttribution
@@ -11,4 +11,4 @@ if TYPE_CHECKING:
     from headwater.lenses.predictions import lens as lens
     from headwater.lenses.tuned_lens import load_tuned_lens as load_tuned_lens
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

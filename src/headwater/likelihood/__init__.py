@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.likelihood.files import ScoredTexts as ScoredTexts
@@ -22,4 +22,4 @@ if TYPE_CHECKING:
     from headwater.likelihood.statistics import TextStatistics as TextStatistics
     from headwater.likelihood.statistics import token_statistics as token_statistics
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

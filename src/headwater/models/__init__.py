@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.models.caches.cache import Cache as Cache
@@ -22,4 +22,4 @@ if TYPE_CHECKING:
     from headwater.models.sites import register_site as register_site
     from headwater.models.weights.opening import open_weights as open_weights
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.patching.ablation import ablate as ablate
@@ -25,4 +25,4 @@ if TYPE_CHECKING:
     from headwater.patching.values import Recipe as Recipe
     from headwater.patching.values import Source as Source
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.pathways.attention_saliency import Saliency as Saliency
@@ -14,4 +14,4 @@ if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways as Pathways
     from headwater.pathways.trace import trace_pathways as trace_pathways
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.probes.linear import Probe as Probe
@@ -11,4 +11,4 @@ if TYPE_CHECKING:
     from headwater.probes.selectivity import ProbeFit as ProbeFit
     from headwater.probes.selectivity import fit_probe as fit_probe
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from headwater.questions.sources import Questions as Questions
     from headwater.questions.sources import load_questions as load_questions
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.reference.depth import reproduce_depth as reproduce_depth
@@ -12,4 +12,4 @@ if TYPE_CHECKING:
     from headwater.reference.plan import reproduction_plan as reproduction_plan
     from headwater.reference.published import Reproduction as Reproduction
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.runs.analysis import Run as Run
@@ -14,4 +14,4 @@ if TYPE_CHECKING:
     from headwater.runs.result import VIEWS as VIEWS
     from headwater.runs.result import Result as Result
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,5 +1,5 @@
 """What chance does to numbers: resampling by unit, discrimination, correlation, significance, peaks."""
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)

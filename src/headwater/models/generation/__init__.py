@@ -1,5 +1,5 @@
 """Generation: the one loop that lets a model write, how the next token is chosen, and the texts that come of it."""
 
-from headwater.rooms import opened
+from headwater.rooms import lazy_exports
 
-__getattr__, __dir__, __all__ = opened(__name__)
+__getattr__, __dir__, __all__ = lazy_exports(__name__)
