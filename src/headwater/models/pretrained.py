@@ -20,8 +20,17 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from headwater.errors import InputError, ModelError
 from headwater.models.families import text_config
 from headwater.models.memory import refuse_too_large
-from headwater.models.weights.checkpoint import INDEX, lacking, one_line, tensor_shapes, weight_files, without_use
-from headwater.models.weights.conversion import quiet_transformers
+from headwater.models.weights.checkpoint import (
+    INDEX,
+    lacking,
+    one_line,
+    open_checkpoint,
+    tensor_shapes,
+    weight_files,
+    without_use,
+)
+from headwater.models.weights.conversion import Conversion, quiet_transformers
+from headwater.models.weights.gguf_file import is_gguf, read_gguf
 
 STRAIGHT = ("cuda",)
 """Kinds of devices to which weights go one by one as they are read."""
@@ -35,7 +44,11 @@ def refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | Non
     """
     stored = getattr(config, "dtype", None)
     kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
-    count = sum(math.prod(shape) for file in weight_files(folder) for shape in tensor_shapes(file).values())
+    if is_gguf(folder):
+        shapes = [one.shape for one in read_gguf(folder).tensors.values()]
+    else:
+        shapes = [shape for file in weight_files(folder) for shape in tensor_shapes(file).values()]
+    count = sum(map(math.prod, shapes))
     advice = (
         'Use dtype="bfloat16", device="auto" with several GPUs, or another machine; hw.classify_heads(folder) needs '
         "one layer at a time."
@@ -48,8 +61,10 @@ def read_pretrained(
 ) -> PreTrainedModel:
     """Read a checkpoint: straight to a device where that is safe, else into the host's memory.
 
+    A GGUF file is dequantised on the host, tensor by tensor.
+
     Args:
-        folder: with config and safetensors.
+        folder: with config and safetensors; or a GGUF file.
         config: what `read_config` gave for it.
         dtype: of the weights; None as they are stored.
         trust_remote_code: allow the checkpoint to bring its own code.
@@ -65,6 +80,8 @@ def read_pretrained(
     if device is not None:
         straight = device.type in STRAIGHT and not multimodal and not trust_remote_code
         where = {"": device} if straight else None
+    if is_gguf(folder):
+        return _read_gguf(folder, dtype or torch.float32, where)
     try:
         with quiet_transformers():
             hf, report = kind.from_pretrained(
@@ -87,6 +104,22 @@ def read_pretrained(
             'larger ones, or dtype="bfloat16"; hw.classify_heads(folder) needs one layer at a time.'
         )
     return hf
+
+
+def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.device] | None) -> PreTrainedModel:
+    """Read the model of a GGUF file; that its tensors are all there, and no others, is seen when it is opened."""
+    checkpoint = open_checkpoint(path)
+    conversion = Conversion(checkpoint.config)
+    weights = {conversion.full_name(name): checkpoint.read(name).to(dtype) for name in checkpoint.names}
+    with quiet_transformers():
+        return conversion.model_class.from_pretrained(
+            None,
+            config=checkpoint.config,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation="eager",
+            device_map=where,
+        )
 
 
 def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> str:

@@ -21,7 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import cached_file
 
 from headwater.errors import InputError, ModelError
+from headwater.models.gguf_tokenizer import load_gguf_tokenizer
 from headwater.models.weights.checkpoint import first_line, refuse_pointer
+from headwater.models.weights.gguf_file import is_gguf
 from headwater.options import checked_path, is_one, shown, whole_numbers
 
 TOKENIZER_FILES = (
@@ -39,7 +41,7 @@ what TransformerLens's `default_prepend_bos` says, a token by its text or id, or
 def load_tokenizer(
     source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or hub name exactly as its tokenizer.json says.
+    """Load the tokenizer of a folder or hub name exactly as its tokenizer.json says, or of a GGUF file.
 
     AutoTokenizer chooses a class by the config's model type, and several of these classes rebuild the tokenizer from
     the vocabulary alone, so a file whose rules differ is silently read as another tokenizer. Here the file is always
@@ -49,6 +51,9 @@ def load_tokenizer(
         ModelError: there are no tokenizer files, or they cannot be read.
     """
     folder = checked_path("tokenizer", source)
+    if is_gguf(folder):
+        with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
+            return load_gguf_tokenizer(folder)
     where = str(folder) if folder.is_dir() else str(source)
     if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(

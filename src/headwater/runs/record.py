@@ -36,7 +36,7 @@ class Recorded(Protocol):
 
     @property
     def revision(self) -> str | None:
-        """The revision of the hub."""
+        """The revision of the hub; of a GGUF file its name, types of numbers and SHA-256."""
 
     @property
     def fingerprint(self) -> str:

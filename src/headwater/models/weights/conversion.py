@@ -72,15 +72,21 @@ class Conversion:
         """The class of the model without its unembedding."""
         return type(self._model.base_model)
 
+    @property
+    def model_class(self) -> Any:
+        """The class of the model."""
+        return type(self._model)
+
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
-        found = revert_weight_conversion(self._model, {self._full(name): one for name, one in parameters.items()})
+        found = revert_weight_conversion(self._model, {self.full_name(name): one for name, one in parameters.items()})
         return dict(sorted((self._canonical(name), part) for name, part in found.items()))
 
     def _canonical(self, name: str) -> str:
         return UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix)
 
-    def _full(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
+        """What transformers calls a parameter of the model whose name relative to the base model is given."""
         return name if name == UNEMBEDDING else f"{self._prefix}{name}"
 
 

@@ -8,9 +8,8 @@ import torch
 from headwater.calls import checked_call
 from headwater.kernels.devices import usable_device
 from headwater.models.checks import tokenizer_fits
-from headwater.models.embedded import is_embedded
 from headwater.models.tokenizers import load_tokenizer
-from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint
+from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint, revision_of
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.models.weights.streamed_weights import StreamedWeights
 from headwater.models.weights.weight_source import WeightSource
@@ -31,7 +30,8 @@ def open_weights(
     """Open a model's parameters for reading.
 
     Args:
-        what: a checkpoint folder or hub name, streamed with one layer in memory at a time, or a model in memory.
+        what: a checkpoint folder, GGUF file or hub name, streamed with one layer in memory at a time, or a model in
+            memory.
         device: where tensors are handed out; by default the CPU, or where the model in memory is.
         dtype: the dtype tensors are handed out in; by default float32, or the stored dtype where that is wider.
         revision: branch, tag or commit on the hub.
@@ -47,8 +47,7 @@ def open_weights(
         checkpoint = open_checkpoint(folder, trust_remote_code)
         tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         tokenizer_fits(tokenizer, checkpoint.config.vocab_size)
-        commit = None if is_embedded(what) or Path(what).is_dir() else folder.name
-        source = StreamedWeights(str(what), commit, checkpoint, tokenizer)
+        source = StreamedWeights(str(what), revision_of(what, folder), checkpoint, tokenizer)
     source.device = usable_device(device or source.device)
     source.given_dtype = dtype or source.given_dtype
     return source

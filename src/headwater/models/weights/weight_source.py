@@ -83,7 +83,7 @@ class WeightSource(ABC):
 
     Attributes:
         name: the folder or hub name.
-        revision: the commit on the hub, where there is one.
+        revision: the commit on the hub, where there is one; of a GGUF file its name, types of numbers and SHA-256.
         shape: the model's sizes.
         dtype: the dtype the weights are held in; they are handed out in `given_dtype`.
         given_dtype: float32, or `dtype` where that is wider, unless another was asked for.
@@ -99,7 +99,8 @@ class WeightSource(ABC):
         self.given_dtype = torch.promote_types(dtype, torch.float32)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, {self.shape.architecture}, {self.dtype} as {self.given_dtype})"
+        about = ", ".join(filter(None, (self.revision, self.shape.architecture)))
+        return f"{type(self).__name__}({self.name!r}, {about}, {self.dtype} as {self.given_dtype})"
 
     @property
     @abstractmethod

@@ -1,0 +1,295 @@
+"""What a GGUF file holds, as transformers has it: the config, and every tensor under its name and in its layout.
+
+llama.cpp computes the same from other tensors. Undone here, so that weights are those of the checkpoint converted:
+
+    Llama     rows of q and k, and their biases, taken pairwise from both halves of a head
+    Gemma     1 + weight of each norm
+    GPT-2     the transposed weights of its Conv1D modules
+
+What the file says and headwater does not read (scaled rotary frequencies but those of Llama 3 and linear ones, tensors
+and entries without a name here) is refused: the model would compute something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from headwater.errors import ModelError
+from headwater.models.shape import refuse_impossible_sizes
+from headwater.models.weights.conversion import Conversion
+from headwater.models.weights.gguf_file import GGUFFile, gguf_package
+
+RMS, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+ENTRIES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+}
+"""What every file has, and what transformers calls it."""
+READ = ENTRIES.keys() | {
+    "vocab_size", "feed_forward_length", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", RMS, LAYER_NORM,
+}  # fmt: skip
+"""Entries that are read of any family."""
+ROPE_FREQUENCIES = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an architecture of llama.cpp is in transformers.
+
+    Attributes:
+        model_type: of the config.
+        norm: the entry that is the epsilon of its norms, and its name in the config.
+        entries: what else it is read of the file, and its name in the config; "" where `finish` reads it.
+        partial: whether a part of each head may be rotated.
+        finish: completes the config's entries.
+    """
+
+    model_type: str
+    norm: tuple[str, str] = (RMS, "rms_norm_eps")
+    entries: tuple[tuple[str, str], ...] = ()
+    partial: bool = False
+    finish: Callable[[GGUFFile, dict[str, Any]], None] = lambda file, config: None
+
+
+def _llama(file: GGUFFile, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+
+
+def _gpt2(file: GGUFFile, config: dict[str, Any]) -> None:
+    config["n_inner"] = config.pop("intermediate_size")
+    for name in ("rope_parameters", "head_dim", "num_key_value_heads"):
+        del config[name]
+
+
+def _stablelm(file: GGUFFile, config: dict[str, Any]) -> None:
+    parallel = _entry(file, "use_parallel_residual", "blk.0.ffn_norm.weight" not in file.tensors)
+    config["use_parallel_residual"] = bool(parallel)
+    config["use_qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+    del config["head_dim"]
+
+
+def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
+    config["sliding_window"] = config.get("sliding_window") or None
+    del config["head_dim"]
+
+
+def _gemma2(file: GGUFFile, config: dict[str, Any]) -> None:
+    _scale(config, layers_of_27b=46)
+
+
+def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
+    _scale(config, layers_of_27b=62)
+    near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": near}
+    pattern = _entry(file, "attention.sliding_window_pattern", 6)
+    layers = range(config["num_hidden_layers"])
+    is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
+    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in is_near]
+
+
+def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
+    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp tells them."""
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    by_head = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]
+
+
+WINDOW = ("attention.sliding_window", "sliding_window")
+KINDS = {
+    "llama": Kind("llama", finish=_llama),
+    "qwen2": Kind("qwen2", finish=lambda file, config: config.pop("head_dim")),
+    "qwen3": Kind("qwen3"),
+    "gemma": Kind("gemma"),
+    "gemma2": Kind(
+        "gemma2",
+        entries=(
+            WINDOW,
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        ),
+        finish=_gemma2,
+    ),
+    "gemma3": Kind(
+        "gemma3_text",
+        entries=(
+            WINDOW,
+            ("final_logit_softcapping", "final_logit_softcapping"),
+            ("rope.freq_base_swa", ""),
+            ("attention.sliding_window_pattern", ""),
+        ),
+        finish=_gemma3,
+    ),
+    "phi3": Kind("phi3", entries=(WINDOW,), partial=True, finish=_phi3),
+    "gpt2": Kind("gpt2", norm=(LAYER_NORM, "layer_norm_epsilon"), finish=_gpt2),
+    "stablelm": Kind(
+        "stablelm",
+        norm=(LAYER_NORM, "layer_norm_eps"),
+        entries=(("use_parallel_residual", ""),),
+        partial=True,
+        finish=_stablelm,
+    ),
+}
+"""By what a file calls its architecture."""
+
+
+def config_of(file: GGUFFile) -> Any:
+    """The transformers config of a GGUF file.
+
+    Raises:
+        ModelError: the architecture is not read, or the file says something of it that is not.
+    """
+    if file.architecture not in KINDS:
+        raise ModelError(
+            f"{file.path} holds a model of architecture {file.architecture!r}; of GGUF files headwater reads "
+            f"{', '.join(KINDS)}. Give the checkpoint that it was converted from."
+        )
+    kind = KINDS[file.architecture]
+    beyond = READ | {key for key, _ in kind.entries}
+    prefix = f"{file.architecture}."
+    for key, value in file.metadata.items():
+        if key.startswith(prefix) and key.removeprefix(prefix) not in beyond and value not in (0, "none", "", []):
+            raise ModelError(f"{file.path} says {key}={value!r}, which headwater does not read; {ORIGINAL}")
+    try:
+        entries = _config_entries(file, kind)
+        config = AutoConfig.for_model(kind.model_type, **entries)
+        refuse_impossible_sizes(config)
+    except ModelError:
+        raise
+    except Exception as error:  # the file may say anything, and each config class checks it in its own way
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"What {file.path} says of its model describes none: {said}; fetch it again.") from error
+    return config
+
+
+ORIGINAL = "give the checkpoint that it was converted from."
+
+
+def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
+    config: dict[str, Any] = {name: _entry(file, key) for key, name in ENTRIES.items()}
+    config |= {name: found for key, name in kind.entries if name and (found := _entry(file, key, None)) is not None}
+    config[kind.norm[1]] = _entry(file, kind.norm[0])
+    heads = config["num_attention_heads"]
+    config["intermediate_size"] = _entry(file, "feed_forward_length")
+    config["num_key_value_heads"] = _entry(file, "attention.head_count_kv", heads)
+    config["head_dim"] = d_head = _entry(file, "attention.key_length", config["hidden_size"] // heads)
+    if _entry(file, "attention.value_length", d_head) != d_head:
+        raise ModelError(f"{file.path} says that keys and values have other lengths, which no family here has.")
+    rotated = _entry(file, "rope.dimension_count", d_head)
+    if rotated != d_head and not kind.partial:
+        raise ModelError(f"{file.path} rotates {rotated} of the {d_head} numbers of a head; {ORIGINAL}")
+    config["rope_parameters"] = {"rope_theta": float(_entry(file, "rope.freq_base", 10000.0))} | _scaling(file, d_head)
+    if kind.partial:
+        config["rope_parameters"]["partial_rotary_factor"] = rotated / d_head
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
+    config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    said = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    ends = list(dict.fromkeys(said[name] for name in ("eos", "eot") if said[name] is not None))
+    config |= {"bos_token_id": said["bos"], "pad_token_id": said["padding"]}
+    config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
+    kind.finish(file, config)
+    return config
+
+
+_ASKED = object()
+
+
+def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
+    """One entry on the architecture; numbers that are the same for all layers as one, floats as they were written."""
+    found = file.metadata.get(f"{file.architecture}.{key}", default)
+    if found is _ASKED:
+        raise ModelError(f"{file.path} does not say {file.architecture}.{key}, which its model needs; fetch it again.")
+    if isinstance(found, list) and len(set(found)) == 1:
+        found = found[0]
+    if isinstance(found, list) and key != "attention.sliding_window_pattern":
+        raise ModelError(f"{file.path} says {file.architecture}.{key}={found!r}, other for each layer; {ORIGINAL}")
+    return float(str(np.float32(found))) if isinstance(found, float) else found
+
+
+def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
+    """How rotary frequencies are scaled.
+
+    Raises:
+        ModelError: in another way than linearly or as Llama 3's.
+    """
+    method = _entry(file, "rope.scaling.type", "none")
+    factor = _entry(file, "rope.scaling.factor", 1.0)
+    stored = next((name for name in file.tensors if name.startswith(("rope_factors", "rope_freqs"))), None)
+    if method == "linear" and stored is None:
+        return {"rope_type": "linear", "factor": float(factor)} if factor != 1 else {"rope_type": "default"}
+    if method not in ("none", "linear"):
+        raise ModelError(f"{file.path} scales rotary frequencies by the method {method!r}; {ORIGINAL}")
+    if stored is None:
+        return {"rope_type": "default"}
+    if stored == ROPE_FREQUENCIES and method == "none":
+        theta, found = float(_entry(file, "rope.freq_base", 10000.0)), file.read(stored).flatten()
+        longest = round(float(found.max()), 3)
+        expected = llama3_factors(theta, d_head, longest)
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5):
+            return {
+                "rope_type": "llama3", "factor": longest, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }  # fmt: skip
+    raise ModelError(f"{file.path} scales rotary frequencies by the tensor {stored!r}, not as Llama 3; {ORIGINAL}")
+
+
+def llama3_factors(theta: float, d_head: int, factor: float) -> Tensor:
+    """By what Llama 3 divides each rotary frequency: 1 for short waves, `factor` for long ones, else blended."""
+    waves = 2 * math.pi * theta ** (torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    share = ((8192 / waves - 1) / 3).clamp(0, 1)
+    return (1 / ((1 - share) / factor + share)).float()
+
+
+def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
+    """The file's name of each tensor that a checkpoint of this config holds, names relative to the base model.
+
+    Raises:
+        ModelError: one is missing or of another shape, or the file holds one that the config's model has not.
+    """
+    gguf, conversion = gguf_package(), Conversion(config)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
+    known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    found: dict[str, str] = {}
+    for name, shape in (pair for group in conversion.groups for pair in group.tensors.items()):
+        module, _, part = conversion.full_name(name).rpartition(".")
+        own = f"{known.get_name(module)}.{part}"
+        if own not in file.tensors:
+            raise ModelError(f"{file.path} has no tensor {own!r} (expected shape {shape}); the file is incomplete.")
+        stored = file.tensors[own].shape
+        if stored != (shape[::-1] if _is_turned(file, own) else shape):
+            raise ModelError(
+                f"Tensor {own!r} in {file.path} has shape {stored}, but its sizes say {shape}; fetch it again."
+            )
+        found[name] = own
+    if unread := sorted(file.tensors.keys() - found.values() - {ROPE_FREQUENCIES}):
+        raise ModelError(f"Tensor {unread[0]!r} in {file.path} is used by no module that headwater builds; {ORIGINAL}")
+    return found
+
+
+def read_as_stored(file: GGUFFile, config: Any, own: str) -> Tensor:
+    """One tensor in the layout of transformers, by its name in the file."""
+    tensor = file.read(own)
+    if file.architecture == "llama" and own.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
+        heads = config.num_attention_heads if ".attn_q." in own else config.num_key_value_heads
+        rest = tensor.shape[1:]
+        return tensor.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(-1, *rest)
+    if file.architecture.startswith("gemma") and own.endswith("norm.weight"):
+        return tensor.sub_(1)
+    return tensor.T.contiguous() if _is_turned(file, own) else tensor
+
+
+def _is_turned(file: GGUFFile, own: str) -> bool:
+    turned = (".attn_qkv.weight", ".attn_output.weight", ".ffn_up.weight", ".ffn_down.weight")
+    return file.architecture == "gpt2" and own.endswith(turned)
