@@ -31,8 +31,8 @@ from headwater.models.packaged import PACKAGED, is_packaged
 from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
+from headwater.models.skip_weight_init import SkipWeightInit
 from headwater.models.tokenizers import Bos, load_tokenizer, resolve_bos
-from headwater.models.unread import NothingUnread
 from headwater.models.weights.checkpoint import (
     checkpoint_folder,
     one_line,
@@ -250,7 +250,7 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
     seen, embedding = see(hf, name), hf.get_input_embeddings()
     try:
-        with NothingUnread(getattr(embedding, "weight", None)):
+        with SkipWeightInit():
             raw = build_bridge_from_module(
                 hf,
                 architecture,

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from headwater.models.families import family_of, text_config
-from headwater.models.unread import NothingUnread
+from headwater.models.skip_weight_init import SkipWeightInit
 
 UNEMBEDDING = "lm_head.weight"
 UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
@@ -56,7 +56,7 @@ class Conversion:
 
     def __init__(self, config: Any):
         config = text_config(config)
-        with torch.device("meta"), NothingUnread():
+        with torch.device("meta"), SkipWeightInit():
             self._model = AutoModelForCausalLM.from_config(config)
         self._prefix = f"{self._model.base_model_prefix}."
         parameters = {
