@@ -11,6 +11,7 @@ do is measured by the progress bar.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,7 +20,6 @@ from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.patching.plan import Plan
-from headwater.patching.values import Source
 from headwater.progress import say
 
 LARGE = 1_000_000_000
@@ -37,9 +37,9 @@ def default_method(model: HookedModel) -> str:
     return "screened" if total >= LARGE else "exact"
 
 
-def changed_tokens(plan: Plan, source: Source) -> int:
-    """Count the tokens from the first that differs to the last that is read, over all pairs."""
-    return sum(max(0, kept[-1] + 1 - min(source.since(i), kept[0])) for i, kept in enumerate(plan.positions))
+def changed_tokens(plan: Plan, since: Callable[[int], int]) -> Indices:
+    """Count by pair the tokens that are run: from the first that differs, as `since` says, to the last that is read."""
+    return np.array([kept[-1] + 1 - min(since(i), kept[0]) for i, kept in enumerate(plan.positions)])
 
 
 def runs_of(graph: Graph, stages: Indices) -> float:

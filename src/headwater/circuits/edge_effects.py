@@ -258,7 +258,7 @@ def _say_how_long(asked: Asked, hours: float | None, progress: bool) -> None:
     if how.method != "exact":
         what = f"Estimates of {what}"
         whole = 1 + len(how.shares) * (1 + len(plan.metrics))
-    tokens = runs * changed_tokens(plan, asked.source) + whole * sum(map(len, plan.base))
+    tokens = runs * changed_tokens(plan, asked.source.since).sum() + whole * sum(map(len, plan.base))
     say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
 
 

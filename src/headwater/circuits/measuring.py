@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.circuit_walk import CircuitWalk
-from headwater.circuits.cost import say_how_long
+from headwater.circuits.cost import changed_tokens, say_how_long
 from headwater.circuits.exact import Rows, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.head_shares import HeadShares
@@ -141,14 +141,10 @@ class Outcome:
     @property
     def _changed(self) -> Indices:
         """By pair, how many tokens are run from the first on that differs from what lies outside."""
-        plan, other = self.plan, self.plan.other
+        base, other = self.plan.base, self.plan.other
         assert other is not None
-        since = [
-            0 if self.source is not None else first_difference(*pair) for pair in zip(plan.base, other, strict=True)
-        ]
-        return np.array(
-            [max(1, kept[-1] + 1 - min(at, kept[0])) for at, kept in zip(since, plan.positions, strict=True)]
-        )
+        exchanged = self.source is not None
+        return changed_tokens(self.plan, lambda i: 0 if exchanged else first_difference(base[i], other[i]))
 
     @property
     def metrics(self) -> tuple[str, ...]:

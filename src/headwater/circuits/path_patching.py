@@ -155,7 +155,7 @@ def _say_how_long(asked: Asked, progress: bool) -> None:
         for sent in asked.senders.values()
         if has_path(graph, sent, received)
     ]
-    tokens = runs_of(graph, np.array(ends)) * len(asked.places) * changed_tokens(plan, asked.source)
+    tokens = runs_of(graph, np.array(ends)) * len(asked.places) * changed_tokens(plan, asked.source.since).sum()
     what, advice = f"{len(ends):,} paths of {len(plan.base):,} pairs", "Fewer senders=, receivers= or pairs take less."
     say_how_long(plan.model, what, tokens, advice, progress=progress)
 

@@ -23,7 +23,7 @@ from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_flag, checked_name, checked_seed
-from headwater.patching.call import check_call, metric_options, recorded_roles
+from headwater.patching.call import check_call, engine_option, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
 from headwater.patching.components import read_sets
 from headwater.patching.measure import measure
@@ -130,7 +130,7 @@ def ablate(
         "mean_over": source.mean_over,
         **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
-    } | ({} if engine == "auto" else {"engine": engine})
+    } | engine_option(engine)
 
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, runner), run)

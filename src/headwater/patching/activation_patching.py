@@ -33,7 +33,7 @@ from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
 from headwater.options import checked_name, checked_seed, resolve_indices, shown
 from headwater.patching.attribution import Gradients
-from headwater.patching.call import check_call, metric_options, recorded_roles
+from headwater.patching.call import check_call, engine_option, metric_options, recorded_roles
 from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
@@ -203,7 +203,7 @@ def patch(
         "metrics": metric_options(plan),
     }
     options |= {"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {}
-    options |= {} if engine == "auto" else {"engine": engine}
+    options |= engine_option(engine)
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
 
     def work(run: Run) -> Sweep:

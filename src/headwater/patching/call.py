@@ -29,6 +29,11 @@ def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
     return {"prompts": ids, **said_of_chats(prompt.text for prompts in sets for prompt in prompts or ())}
 
 
+def engine_option(engine: str) -> dict[str, str]:
+    """Name the engine where one was chosen; nothing is named of the default."""
+    return {} if engine == "auto" else {"engine": engine}
+
+
 def recorded_roles(spots: Sequence[Mapping[str, Spot]]) -> list[dict[str, list[list[int]]]]:
     """Write down by example and role the positions in both prompts."""
     return [{role: [list(spot.base), list(spot.other)] for role, spot in one.items()} for one in spots]

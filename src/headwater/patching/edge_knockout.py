@@ -33,7 +33,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, SiteName, sites_named
 from headwater.options import checked_name, resolve_indices, shown
-from headwater.patching.call import check_call, metric_options, prompt_options
+from headwater.patching.call import check_call, engine_option, metric_options, prompt_options
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import collect_states, measure
 from headwater.patching.metrics import Measures, as_metrics
@@ -178,7 +178,7 @@ def knockout(
         "over": axes,
         **prompt_options(base),
         "metrics": metric_options(plan),
-    } | ({} if engine == "auto" else {"engine": engine})
+    } | engine_option(engine)
 
     def work(run: Run) -> Sweep:
         measured = measure(plan, run, runner)

@@ -15,7 +15,7 @@ from typing import Any
 
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
-from headwater.patching.call import metric_options
+from headwater.patching.call import engine_option, metric_options
 from headwater.patching.cells import Cells, Kind
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Metric
@@ -95,7 +95,7 @@ def patch_together(
         "mean_over": source.mean_over,
         **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
-    } | ({} if engine == "auto" else {"engine": engine})
+    } | engine_option(engine)
 
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, ENGINES[engine]), run)
