@@ -23,7 +23,7 @@ from headwater.heads.validation import dynamic_scores
 from headwater.pathways.declined import refusals
 from headwater.pathways.token_map import probe_map
 from headwater.reference.published import Reproduction, compared
-from headwater.runs.dressing import checked_size
+from headwater.runs.figure_options import checked_size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import View

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,7 +36,7 @@ from headwater.options import checked_count, checked_name, checked_number, check
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord

@@ -37,7 +37,7 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import style as shared_look
 from headwater.likelihood.profile import DepthProfile
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.result import DRAWINGS
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
@@ -101,10 +101,10 @@ def depth_profiles(
         with shared_look():
             (_published_boxes if as_published else plot_boxes)(profiles[0], ax)
             ax.set_title(labels[0] if as_published else f"{labels[0]}: {SEEN}")
-        return dressed(ax, title, None)
+        return apply_title_and_size(ax, title, None)
     with shared_look():
         figure = (_published_panels if as_published else _panels)(profiles, labels)
-    return dressed(figure, title, size)
+    return apply_title_and_size(figure, title, size)
 
 
 def title_of(profile: DepthProfile) -> str:
@@ -263,7 +263,7 @@ def layer_curves(
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")
         whole_numbers(ax.xaxis)
         legend_above(ax, min(3, len(profile.depths)), model_title(profile.run, f"{named} by layer"))
-    return dressed(ax, title, size)
+    return apply_title_and_size(ax, title, size)
 
 
 def _gaps(profile: DepthProfile, quartile: int) -> Float[ndarray, " node"]:

@@ -27,7 +27,7 @@ from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.result import DRAWINGS
 
 NONE = ("#d4d4d4", "o")
@@ -124,7 +124,7 @@ def head_maps(
     size = checked_place(ax, len(maps), figsize)
     if ax is not None:
         drawn = _published_panel(maps[0], ax) if as_published else plot_head_map(maps[0], ax)
-        return dressed(drawn, title, None)
+        return apply_title_and_size(drawn, title, None)
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
@@ -154,7 +154,7 @@ def head_maps(
             _legend_table(figure, maps, names, table_width, below)
             if len(maps) > 1:
                 entitle(figure, title_of(maps))
-    return dressed(figure, title, size)
+    return apply_title_and_size(figure, title, size)
 
 
 def title_of(maps: Sequence[HeadMap]) -> str:

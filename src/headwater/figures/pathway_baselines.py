@@ -17,7 +17,7 @@ from headwater.figures.style import LINES_ARE, checked_place, entitle, model_tit
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 
 SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
 """By question: what is measured, and what it is held against."""
@@ -57,7 +57,7 @@ def baselines(
         axes[0][0].set_ylabel("wrong answers")
         axes[1][0].set_ylabel("Q-anchored")
         entitle(figure, f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})")
-    return dressed(figure, title, size)
+    return apply_title_and_size(figure, title, size)
 
 
 def _panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:

@@ -33,7 +33,7 @@ from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.trace import Pathways
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -154,7 +154,7 @@ def entitled(
         axes[0].set_title(f"{model_title(pathways.run, seen)}\n{axes[0].get_title(loc='left')}")
     elif figure is not None:
         entitle(figure, model_title(pathways.run, seen))
-    return dressed(axes[0] if figure is None else figure, title, None)
+    return apply_title_and_size(axes[0] if figure is None else figure, title, None)
 
 
 def main_layer(pathways: Pathways, dataset: str) -> int:

@@ -36,7 +36,7 @@ from headwater.figures.style import style as shared_look
 from headwater.options import shown as written
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT, SplitName
 from headwater.pathways.trace import Pathways
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.result import DRAWINGS
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
@@ -117,7 +117,7 @@ def delta_p(
         with shared_look():
             _on_axes(ax, shown[0], names, split_by, value, as_published)
             ax.set_title(titles[0])
-        return dressed(ax, title, None)
+        return apply_title_and_size(ax, title, None)
     with shared_look():
         below = LINE * (len(names) + (1 if as_published else 4)) + 0.1
         figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
@@ -138,7 +138,7 @@ def delta_p(
             legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
             if len(shown) > 1:
                 entitle(figure, WHAT[value])
-    return dressed(figure, title, size)
+    return apply_title_and_size(figure, title, size)
 
 
 @DRAWINGS.add(Pathways)

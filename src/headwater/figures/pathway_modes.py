@@ -25,7 +25,7 @@ from headwater.figures.pathway_controls import MODE_LOOKS, entitled, panels, sha
 from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, checked_place, legend_above, model_title, style
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.stats.resample import Draws, interval
 
 if TYPE_CHECKING:
@@ -101,13 +101,13 @@ def mode_properties(
     with style():
         if ax is not None:
             _accuracy(ax, pathways)
-            return dressed(ax, title, None)
+            return apply_title_and_size(ax, title, None)
         figure = plt.figure(figsize=(6.4 if has_popularity else 3.2, 2.7), layout="constrained")
         axes = figure.subplots(1, 2 if has_popularity else 1, squeeze=False)[0]
         _accuracy(axes[0], pathways)
         if has_popularity:
             _popularity(axes[1], pathways)
-    return dressed(figure, title, size)
+    return apply_title_and_size(figure, title, size)
 
 
 def _changes(pathways: Pathways, dataset: str) -> pd.DataFrame:

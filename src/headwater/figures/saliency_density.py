@@ -33,7 +33,7 @@ from headwater.figures.style import DASHED, checked_place, entitle, model_title,
 from headwater.figures.style import style as shared_look
 from headwater.pathways.attention_saliency import Saliency
 from headwater.pathways.saliency_report import LossName
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.result import DRAWINGS
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
@@ -108,7 +108,7 @@ def saliency(
             _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run, SEEN), as_published)
             if as_published:
                 ax.set_title(model_name(*titles.values()))
-            return dressed(ax, title, None)
+            return apply_title_and_size(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
         figure = plt.figure(
             figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9)), layout="constrained"
@@ -139,7 +139,7 @@ def saliency(
         )
         if len(tables) > 1 and not as_published:
             entitle(figure, SEEN.capitalize())
-    return dressed(figure, title, size)
+    return apply_title_and_size(figure, title, size)
 
 
 @DRAWINGS.add(Saliency)

@@ -23,7 +23,7 @@ from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label, others
 from headwater.options import checked_name, checked_path, one_or_several
-from headwater.runs.dressing import Size, checked_size
+from headwater.runs.figure_options import Size, checked_size
 from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from headwater.colors import FAINT, INK
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import columns, drawable, label, others
 from headwater.figures.style import checked_place, model_title, style
-from headwater.runs.dressing import Size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size
 
 if TYPE_CHECKING:
     from headwater.likelihood.profile import DepthProfile
@@ -94,7 +94,7 @@ def token_heat_map(
         bar = ax.figure.colorbar(scale, ax=ax, fraction=0.02, pad=0.01, aspect=12, extend="min", shrink=0.9)
         bar.set_label("log p (nats);\nframed: lowest K%")
         ax.set_title(model_title(profile.run, SEEN))
-    dressed(ax, title, size)
+    apply_title_and_size(ax, title, size)
     return ax if figure is None else figure
 
 

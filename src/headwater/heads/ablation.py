@@ -38,7 +38,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.progress import progress_bar
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 

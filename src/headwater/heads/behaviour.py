@@ -48,7 +48,7 @@ from headwater.models.weights.effective_embedding import KINDS, EmbeddingName, p
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -35,7 +35,7 @@ from headwater.models.weights.effective_embedding import KINDS, EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -50,7 +50,7 @@ from headwater.models.weights.effective_embedding import EmbeddingName, publishe
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord

@@ -41,7 +41,7 @@ from headwater.models.loading import weights_of
 from headwater.models.weights.weight_source import HeadWeights, WeightSource
 from headwater.options import checked_flag, checked_name, checked_several, one_or_several
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -24,7 +24,7 @@ from headwater.models.part_names import Counts, HeadName, head_named, parts_of_k
 from headwater.models.weights.effective_embedding import EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, shown
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, rounded
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord

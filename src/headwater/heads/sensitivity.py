@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from headwater.heads.categories import CATEGORIES, RULES, apply_rule
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 

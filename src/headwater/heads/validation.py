@@ -40,7 +40,7 @@ from headwater.models.tokenizers import Bos
 from headwater.models.weights.opening import open_weights
 from headwater.options import checked_count
 from headwater.progress import progress_bar
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.correlation import fisher_interval, pearson

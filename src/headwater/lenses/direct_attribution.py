@@ -44,7 +44,7 @@ from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

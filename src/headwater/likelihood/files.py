@@ -42,7 +42,7 @@ from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, 
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_name, checked_number, checked_path, shown
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

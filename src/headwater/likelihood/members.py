@@ -30,7 +30,7 @@ from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, checked_several, shown
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

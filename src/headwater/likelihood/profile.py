@@ -50,7 +50,7 @@ from headwater.options import checked_count, checked_flag, checked_name, checked
 from headwater.questions.asking import RAW, Messages
 from headwater.questions.judge import Judge
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

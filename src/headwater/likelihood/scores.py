@@ -21,7 +21,7 @@ from headwater.kernels.likelihood import PrecisionName
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.options import checked_number, checked_several, one_or_several, shown
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord

@@ -55,7 +55,7 @@ from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

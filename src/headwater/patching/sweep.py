@@ -36,7 +36,7 @@ from headwater.patching.sides import DIRECTIONS
 from headwater.patching.sweep_axes import AXES, tokens_by_role
 from headwater.runs.analysis import Run
 from headwater.runs.claim import Claim
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 

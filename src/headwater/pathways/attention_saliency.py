@@ -57,7 +57,7 @@ from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import frame_of
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -38,7 +38,7 @@ from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.asking import CHAT, SLOT, ask, plain_text, question_frame
 from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord

@@ -35,7 +35,7 @@ from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
 from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

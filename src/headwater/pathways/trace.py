@@ -46,7 +46,7 @@ from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halv
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 

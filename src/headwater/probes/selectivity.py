@@ -37,7 +37,7 @@ from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.given_states import GivenStates, given_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord

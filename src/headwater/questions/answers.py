@@ -54,7 +54,7 @@ from headwater.questions.outcomes import (
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
 from headwater.runs.analysis import Run, carry_out
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import frame_of
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pandas as pd
 
 from headwater.errors import InputError, did_you_mean
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -29,7 +29,7 @@ from headwater.calls import checked_calls
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.options import checked_path, shown
 from headwater.registry import Registry
-from headwater.runs.dressing import Size, checked_size, dressed
+from headwater.runs.figure_options import Size, apply_title_and_size, checked_size
 from headwater.runs.findings import plain_text, records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
@@ -109,7 +109,7 @@ class Result:
             )
         size = checked_size(figsize, ax)
         drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
-        return dressed(drawn, title, size)
+        return apply_title_and_size(drawn, title, size)
 
     def view(self, **what: object) -> View:
         """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`.

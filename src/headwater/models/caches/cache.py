@@ -33,7 +33,7 @@ from headwater.models.caches.names import Names, layers_said, ranges
 from headwater.models.caches.sequences import Sequences, asked_columns
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
-from headwater.runs.dressing import Size
+from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result

@@ -1,4 +1,4 @@
-"""What every figure of a result can be given, whatever it draws: another title, another size.
+"""Title and size, which every figure of a result can be given, whatever it draws.
 
 It is done to the figure that was drawn, so that what draws a result, also one of a user's own, need not know of it.
 """
@@ -38,7 +38,7 @@ def checked_size(figsize: object, ax: Axes | None) -> Size | None:
     return width, height
 
 
-def dressed(drawn: Axes | Figure, title: str | None, size: Size | None) -> Axes | Figure:
+def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | None) -> Axes | Figure:
     """Give what was drawn a title and a size of the caller's.
 
     Raises:
