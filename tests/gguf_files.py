@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -32,29 +34,38 @@ WHOLE = {
 ARCHITECTURES = {"gemma3_text": "gemma3"}
 
 
-def written(model: tf.PreTrainedModel, file: Path, quantized: bool = True, **about: object) -> Path:
+def written(
+    model: tf.PreTrainedModel,
+    file: Path,
+    types: Sequence[gguf.GGMLQuantizationType] = (TYPES.Q8_0, TYPES.Q4_0),
+    extra: Mapping[str, np.ndarray] | None = None,
+    **about: object,
+) -> Path:
     """Write a model as a GGUF file, and change it to what the file then stands for.
 
     Args:
         model: changed in place: its parameters become what those of the file are dequantised to.
         file: the file.
-        quantized: whether matrices are quantised, as Q8_0 and Q4_0 in turn; rows of them have whole blocks of 32.
+        types: of the matrices, in turn; rows of them have whole blocks of 32.
+        extra: further tensors.
         **about: entries that are written otherwise, or besides; None for none.
     """
     config = model.config
     arch = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(file, arch)
+    writer = gguf.GGUFWriter(file, str(about.pop("general.architecture", arch)))
     for key, value in (entries(config, arch) | tokenizer_entries() | about).items():
         add(writer, key, value)
     tied = config.tie_word_embeddings
     state = {name: one for name, one in model.state_dict().items() if not (tied and name.startswith("lm_head"))}
     for number, (name, tensor) in enumerate(state.items()):
         own, stored = name_of(name, arch), as_llama_cpp(tensor.detach().numpy(), name, arch, config)
-        kind = (TYPES.Q8_0, TYPES.Q4_0)[number % 2] if quantized and stored.ndim == 2 else TYPES.F32
+        kind = types[number % len(types)] if stored.ndim == 2 else TYPES.F32
         packed = gguf.quantize(np.ascontiguousarray(stored), kind)
         writer.add_tensor(own, packed, raw_dtype=kind)
         with torch.no_grad():
             tensor.copy_(torch.from_numpy(as_transformers(gguf.dequantize(packed, kind), name, arch, config)))
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -124,6 +135,7 @@ def tiny_bpe() -> Tokenizer:
     return tokenizer
 
 
+@cache
 def tokenizer_entries() -> dict[str, object]:
     """What a file says of `tiny_bpe`."""
     tokenizer = tiny_bpe()

@@ -52,6 +52,7 @@ def load_tokenizer(
     """
     folder = checked_path("tokenizer", source)
     if is_gguf(folder):
+        refuse_pointer(folder)
         with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
             return load_gguf_tokenizer(folder)
     where = str(folder) if folder.is_dir() else str(source)

@@ -245,6 +245,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
 
 
 def _open_gguf(path: Path) -> Checkpoint:
+    refuse_pointer(path)
     file = read_gguf(path)
     config = config_of(file)
     names = names_in(file, config)
