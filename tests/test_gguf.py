@@ -5,6 +5,7 @@ import hashlib
 import re
 import shutil
 import sys
+import tracemalloc
 import unicodedata
 
 import gguf
@@ -353,3 +354,21 @@ def test_smollm2_is_a_file_of_its_package_or_of_the_hub_or_a_line_that_says_both
     model = hw.load("smollm2")
     assert (model.name, model.revision.split(",")[0]) == ("smollm2", "SmolLM2.gguf")
     assert open_weights("smollm2").fingerprint == model.fingerprint
+
+
+def test_reading_a_large_matrix_takes_little_memory_beside_it(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "large.gguf", "llama")
+    packed = gguf.quantize(torch.randn(8192, 1024).numpy(), TYPES.Q8_0)
+    writer.add_tensor("token_embd.weight", packed, raw_dtype=TYPES.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = read_gguf(tmp_path / "large.gguf")
+    tracemalloc.start()
+    try:
+        matrix = file.read("token_embd.weight")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert matrix.nbytes <= peak < 1.2 * matrix.nbytes

@@ -128,7 +128,9 @@ def heads(
 
 
 def compare(
-    models: Annotated[list[str], Parameter(help="Two or more checkpoint folders or hub names, the first before.")],
+    models: Annotated[
+        list[str], Parameter(help="Two or more checkpoint folders, GGUF files or hub names, the first before.")
+    ],
     /,
     *,
     relations: Relations = None,

@@ -30,7 +30,9 @@ Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 ANY_TEXT = Parameter(allow_leading_hyphen=True)
 Model = Annotated[
     str | None,
-    Parameter(help="Checkpoint folder or hub name, or `embedded-instruct`. Default: the embedded model."),
+    Parameter(
+        help="Checkpoint folder, GGUF file or hub name; `smollm2` or `embedded-instruct`. Default: the embedded model."
+    ),
 ]
 AsJson = Annotated[Flag, Parameter(name="--json", help="Print the summary as one JSON line on stdout.")]
 Variant = Annotated[

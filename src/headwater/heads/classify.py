@@ -67,8 +67,8 @@ def classify_heads(
     ACL 2025).
 
     Args:
-        model: a loaded model; or a checkpoint folder or hub name, then read straight from safetensors with one layer in
-            memory at a time.
+        model: a loaded model; or a checkpoint folder, GGUF file or hub name, then read straight from safetensors (or
+            dequantised as it is read) with one layer in memory at a time.
         relations: a folder or file of relations, the name of one of the suite that comes with headwater, a relation,
             or several of these; by default the whole suite.
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).

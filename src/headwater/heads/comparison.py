@@ -198,9 +198,9 @@ def compare_heads(
     A change is tested on the sources that one model hits and the other does not, by McNemar's exact test (1947).
 
     Args:
-        models: two or more models of the same layers and heads: loaded, or checkpoint folders or hub names, read from
-            safetensors with one layer of one model in memory at a time. A mapping names them; else they are named after
-            their folders.
+        models: two or more models of the same layers and heads: loaded, or checkpoint folders, GGUF files or hub names,
+            read with one layer of one model in memory at a time. A mapping names them; else they are named after their
+            folders.
         relations: as in `classify_heads`. Those are compared whose pairs are single tokens for every model.
         k: how many of the largest logits count as a hit; by default as published for each model's vocabulary.
         threshold: the chance-corrected score from which on a head implements a relation.

