@@ -29,7 +29,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -241,7 +241,7 @@ def run_circuits(
     def work(run: Run) -> CircuitRuns:
         return ran(outcome, Lineup.of(named, placebos, seed), run)
 
-    result = carry_out(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
+    result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
     if left := said_of_gaps(result.table):
         warnings.warn(left, stacklevel=2)
     return result

@@ -52,7 +52,7 @@ from headwater.options import (
 )
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
@@ -221,7 +221,7 @@ def circuit_curve(
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
         return CircuitCurve(table, run.record, lineup.shapes)
 
-    result = carry_out(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
+    result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
     for left in [said_of_gaps(result.table), *said_of_discovery(result.run)]:
         if left:
             warnings.warn(left, stacklevel=2)

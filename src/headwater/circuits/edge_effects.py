@@ -45,7 +45,7 @@ from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import DirectionName
 from headwater.patching.values import Recipe, Source, ValueName
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 QUADRATURES = ("midpoints", "published")
 METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
@@ -154,7 +154,7 @@ def edges(
     def work(run: Run) -> EdgeEffects:
         return _Measuring(asked, run).result()
 
-    return carry_out(EdgeEffects, "edges", model, options, work, out=out, seed=how.recorded_seed, progress=progress)
+    return run_or_resume(EdgeEffects, "edges", model, options, work, out=out, seed=how.recorded_seed, progress=progress)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
 from headwater.patching.sides import DirectionName
 from headwater.patching.values import Recipe, Source, ValueName
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
 """Senders or receivers, one by one or together (`headwater.circuits.endpoints`)."""
@@ -130,7 +130,7 @@ def path_patch(
     def work(run: Run) -> PathEffects:
         return _Measuring(asked, run).result()
 
-    return carry_out(PathEffects, "path_patch", model, options, work, out=out, progress=progress)
+    return run_or_resume(PathEffects, "path_patch", model, options, work, out=out, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from headwater.models.norms import attention_post_norm
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.identity import digest
@@ -261,7 +261,7 @@ def find_circuit(
         alone = ran(outcome, Lineup.of({FOUND: inside}, placebos, seed), run.part("alone"))
         return CircuitSearch(tabulated(graph, trace), run.record, alone.table, alone.shapes, alone.sizes, trace.runs)
 
-    return carry_out(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
+    return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:

@@ -41,7 +41,7 @@ from headwater.pathways.controls import span_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
 from headwater.questions.states import ProbeSiteName, TokenName, check_probe_options
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -214,7 +214,7 @@ def detect(
         keys = [(one.dataset, seed) for one in sets for seed in range(seeds)]
         return _result(answered, sets, dict(zip(keys, fitted, strict=True)), dropped, run.record)
 
-    return carry_out(Detection, "detect", model, options, work, out=out, progress=progress)
+    return run_or_resume(Detection, "detect", model, options, work, out=out, progress=progress)
 
 
 def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[AnswerSet, int]]:

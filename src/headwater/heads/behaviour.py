@@ -47,7 +47,7 @@ from headwater.models.tokens import Batch, Inputs, by_length, encode
 from headwater.models.weights.effective_embedding import KINDS, EmbeddingName, published_embedding
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
@@ -228,7 +228,7 @@ def attention_behaviour(
         heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run, layers))
         return AttentionBehaviour(table, heads, run.record)
 
-    return carry_out(
+    return run_or_resume(
         AttentionBehaviour, "attention_behaviour", model, options, work, out=out, seed=seed, progress=progress
     )
 

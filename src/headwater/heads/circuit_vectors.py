@@ -34,7 +34,7 @@ from headwater.models.tokens import token_strings
 from headwater.models.weights.effective_embedding import KINDS, EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
@@ -151,7 +151,7 @@ def singular_vectors(
 
     options = {"layer": layer, "head": head, "circuit": circuit, "embedding": embedding, "norm_gain": norm_gain}
     options |= {"vectors": vectors, "tokens": tokens}
-    return carry_out(SingularVectors, "singular_vectors", weights, options, work, out=out)
+    return run_or_resume(SingularVectors, "singular_vectors", weights, options, work, out=out)
 
 
 def decomposed(

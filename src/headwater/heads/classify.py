@@ -40,7 +40,7 @@ from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULA
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe, digest
 
 
@@ -123,7 +123,7 @@ def classify_heads(
             categories = categories.merge(attention_classes(hooked_of(model)), on=["layer", "head"])
         return HeadMap(table, categories, relation_table(tokenized, ks), run.record)
 
-    return carry_out(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
+    return run_or_resume(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
 
 
 def callable_from(threshold: float) -> float:

@@ -49,7 +49,7 @@ from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import EmbeddingName, published_embedding
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.identity import describe, digest
@@ -256,7 +256,7 @@ def compare_heads(
         words = _words(given, [one.tokenizer for one in compared.values()])
         return HeadComparison(table.reset_index(drop=True), _relations(given, shared, used, words), words, run.record)
 
-    return carry_out(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
+    return run_or_resume(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
 
 
 def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, AnyModel]:

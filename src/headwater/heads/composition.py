@@ -40,7 +40,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights.weight_source import HeadWeights, WeightSource
 from headwater.options import checked_flag, checked_name, checked_several, one_or_several
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
@@ -157,7 +157,7 @@ def composition_scores(
         return Composition(_table(parts, chosen), run.record)
 
     options = {"kinds": list(chosen), "norm_gain": norm_gain}
-    return carry_out(Composition, "composition_scores", weights, options, work, out=out, progress=progress)
+    return run_or_resume(Composition, "composition_scores", weights, options, work, out=out, progress=progress)
 
 
 def _writer(factors: HeadWeights, norm_gain: bool) -> _Side:

@@ -43,7 +43,7 @@ from headwater.options import checked_count, checked_name, shown
 from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -190,7 +190,7 @@ def direct_logit_attribution(
         return DirectAttribution(table, _totals(totals, spots, correct, wrong), run.record)
 
     name = "direct_logit_attribution"
-    return carry_out(DirectAttribution, name, model, options, work, out=out, progress=progress)
+    return run_or_resume(DirectAttribution, name, model, options, work, out=out, progress=progress)
 
 
 class _Spot(NamedTuple):

@@ -43,7 +43,7 @@ from headwater.models.unembedding import refuse_other_logits, unembedding_head
 from headwater.options import checked_count
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -194,7 +194,7 @@ def lens(
         table = with_roles(_table(model, found, chosen, read, where, targets), positions, read)
         return LayerPredictions(table, _target_table(model, where, targets), run.record)
 
-    return carry_out(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
+    return run_or_resume(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
 
 
 def _targets(

@@ -41,7 +41,7 @@ from headwater.likelihood.scores import (
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, LongName, token_statistics
 from headwater.models.hooked import check_model
 from headwater.options import checked_flag, checked_name, checked_number, checked_path, shown
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
@@ -203,7 +203,7 @@ def score_file(
             raise InputError(f"{path} holds no texts.")
         return ScoredTexts(_table(pieces), run.record)
 
-    return carry_out(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
+    return run_or_resume(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
 
 
 def _chunks(texts: Iterator[str | None]) -> Iterator[list[str | None]]:

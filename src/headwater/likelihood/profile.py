@@ -49,7 +49,7 @@ from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages
 from headwater.questions.judge import Judge
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
@@ -256,7 +256,7 @@ def memorization(
         shuffled = scoring.score_shuffled(nodes, seed) if controls else None
         return _profile(nodes, scored, shuffled, run.record)
 
-    return carry_out(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
+    return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: RunRecord) -> DepthProfile:

@@ -54,7 +54,7 @@ from headwater.models.tokens import (
 from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
@@ -214,7 +214,7 @@ def token_statistics(
             pieces = list(run.pieces("windows", parts, compute, bar, len))
         return TextStatistics(_table(model, pieces, chosen, with_layer=layers != "final"), described, run.record)
 
-    return carry_out(TextStatistics, "token_statistics", model, options, work, out=out, progress=progress)
+    return run_or_resume(TextStatistics, "token_statistics", model, options, work, out=out, progress=progress)
 
 
 def check_texts(model: HookedModel, texts: Sequence[Any]) -> None:

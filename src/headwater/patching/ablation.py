@@ -34,7 +34,7 @@ from headwater.patching.sides import plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, seen_positions
 from headwater.patching.values import Recipe, TensorLike, ValueName, recorded
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 
 @checked_call
@@ -135,4 +135,4 @@ def ablate(
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, runner), run)
 
-    return carry_out(Sweep, "ablate", model, options, work, out=out, seed=seed, progress=progress)
+    return run_or_resume(Sweep, "ablate", model, options, work, out=out, seed=seed, progress=progress)

@@ -44,7 +44,7 @@ from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked, AxisName, SpansName, Step, Window, covered, kinds_of, lasting
 from headwater.patching.together import patch_together
 from headwater.patching.values import Recipe, TensorLike, ValueName, recorded
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 METHODS = ("exact", "attribution")
 MOST_FEATURES = 4096
@@ -209,7 +209,7 @@ def patch(
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, runner), run)
 
-    return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
+    return run_or_resume(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:

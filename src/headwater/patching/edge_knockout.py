@@ -54,7 +54,7 @@ from headwater.patching.sweep_axes import (
     windows_of,
 )
 from headwater.patching.variants import Cut
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 VariantName: TypeAlias = Literal["mask", "zero"]
 VARIANTS = get_args(VariantName)
@@ -185,7 +185,7 @@ def knockout(
         _leave_out_what_was_not_severed(plan, measured)
         return sweep_of(plan, measured, run)
 
-    return carry_out(Sweep, "knockout", model, options, work, out=out, progress=progress)
+    return run_or_resume(Sweep, "knockout", model, options, work, out=out, progress=progress)
 
 
 def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:

@@ -27,7 +27,7 @@ from headwater.patching.sides import Sides, plan_of, read_sides
 from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.sweep_axes import Asked
 from headwater.patching.values import Source, recorded
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 WHOLE = Asked((), None, "all", None, None)
 """What is asked for of prompts where nodes name positions themselves."""
@@ -100,4 +100,4 @@ def patch_together(
     def work(run: Run) -> Sweep:
         return sweep_of(plan, measure(plan, run, ENGINES[engine]), run)
 
-    return carry_out(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
+    return run_or_resume(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)

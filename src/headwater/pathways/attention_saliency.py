@@ -56,7 +56,7 @@ from headwater.pathways.saliency_report import (
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import frame_of
 from headwater.runs.record import RunRecord
@@ -199,7 +199,7 @@ def saliency(
             measured = _measure(model, rows, probe, fold, wanted, batch_size, run)
         return _result(answered, measured, fold, wanted.layers, target, run.record)
 
-    return carry_out(Saliency, "saliency", model, options, work, out=out, progress=progress)
+    return run_or_resume(Saliency, "saliency", model, options, work, out=out, progress=progress)
 
 
 def _measure(

@@ -37,7 +37,7 @@ from headwater.pathways.trace import Pathways
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.asking import CHAT, SLOT, ask, plain_text, question_frame
 from headwater.questions.labels import is_refusal
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import describe
@@ -165,7 +165,7 @@ def refusals(
         )
         return Refusals(rates(pathways.modes, said), said, run.record)
 
-    return carry_out(Refusals, "refusals", model, options, work, out=out, progress=progress)
+    return run_or_resume(Refusals, "refusals", model, options, work, out=out, progress=progress)
 
 
 def rates(modes: pd.DataFrame, said: pd.DataFrame) -> pd.DataFrame:

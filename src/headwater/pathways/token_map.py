@@ -34,7 +34,7 @@ from headwater.probes.linear import States, fit_linear, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.spans import span_shapes
 from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -156,7 +156,7 @@ def probe_map(
         spans = pd.DataFrame([_of_spans(one, split[name]) for name, one in sets.items()])
         return ProbeMap(pd.concat(tables, ignore_index=True), spans, run.record)
 
-    return carry_out(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
+    return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
 
 
 def _of_set(answered: AnsweredQuestions, name: str) -> AnsweredQuestions:

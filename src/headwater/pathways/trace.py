@@ -45,7 +45,7 @@ from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -299,7 +299,7 @@ def trace_pathways(
         fields: dict[str, Any] = stacked(parts) | _fit_fields(listed, probes)
         return Pathways(**fields, dropped=dropped, run=run.record)
 
-    return carry_out(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
+    return run_or_resume(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
 
 
 def _check(model: HookedModel, answered: object, setup: Setup, window: int | None, seeds: int) -> None:

@@ -36,7 +36,7 @@ from headwater.options import (
 from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.given_states import GivenStates, given_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import digest
@@ -233,7 +233,7 @@ def fit_probe(
             pieces = list(run.pieces("layer", states.layers, compute, bar))
         return _result(states, task, pieces, run.record)
 
-    return carry_out(ProbeFit, "fit_probe", states, options, work, out=out, seed=task.seed, progress=progress)
+    return run_or_resume(ProbeFit, "fit_probe", states, options, work, out=out, seed=task.seed, progress=progress)
 
 
 def _task(

@@ -53,7 +53,7 @@ from headwater.questions.outcomes import (
 )
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import frame_of
 from headwater.runs.identity import digest
@@ -227,7 +227,7 @@ def answer(
                 outcomes[place] = outcome_of(one, words, whole_answer=extractor is None)
         return _result(questions, outcomes, run.record)
 
-    return carry_out(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
+    return run_or_resume(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
 
 
 def check_answered(model: HookedModel, answered: object) -> None:

@@ -31,7 +31,7 @@ from headwater.models.loading import load
 from headwater.options import checked_path
 from headwater.questions.judge import Judge
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
 PUBLISHED = {"accuracy": "accuracy", "forward": "forward", "backward_first": "backward"}
@@ -102,7 +102,7 @@ def reproduce_depth(
         notes += [*_asked(profile), *graph.notes]
         return Reproduction(compared(rows), name, reference.source, notes, run.record)
 
-    return carry_out(Reproduction, "reproduce_depth", model, options, work, out=out, progress=progress)
+    return run_or_resume(Reproduction, "reproduce_depth", model, options, work, out=out, progress=progress)
 
 
 def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:

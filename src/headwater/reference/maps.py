@@ -39,7 +39,7 @@ from headwater.models.weights.opening import open_weights
 from headwater.options import checked_path
 from headwater.reference.multi_token import multi_token_correlations
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.significance import wilson_interval
 
 OWN_TEMPLATES = (
@@ -138,7 +138,7 @@ def reproduce_maps(
         table = compared(pd.concat(pieces, ignore_index=True))
         return Reproduction(table, name, reference.source, notes, run.record)
 
-    return carry_out(Reproduction, "reproduce_maps", weights, options, work, out=out, progress=progress)
+    return run_or_resume(Reproduction, "reproduce_maps", weights, options, work, out=out, progress=progress)
 
 
 def compare_scores(head_map: HeadMap, numbers: Mapping[str, Any]) -> pd.DataFrame:

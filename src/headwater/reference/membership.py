@@ -36,7 +36,7 @@ from headwater.models.loading import load
 from headwater.options import checked_name
 from headwater.reference.joined_texts import load_joined_texts, of_stretches
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
 from headwater.stats.discrimination import auc, true_positives
 from headwater.stats.resample import Draws, Interval, interval
@@ -118,7 +118,7 @@ def reproduce_membership(
         return Reproduction(compared(rows), name, source.source, [*notes, BEST_K, BLIND], run.record)
 
     whole = options | {"reference": reference}
-    return carry_out(Reproduction, "reproduce_membership", model, whole, work, out=out, progress=progress)
+    return run_or_resume(Reproduction, "reproduce_membership", model, whole, work, out=out, progress=progress)
 
 
 def _scored(

@@ -27,7 +27,7 @@ from headwater.questions.answers import answer
 from headwater.questions.extract import Extractor
 from headwater.questions.sources import Source, load_questions
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
 
 METHODS = {
@@ -107,7 +107,7 @@ def reproduce_pathways(
         table = compared(pd.concat(pieces, ignore_index=True))
         return Reproduction(table, name, reference.source, notes, run.record)
 
-    return carry_out(Reproduction, "reproduce_pathways", model, options | named, work, out=out, progress=progress)
+    return run_or_resume(Reproduction, "reproduce_pathways", model, options | named, work, out=out, progress=progress)
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
     from headwater.runs.analysis import Run as Run
-    from headwater.runs.analysis import carry_out as carry_out
+    from headwater.runs.analysis import run_or_resume as run_or_resume
     from headwater.runs.claim import Claim as Claim
     from headwater.runs.folder import RunFolder as RunFolder
     from headwater.runs.record import RunRecord as RunRecord

@@ -110,25 +110,25 @@ class Run:
 
 
 @checked_call
-def carry_out(
-    kind: type[R],
+def run_or_resume(
+    result_class: type[R],
     analysis: str,
     model: Recorded,
     options: dict[str, Any],
-    work: Callable[[Run], R],
+    compute: Callable[[Run], R],
     *,
     out: str | Path | None,
     seed: int | None = None,
     progress: bool = True,
 ) -> R:
-    """Return what `work` makes, or what an earlier run of the same kept in `out`.
+    """Return what `compute` makes, or what an earlier run of the same kept in `out`.
 
     Args:
-        kind: the class of the result.
+        result_class: of what is returned.
         analysis: the name of the entry function.
         model: whose weights and tokenizer are recorded.
         options: all that decides the result: names, numbers, tables, functions (`runs.identity`).
-        work: makes the result.
+        compute: makes the result.
         out: the folder, or None.
         seed: of what is drawn at random.
         progress: whether bars are shown.
@@ -140,10 +140,10 @@ def carry_out(
     progress = checked_flag("progress", progress)
     record = RunRecord.of(analysis, model, options, seed)
     if out is None:
-        return work(Run(record, progress=progress))
-    folder = RunFolder(out, record, kind)
+        return compute(Run(record, progress=progress))
+    folder = RunFolder(out, record, result_class)
     if folder.finished:
-        return kind.load(folder.path)
-    result = work(Run(folder.run, folder, progress))
+        return result_class.load(folder.path)
+    result = compute(Run(folder.run, folder, progress))
     folder.finish(result)
     return result

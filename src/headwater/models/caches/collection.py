@@ -37,7 +37,7 @@ from headwater.models.sites import Site, SiteName
 from headwater.models.tokens import Inputs, by_length, said_of_chats
 from headwater.options import checked_count, checked_flag, checked_path
 from headwater.progress import Bar
-from headwater.runs.analysis import Run, carry_out
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.shards import Shards
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def fill_cache(
         return _collected(model, wanted, run, batch_size, device)
 
     shows = progress and len(wanted.sequences) > batch_size
-    return carry_out(Cache, "cache", model, options, work, out=out, progress=shows)
+    return run_or_resume(Cache, "cache", model, options, work, out=out, progress=shows)
 
 
 def _collected(model: Model, wanted: Wanted, run: Run, batch_size: int, device: torch.device) -> Cache:
