@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import effects as measuring
-from headwater.pathways import severed
+from headwater.pathways import knockout_states
 from headwater.pathways.interventions import (
     Setup,
     after_states,
@@ -214,7 +214,7 @@ def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, 
     one = block_exact_tokens(answered, setup)
     options = {"sites": site, "at": list(one.positions), "variant": setup.variant, "progress": False}
     before, after = hw.knocked_out_states(model, [list(row) for row in one.tokens], block=one.edges, **options)
-    monkeypatch.setattr(severed, "knocked_out_states", None)  # the run must do
+    monkeypatch.setattr(knockout_states, "knocked_out_states", None)  # the run must do
     found = after_states(model, one, setup)
     torch.testing.assert_close(found, after[site], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(found, before[site], atol=1e-4)
@@ -225,7 +225,9 @@ def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
     setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 4)
     one = block_exact_tokens(random_answered(model, n=6, datasets=("a",)), setup)
     expected = after_states(model, one, setup)
-    monkeypatch.setattr(severed, "_filled", lambda weights, hook, cut, with_: weights.clone())  # as if thrown away
+    monkeypatch.setattr(
+        knockout_states, "_mask_attention", lambda weights, hook, cut, value: weights.clone()
+    )  # as if thrown away
     torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -20,7 +20,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import encode, token_span
 from headwater.patching.edge_knockout import Edges, VariantName, windowed_states
-from headwater.pathways.severed import severed_states
+from headwater.pathways.knockout_states import severed_states
 from headwater.probes.linear import States
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT, Frame

@@ -79,14 +79,14 @@ def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: Vari
     for layer in range(n_layers):
         pattern = hook_name("pattern", layer)
         if variant == "zero":
-            yield pattern, makes(partial(_filled, cut=cut, with_=0.0))
+            yield pattern, makes(partial(_mask_attention, cut=cut, value=0.0))
         else:
-            yield hook_name("attn_scores", layer), makes(partial(_filled, cut=cut, with_=None))
+            yield hook_name("attn_scores", layer), makes(partial(_mask_attention, cut=cut, value=None))
             yield pattern, looks(partial(_seen, cut=cut, name=pattern))
 
 
-def _filled(weights: Tensor, hook: object, cut: Tensor, with_: float | None) -> Tensor:
-    return weights.masked_fill(cut.to(weights.device), torch.finfo(weights.dtype).min if with_ is None else with_)
+def _mask_attention(weights: Tensor, hook: object, cut: Tensor, value: float | None) -> Tensor:
+    return weights.masked_fill(cut.to(weights.device), torch.finfo(weights.dtype).min if value is None else value)
 
 
 def _seen(pattern: Tensor, hook: object, cut: Tensor, name: str) -> None:
