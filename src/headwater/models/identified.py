@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headwater.models.alterations import KnownModules
 from headwater.models.edits import Attachments
+from headwater.models.foreign_modules import KnownModules
 from headwater.models.generation_config import RULES, settings
 from headwater.models.tokenizers import Bos, resolve_bos
 from headwater.models.weights.fingerprint import KnownWeights
@@ -54,7 +54,7 @@ class Identified(Surface):
         """What acts in the model now beside its weights, by the option that records it in a run.
 
         The hooks that `with model.hooks(...)` has attached and that may edit; what was put into the model past them
-        since it was loaded (`headwater.models.alterations`); and the rules of its generation config. What another
+        since it was loaded (`headwater.models.foreign_modules`); and the rules of its generation config. What another
         thread does is not seen: it is waited for.
         """
         with self.lock:
