@@ -11,8 +11,8 @@ very same objects (`headwater.models.same_objects`).
 
 It is given only where it computes what the bridge computes:
 
-1. every module holds what it held when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked yet,
-   and no norms were folded into weights;
+1. every module holds what it held when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
+   yet, and no norms were folded into weights;
 2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
    fused matrix (GPT-NeoX) the bridge has parts of its own;
 3. once for each model, and each choice of what stays: a few tokens have the same logits both ways.
