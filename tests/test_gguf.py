@@ -63,9 +63,10 @@ RELATIONS = {
 TEXTS = [" Paris is the capital of France 123", " cat 7 dogs"]
 
 
-def random_model(name):
+def random_model(name, config=None):
     """A model of random weights, none of which is 0 or 1."""
-    model = tf.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    config = config or CONFIGS[name]()
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -165,7 +166,7 @@ def test_llama_3_scales_rotary_frequencies_by_a_tensor(tmp_path):
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     config = tf.LlamaConfig(**SIZES | {"head_dim": 32, "rope_parameters": scaling, "max_position_embeddings": 16384})
-    model = tf.LlamaForCausalLM(config).eval()
+    model = random_model("llama", config)
     plain = 500000.0 ** (-torch.arange(0, 32, 2) / 32)
     factors = (plain / model.model.rotary_emb.inv_freq).numpy()
     assert factors.max() == pytest.approx(8)
@@ -173,23 +174,36 @@ def test_llama_3_scales_rotary_frequencies_by_a_tensor(tmp_path):
     file = written(model, tmp_path / "model.gguf", extra={"rope_freqs.weight": factors})
     found = hw.load(file)
     assert found.config.rope_parameters == scaling
-    tokens = torch.randint(3, VOCABULARY, (1, 40))
-    with torch.no_grad():
-        torch.testing.assert_close(found.run(tokens), model(tokens).logits, rtol=0, atol=1e-4)
-
     other = written(model, tmp_path / "other.gguf", extra={"rope_freqs.weight": 1.5 * factors})
     with pytest.raises(hw.ModelError, match=r"by the tensor 'rope_freqs\.weight', not as Llama 3"):
         hw.load(other)
+    assert_same_logits(found, model)
 
 
-def test_linear_scaling_is_read(tmp_path):
-    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES | {"head_dim": 32, "rope_parameters": rope})).eval()
-    said = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+def test_linear_scaling_is_read_and_the_context_before_it_changes_nothing(name, tmp_path):
+    config = CONFIGS[name]()
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    said = {f"{name}.rope.scaling.original_context_length": 64}
+    if name != "phi3":  # transformers knows no linear scaling of it
+        rope |= {"rope_type": "linear", "factor": 4.0}
+        said |= {f"{name}.rope.scaling.type": "linear", f"{name}.rope.scaling.factor": 4.0}
+    model = random_model(name, config)
     found = hw.load(written(model, tmp_path / "model.gguf", **said))
+    assert_same_logits(found, model)
+
+
+def assert_same_logits(found, model):
+    """Compare on forty tokens; with rotary frequencies that are not scaled right, logits differ by more."""
     tokens = torch.randint(3, VOCABULARY, (1, 40))
     with torch.no_grad():
-        torch.testing.assert_close(found.run(tokens), model(tokens).logits, rtol=0, atol=1e-4)
+        logits = model(tokens).logits
+        torch.testing.assert_close(found.run(tokens), logits, rtol=0, atol=2e-5 * float(logits.abs().max()))
+        for rotary in (one for one in model.modules() if hasattr(one, "inv_freq")):
+            rotary.inv_freq.mul_(1.5)
+        for rotary in (one for one in model.modules() if hasattr(one, "full_attention_inv_freq")):
+            rotary.full_attention_inv_freq.mul_(1.5)
+        assert float((model(tokens).logits - logits).abs().max()) > 1e-2 * float(logits.abs().max())
 
 
 @pytest.mark.parametrize(

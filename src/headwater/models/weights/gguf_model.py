@@ -37,9 +37,10 @@ ENTRIES = {
 """What every file has, and what transformers calls it."""
 READ = ENTRIES.keys() | {
     "vocab_size", "feed_forward_length", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", RMS, LAYER_NORM,
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", RMS, LAYER_NORM,
 }  # fmt: skip
-"""Entries that are read of any family."""
+"""Entries that are read of any family, or, as the context before scaling, count for none that is read."""
 ROPE_FREQUENCIES = "rope_freqs.weight"
 
 
