@@ -17,7 +17,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import ModelError, RunFolderError
-from headwater.models.unwrapped import Unwrapped
+from headwater.models.bare_model import BareModel
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_threads_on_one_model_get_what_each_would_get_alone(model):
 def test_a_call_after_an_interrupt_gives_what_it_would_have_given(model, tmp_path, monkeypatch):
     questions = hw.load_questions("properties", sample=16)
     whole = hw.answer(model, questions, batch_size=4, progress=False)
-    before, forward, runs = hooks_left(model), Unwrapped.last_logits, []
+    before, forward, runs = hooks_left(model), BareModel.last_logits, []
 
     def interrupted(self, *args, **options):
         runs.append(1)
@@ -65,7 +65,7 @@ def test_a_call_after_an_interrupt_gives_what_it_would_have_given(model, tmp_pat
         return forward(self, *args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Unwrapped, "last_logits", interrupted)
+        patched.setattr(BareModel, "last_logits", interrupted)
         with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the traceback, and with it the frames
             hw.answer(model, questions, batch_size=4, progress=False, out=tmp_path)
     assert hooks_left(model) == before

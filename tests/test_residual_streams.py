@@ -5,8 +5,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import NumericsError
+from headwater.models.bare_model import BareModel
 from headwater.models.residual_streams import residual_streams
-from headwater.models.unwrapped import Unwrapped
 from tests.tiny import padded_batch
 
 
@@ -19,7 +19,7 @@ def bare(monkeypatch):
         return lambda *args, **options: (runs.append(name), usual(*args, **options))[1]
 
     for name in ("read", "last_logits"):
-        monkeypatch.setattr(Unwrapped, name, noted(name, getattr(Unwrapped, name)))
+        monkeypatch.setattr(BareModel, name, noted(name, getattr(BareModel, name)))
     return runs
 
 

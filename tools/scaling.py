@@ -209,7 +209,7 @@ def time_a_step(steps: int = 40) -> None:
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     import headwater as hw
-    from headwater.models.unwrapped import unwrapped
+    from headwater.models.bare_model import bare_model
 
     torch.set_num_threads(1)
     tokenizer, least, few, many = hw.load(device="cpu").tokenizer, dict[int, float](), 4, 12
@@ -217,7 +217,7 @@ def time_a_step(steps: int = 40) -> None:
     for layers in (few, many):
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
         config = LlamaConfig(num_hidden_layers=layers, vocab_size=len(tokenizer), max_position_embeddings=512, **sizes)
-        bare = unwrapped(hw.load(LlamaForCausalLM(config).eval(), tokenizer=tokenizer))
+        bare = bare_model(hw.load(LlamaForCausalLM(config).eval(), tokenizer=tokenizer))
         assert bare is not None
         with torch.inference_mode():
             cache = DynamicCache()

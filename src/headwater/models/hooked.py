@@ -28,6 +28,7 @@ from headwater.calls import checked_calls
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.foreign_names import missing
 from headwater.kernels.devices import sent
+from headwater.models.bare_model import CachedBareModel
 from headwater.models.cache_names import attentions_of, cache_options, reached
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.collection import fill_cache
@@ -58,7 +59,6 @@ from headwater.models.sites import Site, SiteName, hook_name, place_named
 from headwater.models.tokenizers import said_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
-from headwater.models.unwrapped import Remembered
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 
 
@@ -93,7 +93,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
         unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
-        without_wrappers: itself so, put together for the last run that took it; see `headwater.models.unwrapped`.
+        without_wrappers: itself so, put together for the last run that took it; see `headwater.models.bare_model`.
         misfits: by site and layer, why there is none, or one that is not what its name says; it is refused.
         read_only: by site and layer, why it can be read but not edited.
         looks_ahead: whether its attention reads later positions, too, as was seen when it was loaded.
@@ -124,7 +124,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         self.heads_checked = False
         self.factors_checked: tuple[str, set[str]] | None = None
         self.unwrapped_checked: dict[frozenset[int], bool] = {}
-        self.without_wrappers: Remembered | None = None
+        self.without_wrappers: CachedBareModel | None = None
         self.head_checked: tuple[object, ...] | None = None
         self.misfits: Mapping[tuple[str, int], str] = {}
         self.read_only: Mapping[tuple[str, int], str] = {}

@@ -1,7 +1,7 @@
 """The residual stream behind layers of a model that nobody edits, for results that are compared with no other run.
 
 1. Where the last layer is among them, the model runs without TransformerLens's wrappers
-   (`headwater.models.unwrapped`), and without its head: what a block gives is the residual stream behind it.
+   (`headwater.models.bare_model`), and without its head: what a block gives is the residual stream behind it.
 2. Elsewhere, and where that might be something else, the bridge runs up to the last layer that is read, its attention
    in one pass where that can be (`headwater.models.one_pass`).
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.devices import sent
+from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, looks
 from headwater.models.forward import padding_option
@@ -27,7 +28,6 @@ from headwater.models.one_pass import one_pass_attention
 from headwater.models.rotary import angles_by_row
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
-from headwater.models.unwrapped import Unwrapped, unwrapped
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -58,7 +58,7 @@ def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Ta
         return hook_name("resid_post", layer), looks(look)
 
     with model.lock:
-        bare = unwrapped(model) if max(layers) == model.shape.n_layers - 1 else None
+        bare = bare_model(model) if max(layers) == model.shape.n_layers - 1 else None
         if bare is not None:
             return _without_wrappers(model, bare, batch, layers, take)
         with one_pass_attention(model):
@@ -67,7 +67,7 @@ def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Ta
 
 
 def _without_wrappers(
-    model: Model, bare: Unwrapped, batch: Batch, layers: Sequence[int], take: Take
+    model: Model, bare: BareModel, batch: Batch, layers: Sequence[int], take: Take
 ) -> dict[int, Tensor]:
     """Run a batch without wrappers, with torch's hooks on its blocks; layers end with the last."""
     kept: dict[int, Tensor] = {}

@@ -4,7 +4,7 @@
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
-3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.unwrapped`), after the first
+3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.bare_model`), after the first
    step also beside layers with hooks. What is hung on the model while it writes, as a function that is told of each
    token might do, acts from the next call on.
 4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
@@ -31,6 +31,7 @@ from transformers import DynamicCache
 
 from headwater.errors import InterventionError
 from headwater.kernels.devices import sent
+from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.cache_names import takes_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Attached, Hook, HookFunction, PromptHook, Trusted, hooks_for, makes
@@ -39,7 +40,6 @@ from headwater.models.reading import Reading, now_reading, reads
 from headwater.models.rotary import angles_by_row, original_length
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, pad_id
-from headwater.models.unwrapped import Unwrapped, unwrapped
 from headwater.runs.record import HOOKS
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], m
     """Begin to continue prompts; the model's lock is held until the last step."""
     if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
         return _Rerun(model, prompts, hooks)
-    if (bare := None if hooks else unwrapped(model)) is not None:
+    if (bare := None if hooks else bare_model(model)) is not None:
         return _Bare(model, prompts, bare)
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
 
@@ -112,7 +112,7 @@ class _Cached:
         )
         return out[:, -1]
 
-    def _run_without_wrappers(self, bare: Unwrapped) -> Float[Tensor, "row d_vocab"]:
+    def _run_without_wrappers(self, bare: BareModel) -> Float[Tensor, "row d_vocab"]:
         """Run these columns by the model without wrappers."""
         device, tokens = self._model.device, self._reads.tokens
         with angles_by_row(bare.rotary_by_length):
@@ -153,7 +153,7 @@ class _Cached:
 class _Bare(_Cached):
     """The same by the model without TransformerLens's wrappers, where nobody looks inside."""
 
-    def __init__(self, model: Model, prompts: Batch, bare: Unwrapped):
+    def __init__(self, model: Model, prompts: Batch, bare: BareModel):
         super().__init__(model, prompts)
         self._bare = bare
 
@@ -174,7 +174,7 @@ class _Watched(_Cached):
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._begun = False
         self._standing: StandingHooks | None = None
-        self._bare: Unwrapped | None = None
+        self._bare: BareModel | None = None
 
     def __exit__(self, *raised: object) -> None:
         if self._standing is not None:
@@ -202,7 +202,7 @@ class _Watched(_Cached):
         """Run one new column, with hooks made for it."""
         listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
         if self._cache.get_seq_length() == self._prompts.tokens.shape[1]:  # the first column after the prompts
-            self._bare = unwrapped(self._model, [name for name, _ in listed]) if listed else None
+            self._bare = bare_model(self._model, [name for name, _ in listed]) if listed else None
             self._standing = StandingHooks(self._model, listed) if self._bare is not None else None
         if self._bare is None or self._standing is None or not self._standing.fit(listed):
             return self._run(listed)

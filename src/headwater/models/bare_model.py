@@ -1,7 +1,7 @@
 """The transformers model inside a bridge without TransformerLens's wrappers, but for the layers that hooks stand in.
 
 A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
-twice what the module itself does. `unwrapped` puts the modules together anew without them. What is put together shares
+twice what the module itself does. `bare_model` puts the modules together anew without them. What is put together shares
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
 copies that ask for attention in one pass where that is the same (`headwater.models.one_pass`). Where a hook is to act,
 the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all that is within it.
@@ -49,7 +49,7 @@ SPLIT = re.compile(r"\.[qkv]\.(_original_component\.)?(weight|bias)$")
 """The parameters of a bridge that are parts of a fused matrix."""
 
 
-class Unwrapped:
+class BareModel:
     """A transformers model put together of a bridge's modules, without the bridge's wrappers.
 
     Args:
@@ -148,7 +148,7 @@ class Unwrapped:
         return made[id(module)]
 
 
-class Remembered:
+class CachedBareModel:
     """A model without any wrapper, and what it was made of.
 
     Attributes:
@@ -157,17 +157,17 @@ class Remembered:
     """
 
     def __init__(self, model: Model, modules: SameModules, attention: str):
-        self.bare = Unwrapped(model.raw, attention)
+        self.bare = BareModel(model.raw, attention)
         held = {id(parameter) for parameter in self.bare.model.parameters()}
         self.shares_weights = all(id(parameter) in held for parameter in model.raw.parameters())
         self._modules, self._attention = modules, attention
 
-    def stands_for(self, modules: SameModules, attention: str) -> bool:
+    def is_valid_for(self, modules: SameModules, attention: str) -> bool:
         """Whether modules and configs hold the very objects that it was made of."""
         return modules is self._modules and attention == self._attention and self.bare.configs.are_there()
 
 
-def unwrapped(model: Model, hooked: Iterable[str] = ()) -> Unwrapped | None:
+def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     """Return the model inside a bridge without wrappers; None where it might compute something else.
 
     Hold the model's lock while it is used: it is what it is only as long as the model stays as it is.
@@ -185,16 +185,16 @@ def unwrapped(model: Model, hooked: Iterable[str] = ()) -> Unwrapped | None:
     if not all(name in known for name in names):
         return None
     attention = "sdpa" if is_the_same_in_one_pass(model) else "eager"
-    kept: Remembered | None = model.without_wrappers
-    if kept is None or not kept.stands_for(modules, attention):
-        kept = model.without_wrappers = Remembered(model, modules, attention)
+    kept: CachedBareModel | None = model.without_wrappers
+    if kept is None or not kept.is_valid_for(modules, attention):
+        kept = model.without_wrappers = CachedBareModel(model, modules, attention)
     if not kept.shares_weights and not _holds_the_same_weights(model, kept.bare.model):
         return None
     bare = kept.bare
     if points := {id(known[name]) for name in names}:
-        bare = Unwrapped(raw, attention, points)
+        bare = BareModel(raw, attention, points)
         if attention != "eager" and not all(map(_takes_states_alone, bare.kept)):
-            bare = Unwrapped(raw, "eager", points)
+            bare = BareModel(raw, "eager", points)
     if not bare.fires(points):
         return None
     wrappers = frozenset(map(id, bare.kept))
@@ -250,7 +250,7 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
 
 
 @torch.inference_mode()
-def _gives_the_same_logits(model: Model, bare: Unwrapped) -> bool:
+def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
     expected = model.run(tokens, keep="last")[:, -1]
     return same_but_for_rounding(bare.last_logits(tokens), expected)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.generation.loop import generate
 from headwater.models.sites import SITES
-from headwater.models.unwrapped import Unwrapped, unwrapped
 from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -30,9 +30,9 @@ def fresh(family="llama"):
 @pytest.fixture
 def bare(monkeypatch):
     """How many steps went without wrappers."""
-    steps, last_logits = [], Unwrapped.last_logits
+    steps, last_logits = [], BareModel.last_logits
     monkeypatch.setattr(
-        Unwrapped,
+        BareModel,
         "last_logits",
         lambda self, *args, **options: (steps.append(1), last_logits(self, *args, **options))[1],
     )
@@ -61,7 +61,7 @@ def by_whole_runs(model, prompts=PROMPTS):
 
 def acts(model):
     """See that generation is what whole runs of the bridge are, not what it was, and by way of the wrappers."""
-    assert unwrapped(model) is None
+    assert bare_model(model) is None
     tokens, log_probs = by_whole_runs(model)
     found = continued(model)
     assert found.tokens.tolist() == tokens.tolist()
@@ -72,7 +72,7 @@ def acts(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_without_wrappers_gives_what_the_bridge_gives(family, bare):
     model = loaded(family)
-    assert unwrapped(model) is not None
+    assert bare_model(model) is not None
     bare.clear()
     found = continued(model)
     assert len(bare) == STEPS
@@ -129,7 +129,7 @@ def test_what_was_put_together_is_kept_until_a_module_or_a_config_holds_somethin
     for change in changes:
         change()
         found = continued(model)
-        assert unwrapped(model) is not None
+        assert bare_model(model) is not None
         assert model.without_wrappers is not kept
         assert torch.allclose(found.log_probs, by_whole_runs(model)[1], atol=1e-5)
         kept = model.without_wrappers
@@ -137,14 +137,14 @@ def test_what_was_put_together_is_kept_until_a_module_or_a_config_holds_somethin
 
 def test_parts_of_a_fused_matrix_that_no_longer_are_its_parts_keep_the_wrappers():
     model = fresh("neox")
-    assert unwrapped(model) is not None
+    assert bare_model(model) is not None
     with torch.no_grad():
         model.raw.blocks[1].attn.v.original_component.weight.mul_(-2)
-    assert unwrapped(model) is None
+    assert bare_model(model) is None
     assert torch.allclose(continued(model).log_probs, by_whole_runs(model)[1], atol=1e-5)
     with torch.no_grad():
         model.raw.blocks[1].attn.v.original_component.weight.div_(-2)
-    assert unwrapped(model) is not None
+    assert bare_model(model) is not None
 
 
 @pytest.mark.oracle
@@ -186,7 +186,7 @@ def test_hooks_see_at_every_step_what_they_see_with_wrappers(name, monkeypatch):
         return found, seen
 
     light, seen = watched()
-    monkeypatch.setattr("headwater.models.generation.steps.unwrapped", lambda model, names=(): None)
+    monkeypatch.setattr("headwater.models.generation.steps.bare_model", lambda model, names=(): None)
     whole, expected = watched()
     assert light.tokens.tolist() == whole.tokens.tolist()
     assert len(seen) == STEPS
@@ -237,7 +237,7 @@ def test_a_hook_of_torch_acts_wherever_it_hangs(inner):
     handle = (module.original_component if inner else module).register_forward_hook(halved)
     acts(model)
     handle.remove()
-    assert unwrapped(model) is not None
+    assert bare_model(model) is not None
 
 
 def test_a_hook_of_transformer_lens_acts():
@@ -254,7 +254,7 @@ def test_a_method_and_a_number_put_into_a_module_act():
     acting.forward = lambda x: before(x) * 0.5
     acts(model)
     del acting.forward
-    assert unwrapped(model) is not None
+    assert bare_model(model) is not None
     block.ln1.original_component.variance_epsilon = 0.5
     acts(model)
 
@@ -264,15 +264,15 @@ def test_hooks_that_only_watch_see_every_step():
     with model.hooks([("blocks.2.hook_resid_post", lambda x, hook: seen.append(x.shape[1]))]):
         continued(model, " cat")
     assert seen[1:] == [1] * (STEPS - 1)
-    assert unwrapped(model) is not None
+    assert bare_model(model) is not None
 
 
 def test_a_model_whose_wrappers_do_more_than_wrap_keeps_them(monkeypatch):
     model = fresh()
-    monkeypatch.setattr("headwater.models.unwrapped.same_but_for_rounding", lambda one, other: False)
-    assert unwrapped(model) is None
+    monkeypatch.setattr("headwater.models.bare_model.same_but_for_rounding", lambda one, other: False)
+    assert bare_model(model) is None
     monkeypatch.undo()
-    assert unwrapped(model) is None, "what was seen is remembered with the model"
+    assert bare_model(model) is None, "what was seen is remembered with the model"
     assert continued(model).tokens.tolist() == by_whole_runs(model)[0].tolist()
 
 
