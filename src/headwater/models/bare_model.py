@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.models.agreement import few_tokens, same_but_for_rounding
+from headwater.models.bridge_check import few_tokens, same_but_for_rounding
 from headwater.models.cache_names import name_of_cache, reached
 from headwater.models.edits import points_of
 from headwater.models.families import family_named

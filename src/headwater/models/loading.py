@@ -22,7 +22,7 @@ from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
 from headwater.models.adapters import config_for_adapter, keep_dtype_when_turned, setter_right
-from headwater.models.agreement import Seen, agree, see
+from headwater.models.bridge_check import Reference, compare_with_reference, record_reference
 from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedded
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hints import warn_of_other_beginnings
@@ -252,7 +252,7 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
-    seen, embedding = see(hf, name), hf.get_input_embeddings()
+    seen, embedding = record_reference(hf, name), hf.get_input_embeddings()
     try:
         with SkipWeightInit():
             raw = build_bridge_from_module(
@@ -278,12 +278,12 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     return _checked(model, seen)
 
 
-def _checked(model: HookedModel, seen: Seen | None = None) -> HookedModel:
+def _checked(model: HookedModel, seen: Reference | None = None) -> HookedModel:
     checks.evaluation_mode(model)
     checks.finite_weights(model)
     if model.tokenizer is not None:
         checks.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
-    agree(model, seen)
+    compare_with_reference(model, seen)
     model.settle()
     return model
 

@@ -10,7 +10,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
 from headwater.likelihood.gradient_norms import gradient_norms
-from headwater.models.agreement import Sites, agree
+from headwater.models.bridge_check import Sites, compare_with_reference
 from headwater.models.edits import makes
 from headwater.models.gradients import refuse_cut_texts
 from tests.random_models import random_model
@@ -389,7 +389,7 @@ def test_a_model_that_reads_padding_whatever_the_mask_says_is_refused_texts_of_s
     model = hw.load(LOOK_AHEAD["gemma3"](), tokenizer=tiny_tokenizer())
     plain = model.raw.original_model.forward
     model.raw.original_model.forward = lambda *args, attention_mask=None, **options: plain(*args, **options)
-    agree(model, None)
+    compare_with_reference(model, None)
     assert not model.takes_padding
     model.run([IDS, OTHER_IDS])
     with pytest.raises(InputError, match=r"reads the padding behind it: give texts of one length, or one at a time\.$"):

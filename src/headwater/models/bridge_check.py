@@ -49,7 +49,7 @@ FAULTS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexEr
 
 
 @dataclass(frozen=True)
-class Seen:
+class Reference:
     """What one run of the wrapped model gave."""
 
     tokens: Int[Tensor, "1 position"]
@@ -57,7 +57,7 @@ class Seen:
     calls: Calls
 
 
-def see(hf: Any, name: str) -> Seen:
+def record_reference(hf: Any, name: str) -> Reference:
     """Run a few tokens through a transformers model that is still whole.
 
     Raises:
@@ -72,7 +72,7 @@ def see(hf: Any, name: str) -> Seen:
                 logits = hf(tokens).logits
         except FAULTS as error:
             raise ModelError(f"{name} gives no logits for token ids alone: {one_line(error)}") from None
-    return Seen(tokens, logits, calls)
+    return Reference(tokens, logits, calls)
 
 
 def few_tokens(d_vocab: int, n_ctx: int, device: torch.device) -> Int[Tensor, "1 position"]:
@@ -101,7 +101,7 @@ def watched(hf: Any) -> Iterator[Calls]:
 
 
 @torch.no_grad()
-def agree(model: Model, seen: Seen | None) -> None:
+def compare_with_reference(model: Model, seen: Reference | None) -> None:
     """Run the same tokens through the bridge; note how the model can be used, and compare the logits.
 
     Args:
