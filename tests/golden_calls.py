@@ -158,7 +158,9 @@ def calls(x: Example) -> Calls:
         "likelihood scores": lambda: hw.memorization_scores(hw.token_statistics(model, x.clean + x.corrupted, **QUIET)),
         "heads": lambda: hw.classify_heads(model, relations=x.relations, **QUIET),
         "heads, published rule": lambda: hw.classify_heads(model, relations=x.relations, rule="published", **QUIET),
-        "compared heads": lambda: hw.compare_heads({"a": model, "b": model}, relations=x.relations[:1], **QUIET),
+        "compared heads": lambda: hw.compare_heads(
+            {"a": model, "b": model}, relations=x.relations[:1], embedding="mlp0", **QUIET
+        ),
         "attention behaviour": lambda: hw.attention_behaviour(model, sequences=4, length=8, copying=False, **QUIET),
         "relation coverage": lambda: relation_coverage(x.relations, model.tokenizer),
         "singular vectors": lambda: singular_vectors(model, 1, 0),

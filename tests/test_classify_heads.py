@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from functools import partial
 
 import numpy as np
@@ -14,15 +15,16 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 
 import headwater as hw
-from headwater.errors import InputError, ModelError, RunFolderError
+from headwater.errors import AgreementWarning, InputError, ModelError, RunFolderError
 from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads, published_k
+from headwater.heads.embedding_choice import LEVEL
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relation
 from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import published_embedding
+from headwater.models.weights.effective_embedding import bos_token, published_embedding
 from headwater.models.weights.opening import open_weights
 from headwater.stats.significance import wilson_interval
 from tests import chance
@@ -84,9 +86,20 @@ def naive_scores(weights, relations, k_of, embedding: str, norm_gain: bool = Fal
             maps = (x @ ov @ W_U).numpy()
             for tokens in relations:
                 shares = [naive_shares(sign * maps, tokens, k_of(tokens.relation)) for sign in (1, -1)]
-                rows.append((layer, head, tokens.relation.name, *shares[0], *shares[1]))
-    columns = [*KEYS, "score", "beyond_copying", "suppression", "suppression_beyond_copying"]
+                margin = naive_margin(maps, np.sqrt((x.numpy() ** 2).mean(1)), tokens)
+                rows.append((layer, head, tokens.relation.name, *shares[0], *shares[1], margin))
+    columns = [*KEYS, "score", "beyond_copying", "suppression", "suppression_beyond_copying", "margin"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def naive_margin(maps: np.ndarray, size: np.ndarray, tokens) -> float:
+    """How many logits a target is above the others' targets, item by item."""
+    leads = []
+    for item, source in enumerate(tokens.source.tolist()):
+        row = maps[source] / size[source]
+        own, *others = (row[list(targets)].mean() for targets in (tokens.targets[item], *tokens.targets))
+        leads.append(own - np.mean(np.delete(others, item)))
+    return float(np.mean(leads))
 
 
 def naive_shares(maps: np.ndarray, tokens, k: int) -> tuple[float, float]:
@@ -114,6 +127,7 @@ def test_the_published_table_equals_the_naive_formula_in_every_architecture(fami
     naive = naive_scores(open_weights(model), used, default_k, "mlp0")
     columns = [*KEYS, "score", "suppression"]
     pd.testing.assert_frame_equal(heads.table[columns], naive[columns], check_dtype=False, check_exact=True)
+    np.testing.assert_allclose(heads.table["margin"], naive["margin"], atol=1e-5 * naive["margin"].abs().max())
     assert (heads.table["implemented"] == (naive["score"] >= 0.15)).all()
     assert (heads.table["suppressed"] == (naive["suppression"] >= 0.15)).all()
     assert heads.table[["expected", "p_value", "q_value", "suppression_p_value"]].isna().all(axis=None)
@@ -127,7 +141,9 @@ def test_other_embeddings_targets_and_k_equal_the_naive_formula(checkpoint, suit
     heads = classify_heads(model, relations=suite, embedding=embedding, k=k, progress=False)
     used = [tokens for tokens in tokenize_relations(suite, tiny_tokenizer()) if tokens.usable]
     naive = naive_scores(open_weights(model), used, lambda _: k, embedding)
-    pd.testing.assert_frame_equal(heads.table[naive.columns], naive, check_dtype=False, check_exact=True)
+    columns = naive.columns.drop("margin")
+    pd.testing.assert_frame_equal(heads.table[columns], naive[columns], check_dtype=False, check_exact=True)
+    np.testing.assert_allclose(heads.table["margin"], naive["margin"], atol=1e-5 * naive["margin"].abs().max())
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
@@ -190,7 +206,9 @@ def test_ties_are_counted_as_the_formula_says(tmp_path_factory, family, dtype, s
     heads = classify_heads(folder, relations=suite, embedding="raw", k=k, progress=False)
     used = [tokens for tokens in tokenize_relations(suite, tiny_tokenizer()) if tokens.usable]
     naive = naive_scores(open_weights(folder), used, lambda _: k, "raw")
-    pd.testing.assert_frame_equal(heads.table[naive.columns], naive, check_dtype=False, check_exact=True)
+    columns = naive.columns.drop("margin")
+    pd.testing.assert_frame_equal(heads.table[columns], naive[columns], check_dtype=False, check_exact=True)
+    np.testing.assert_allclose(heads.table["margin"], naive["margin"], atol=1e-5 * naive["margin"].abs().max())
 
 
 def test_a_loaded_model_and_its_folder_give_the_same_result(checkpoint, suite):
@@ -403,7 +421,7 @@ def test_a_finished_run_is_read_back_instead_of_repeated(checkpoint, suite, tmp_
     assert first.run == again.run
 
 
-@pytest.mark.parametrize("other", [{"rule": "published"}, {"threshold": 0.2}, {"k": 3}, {"embedding": "raw"}])
+@pytest.mark.parametrize("other", [{"rule": "published"}, {"threshold": 0.2}, {"k": 3}, {"embedding": "layer0"}])
 def test_a_folder_of_another_run_is_refused_and_left_alone(checkpoint, suite, tmp_path, other):
     classify_heads(checkpoint("llama"), relations=suite, progress=False, out=tmp_path)
     before = contents(tmp_path)
@@ -420,7 +438,7 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(checkpoint, suite, tm
 def test_a_head_map_survives_saving_and_loading(checkpoint, suite, tmp_path):
     heads = classify_heads(checkpoint("gemma3"), relations=suite, progress=False)
     loaded = hw.HeadMap.load(heads.save(tmp_path / "saved"))
-    for name in ("table", "categories", "relations"):
+    for name in ("table", "categories", "relations", "embeddings"):
         pd.testing.assert_frame_equal(getattr(loaded, name), getattr(heads, name))
     assert loaded.run == heads.run
     assert repr(loaded) == repr(heads)
@@ -433,10 +451,15 @@ def test_the_excess_is_the_way_from_habit_to_perfection_and_the_summary_shows_it
         np.testing.assert_allclose(heads.table[f"{prefix}excess"], (heads.table[sign] - expected) / (1 - expected))
     for row in heads.findings()["relations"]:
         of_relation = heads.table[heads.table["relation"] == row["relation"]]
-        best = of_relation.loc[of_relation["excess"].idxmax()]
+        prefix = {"implements": "", "suppresses": "suppression_"}[row["best_sign"]]
+        called = of_relation[of_relation["implemented"] | of_relation["suppressed"]]
+        assert row["heads"] == len(called)
+        of_relation = called if len(called) else of_relation
+        assert row["best_excess"] == round(of_relation[["excess", "suppression_excess"]].max(axis=None), 4)
+        best = of_relation.loc[of_relation[f"{prefix}excess"].idxmax()]
         assert row["best_head"] == f"{best['layer']}.{best['head']}"
-        assert row["best_excess"] == round(best["excess"], 4)
-        assert row["best_expected"] == round(best["expected"], 4)
+        assert row["best_excess"] == round(best[f"{prefix}excess"], 4)
+        assert row["best_expected"] == round(best[f"{prefix}expected"], 4)
     published = classify_heads(checkpoint("llama"), relations=suite, rule="published", progress=False)
     assert published.table["excess"].isna().all()
     assert all(row["best_excess"] is None for row in published.findings()["relations"])
@@ -473,3 +496,73 @@ def test_labels_follow_from_the_flags_of_the_table(checkpoint):
         expected = set(flagged.loc[(flagged["layer"] == layer) & (flagged["head"] == head), "category"])
         assert set(categories) == expected
         assert label == (f"{len(expected)} categories" if len(expected) > 1 else next(iter(expected), "unclassified"))
+
+
+def test_auto_takes_what_agrees_with_the_first_block_and_the_published_choice_where_they_are_level(checkpoint, suite):
+    """Agreement by the independent way: the running model's residual stream after block 0, at [BOS, token]."""
+    folder = checkpoint("llama")
+    heads = classify_heads(folder, relations=suite, progress=False)
+    model, weights = hw.load(folder), open_weights(folder)
+    sources = torch.cat([tokens.source for tokens in tokenize_relations(suite, tiny_tokenizer()) if tokens.usable])
+    sources = sources.unique()
+    written = model.cache(
+        [[bos_token(model.tokenizer), token] for token in sources.tolist()],
+        sites="resid_post",
+        layers=[0],
+        positions=-1,
+    )["resid_post", 0].flatten(0, -2)
+    found = heads.embeddings.set_index("embedding")["agreement"]
+    for kind, agreement in found.items():
+        read = weights.effective_embedding(sources, kind)
+        assert agreement == pytest.approx(torch.cosine_similarity(read, written, dim=-1).mean().item(), abs=1e-5)
+    level = found + pd.Series({"mlp0": LEVEL, "embed+mlp0": 0, "raw": 0})
+    assert heads.run.options["embedding"] == level.idxmax()
+    assert heads.embeddings.set_index("embedding")["chosen"].idxmax() == level.idxmax()
+    assert f"embedding={level.idxmax()!r}" in " ".join(heads.report())
+
+
+def test_a_block_whose_mlp_is_weak_reads_the_embedding_and_says_so(tmp_path, suite):
+    """Planted: with a thousandth of its MLP and attention the first block hands the embedding on."""
+    folder = tiny_folder(tmp_path / "model", "llama", seed=3)
+    weights = load_file(folder / "model.safetensors")
+    weak = {
+        name: one / 1000 for name, one in weights.items() if re.search(r"layers\.0\.(mlp\.down|self_attn\.o)", name)
+    }
+    assert len(weak) == 2
+    save_file(weights | weak, folder / "model.safetensors", metadata={"format": "pt"})
+    heads = classify_heads(folder, relations=suite, progress=False)
+    assert heads.run.options["embedding"] in ("raw", "embed+mlp0")
+    assert heads.embeddings["agreement"].max() > 0.99
+    with pytest.warns(AgreementWarning, match="below 0.6"):
+        classify_heads(folder, relations=suite, rule="published", progress=False)
+
+
+def test_every_excess_is_there_on_request_and_changes_nothing_else(checkpoint, suite):
+    some, every = (
+        classify_heads(checkpoint("gpt2"), relations=suite, k=30, progress=False, every_excess=asked)
+        for asked in (False, True)
+    )
+    assert some.table["excess"].isna().any()
+    assert not every.table[["expected", "excess", "p_value", "q_value"]].isna().any(axis=None)
+    there = some.table["excess"].notna()
+    for column in ("score", "margin", "implemented", "suppressed"):
+        assert (some.table[column] == every.table[column]).all()
+    np.testing.assert_allclose(some.table.loc[there, "excess"], every.table.loc[there, "excess"])
+
+
+def test_sensitivity_scores_again_with_one_setting_changed(checkpoint, suite):
+    folder = checkpoint("llama")
+    heads = classify_heads(folder, relations=suite, k=30, progress=False)
+    found = heads.sensitivity(folder, relations=suite, vary=["k", "norm_gain"], progress=False)
+    assert found.table["setting"].unique().tolist() == ["as mapped", "k=15", "k=60", "norm_gain=True"]
+    other = classify_heads(folder, relations=suite, k=60, progress=False)
+    rows = found.table[found.table["setting"] == "k=60"].drop(columns=["setting", "kept"]).reset_index(drop=True)
+    own = other.sensitivity().table.drop(columns=["setting", "kept"])
+    pd.testing.assert_frame_equal(rows, own)
+    assert (found.table["kept"] <= found.table["heads"]).all()
+    assert len(found.report()) == 2 + 3
+    assert len(found.plot().axes) == 3
+    with pytest.raises(InputError, match="relations= are not those of the map"):
+        heads.sensitivity(folder, relations=suite[:1], vary="k", progress=False)
+    with pytest.raises(InputError, match="vary='embeding' is not one of"):
+        heads.sensitivity(folder, relations=suite, vary="embeding", progress=False)

@@ -77,7 +77,7 @@ CALLS = {
 OTHER_NAMES = {"data": "source", "method": "methods", "extract": "extractor", "as_json": "json"}
 NOT_OFFERED = {
     "load": {"what", "tokenizer", "revision", "trust_remote_code", "pickled", "merge_adapters", "bos"},
-    "classify_heads": {"norm_gain", "attention"},
+    "classify_heads": {"norm_gain", "attention", "every_excess"},
     "compare_heads": {"norm_gain"},
     "load_questions": {"source", "format"},
     "answer": {"hooks"},
@@ -143,7 +143,8 @@ CHOICES = {
 }
 """Where the words are that an option takes."""
 WORDS = {"edges over": {"position"}, "by": {"size", "signed"}, "long": {"error", "window"}}
-WORDS["embedding"] = {"raw", "mlp0", "embed+mlp0", "layer0"}
+WORDS["behaviour embedding"] = {"raw", "mlp0", "embed+mlp0", "layer0"}
+WORDS["embedding"] = {"auto"} | WORDS["behaviour embedding"]
 
 
 def choices(hint):
@@ -155,7 +156,7 @@ def test_the_words_that_an_option_takes_are_those_of_the_function():
     for name, options in OPTIONS.items():
         for option, one in options.items():
             if words := choices(one.hint):
-                known = {key: WORDS[key] for key in (option, f"{name} {option}") if key in WORDS}
+                known = {key: WORDS[key] for key in (f"{name} {option}", option) if key in WORDS}
                 where = CHOICES.get(f"{name} {option}") or CHOICES.get(option, ":")
                 module, _, constant = where.partition(":")
                 expected = next(iter(known.values()), None) or set(getattr(importlib.import_module(module), constant))

@@ -32,7 +32,7 @@ def head_of(d_model, d_head, with_outliers):
 
 
 def left_after_a_glance(maps, source, target, k=25):
-    left = ov_blocked.first_glance(maps, source, target, torch.full_like(source, k))
+    left = ov_blocked.first_glance(maps, source, target, torch.full_like(source, k)).left
     return float(left.any(0).float().mean())
 
 

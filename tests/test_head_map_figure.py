@@ -22,7 +22,7 @@ MARKS = {label: mark_of(label) for label in LABELS}
 def map_of(title: str, categories: pd.DataFrame, table: pd.DataFrame) -> HeadMap:
     """What the figure needs of a head map."""
     run = RunRecord("classify_heads", title, "abc", "float32", "cpu", {"rule": "controlled"})
-    return HeadMap(table, categories, pd.DataFrame(), run)
+    return HeadMap(table, categories, pd.DataFrame(), pd.DataFrame(), run)
 
 
 def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> HeadMap:

@@ -45,8 +45,8 @@ TAKEN = {
     hw.path_patch: {"direction": sides.DIRECTIONS, "values": senders.KINDS, "through": carried.THROUGH},
     hw.circuit_curve: {"by": result.RANKED_BY},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
-    hw.classify_heads: {"rule": RULES, "embedding": KINDS, "multi_token": MULTI_TOKEN},
-    hw.compare_heads: {"embedding": KINDS, "multi_token": MULTI_TOKEN},
+    hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
+    hw.compare_heads: {"embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
     hw.attention_behaviour: {"embedding": KINDS},
     hw.load_questions: {"format": formats.FORMATS},
     hw.trace_pathways: {

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, add_excess, apply_rule, head_categories
-from headwater.heads.sensitivity import THRESHOLDS, Sensitivity, heads_by_threshold
+from headwater.heads.sensitivity import AS_MAPPED, THRESHOLDS, Sensitivity, heads_by_threshold
 from headwater.runs.record import RunRecord
 from tests.test_categories import scored
 
@@ -28,12 +28,12 @@ def without_null(table: pd.DataFrame) -> pd.DataFrame:
 
 def sensitivity_of(table: pd.DataFrame, rule: str) -> Sensitivity:
     run = RunRecord("classify_heads", "some/model", "abc", "float32", "cpu", {"rule": rule, "threshold": 0.2})
-    return Sensitivity(heads_by_threshold(table), run)
+    return Sensitivity(heads_by_threshold({AS_MAPPED: table}), run)
 
 
 def test_sensitivity_counts_the_heads_of_each_category_for_every_rule_and_threshold():
     table = scored(n_heads=40, seed=1)
-    found = heads_by_threshold(table)
+    found = heads_by_threshold({AS_MAPPED: table})
     assert found["threshold"].tolist() == [*THRESHOLDS] * 2
     for row in found.to_dict("records"):
         heads = head_categories(table.assign(**apply_rule(table, row["rule"], row["threshold"])))["categories"]
@@ -45,7 +45,7 @@ def test_sensitivity_counts_the_heads_of_each_category_for_every_rule_and_thresh
 
 
 def test_without_a_null_model_sensitivity_knows_the_published_rule_alone():
-    assert set(heads_by_threshold(without_null(scored(n_heads=10, seed=2)))["rule"]) == {"published"}
+    assert set(heads_by_threshold({AS_MAPPED: without_null(scored(n_heads=10, seed=2))})["rule"]) == {"published"}
 
 
 def test_every_count_is_drawn_in_the_panel_of_its_rule_and_the_maps_own_threshold_is_marked_there():
@@ -66,7 +66,7 @@ def test_every_count_is_drawn_in_the_panel_of_its_rule_and_the_maps_own_threshol
             assert (drawn[name].get_color(), drawn[name].get_marker()) == (category.color, category.mark)
     marked = [[line.get_xdata()[0] for line in ax.lines if line.get_label().startswith("_")] for ax in figure.axes]
     assert marked == [[0.2], []]
-    with pytest.raises(InputError, match="two panels"):
+    with pytest.raises(InputError, match="a panel per rule"):
         sensitivity.plot(plt.figure().add_subplot())
 
 
@@ -85,7 +85,7 @@ def test_the_report_and_the_summary_say_what_the_table_says():
         f"controlled rule {first} heads are in a category at a threshold of 0.10, and {last} at 0.30."
         in (sensitivity.report()[0])
     )
-    assert list(sensitivity.summary().columns) == ["threshold", "controlled", "published"]
+    assert list(sensitivity.summary().columns) == ["setting", "threshold", "controlled", "published"]
     assert (
         sensitivity.summary()["controlled"].tolist()
         == sensitivity.table.query("rule == 'controlled'")["heads"].tolist()

@@ -44,6 +44,10 @@ class BeginningWarning(UserWarning):
     """Texts of a model begin otherwise than its tokenizer or TransformerLens would begin them."""
 
 
+class AgreementWarning(UserWarning):
+    """What heads are taken to read is not near what the first block writes."""
+
+
 def readable(message: str) -> str:
     """Return a message as it can be printed and read: no half characters, no addresses of objects, no endless words."""
     text = message.encode("utf-8", "backslashreplace").decode()  # names in data may be half characters

@@ -24,10 +24,11 @@ Relations = Annotated[
     ),
 ]
 Embedding = Annotated[
-    Literal["raw", "mlp0", "embed+mlp0", "layer0"] | None,
+    Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"] | None,
     Parameter(
-        help="What heads from layer 1 on read for a token. Heads of layer 0 read the raw embedding. "
-        'Default: as published, "mlp0", and "raw" for the shape of Llama-3.1-70B.'
+        help="What heads from layer 1 on read for a token; heads of layer 0 read the raw embedding. Default: auto, the "
+        'one that agrees best with what the first block writes; with --rule published "mlp0", or "raw" for the shape '
+        "of Llama-3.1-70B."
     ),
 ]
 
@@ -167,7 +168,10 @@ def behaviour(
     length: int = 24,
     threshold: float = 0.4,
     copying: bool = True,
-    embedding: Embedding = None,
+    embedding: Annotated[
+        Literal["raw", "mlp0", "embed+mlp0", "layer0"] | None,
+        Parameter(help='What the OV circuits of heads from layer 1 on read. Default: as published, "mlp0".'),
+    ] = None,
     batch_size: int = 16,
     seed: int = 0,
     load: Load = Load(),
@@ -264,12 +268,15 @@ def show_heads(summary: dict[str, Any], console: Console) -> None:
         if count or not label.endswith("categories"):
             table.add_row(label, f"{count:,}")
     console.print(table)
-    table = columns("relation,category", "pairs,heads,best,score,excess")
+    table = columns("relation,category", "pairs,heads,copying,best,score,excess")
     for row in summary["relations"]:
         excess = "-" if row["best_excess"] is None else f"{row['best_excess']:.2f}"
-        numbers = (f"{row['pairs']:,}", f"{row['heads']:,}", row["best_head"], f"{row['best_score']:.2f}", excess)
-        table.add_row(row["relation"], row["category"] or "-", *numbers)
+        best = row["best_head"] + (" suppresses" if row["best_sign"] == "suppresses" else "")
+        numbers = (f"{row['pairs']:,}", f"{row['heads']:,}", f"{row['copying']:,}", best, f"{row['best_score']:.2f}")
+        table.add_row(row["relation"], row["category"] or "-", *numbers, excess)
     console.print("", table, sep="\n")
+    console.print("copying: heads that reach the threshold and are not called, because they copy the source.")
+    console.print("", *map(plain, summary["embedding"]), sep="\n")
     if "use" in summary:
         from headwater.heads.use import sentences_of_use
 

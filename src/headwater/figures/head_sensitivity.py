@@ -1,13 +1,16 @@
 """How many heads are classified, against the threshold: a line per category, a panel per rule.
 
 The black line counts heads in any category; a head of several counts in the line of each. The dashed upright line is
-the threshold of the head map itself, in the panel of its rule.
+the threshold of the head map itself, in the panel of its rule. Where other settings were scored, a last panel has the
+heads that each calls, and how many of them the map calls alike.
 """
 
 from __future__ import annotations
 
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK
@@ -35,28 +38,47 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
         InputError: `ax` was given, and there are two rules.
     """
     rules = list(dict.fromkeys(sensitivity.table["rule"]))
-    if ax is not None and len(rules) > 1:
-        raise InputError("The figure of both rules has two panels: leave ax= out.")
+    n_settings = sensitivity.table["setting"].nunique()
+    n_panels = len(rules) + (n_settings > 1)
+    if ax is not None and n_panels > 1:
+        raise InputError("The figure has a panel per rule and one of other settings: leave ax= out.")
     with style():
         if ax is not None:
             _draw(sensitivity, rules[0], ax)
             ax.set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
             ax.legend(loc="upper right")
             return ax
-        size = (len(rules) * PANEL[0] + LEGEND, PANEL[1])
+        size = (n_panels * PANEL[0] + LEGEND + (n_panels > len(rules)), max(PANEL[1], 0.9 + 0.2 * n_settings))
         figure = plt.figure(figsize=size, layout="constrained")
-        panels = figure.subplots(1, len(rules), sharey=True, squeeze=False)[0]
-        for panel, rule in zip(panels, rules, strict=True):
+        panels = figure.subplots(1, n_panels, squeeze=False)[0]
+        for panel, rule in zip(panels, rules, strict=False):
             _draw(sensitivity, rule, panel)
-        for panel in panels[1:]:
+        for panel in panels[1 : len(rules)]:
+            panel.sharey(panels[0])
             panel.set_ylabel("")
-        panels[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), title="dashed: the map's")
+        handles, names = panels[0].get_legend_handles_labels()
+        if n_panels > len(rules):
+            handles += _draw_settings(sensitivity, panels[-1])
+            names += ["called", "of these, in the map"]
+        panels[-1].legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="dashed: the map's")
         entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
     return figure
 
 
+def _draw_settings(sensitivity: Sensitivity, ax: Axes) -> list[Artist | BarContainer]:
+    """Draw the heads that each setting calls, and those of them that the map calls alike."""
+    rows = sensitivity.at_own_threshold
+    places = range(len(rows))
+    bars = ax.barh(places, rows["heads"], color=FAINT, height=0.7)
+    dots = ax.scatter(rows["kept"], places, color=INK, s=12, zorder=2)
+    ax.set(xlabel="Heads", yticks=list(places), yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
+    ax.set_title("other settings")
+    whole_numbers(ax.xaxis)
+    return [bars, dots]
+
+
 def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
-    rows = sensitivity.table[sensitivity.table["rule"] == rule]
+    rows = sensitivity.as_mapped[sensitivity.as_mapped["rule"] == rule]
     ax.plot(rows["threshold"], rows["heads"], color=INK, marker="o", markersize=3, clip_on=False, label=ANY)
     for name, category in CATEGORIES.items():
         if name in rows:

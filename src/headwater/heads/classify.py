@@ -8,7 +8,7 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 
 1. Relations are turned into tokens; pairs whose words are not one token, that are repeated, or that a head would hit by
    copying fall out, and so do relations with fewer than 30 pairs left (`relations`).
-2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it.
+2. x_s is the token's embedding at layer 0, and from layer 1 on what the first block makes of it (`embedding_choice`).
 3. Every layer's heads are scored on all relations, layer by layer (`scores`).
 4. The null model: what would shuffled targets have scored? p-values of all scores from the threshold (or from 0.10,
    where that is less) on, then false-discovery control over all heads, relations and both signs, in which what scores
@@ -16,17 +16,20 @@ W_O maps a source token s to the logits m_s = x_s W_V W_O W_U. For a relation of
 5. A rule says which scores count, and the categories of these relations are the head's categories (`categories`).
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import pandas as pd
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import InputError
+from headwater.errors import AgreementWarning, InputError
 from headwater.heads.categories import RULES, apply_rule, head_categories
+from headwater.heads.embedding_choice import LOW, compare_embeddings, sentences_of_embedding
 from headwater.heads.head_map import HeadMap
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import MIN_PAIRS, MultiTokenName, TokenRelation, tokenize_relations
@@ -36,7 +39,7 @@ from headwater.heads.sensitivity import THRESHOLDS
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
 from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, EmbeddingName, published_embedding
+from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, EmbeddingName
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_flag, checked_name, checked_number
@@ -52,11 +55,12 @@ def classify_heads(
     rule: Literal["controlled", "published"] = "controlled",
     k: int | None = None,
     threshold: float = 0.15,
-    embedding: EmbeddingName | None = None,
+    embedding: EmbeddingName | Literal["auto"] | None = None,
     progress: bool = True,
     out: str | Path | None = None,
     multi_token: MultiTokenName | None = None,
     norm_gain: bool = False,
+    every_excess: bool = False,
     attention: bool = False,
     device: str | torch.device | None = None,
 ) -> HeadMap:
@@ -76,14 +80,18 @@ def classify_heads(
             Llama 3 vocabularies 3 and 25.
         threshold: the chance-corrected score (with `rule="published"`, the score) from which on a head implements a
             relation.
-        embedding: what heads from layer 1 on read for a token: "raw", "mlp0", "embed+mlp0" or "layer0"; by default, as
-            published, "mlp0", and "raw" for the shape of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
+        embedding: what heads from layer 1 on read for a token: "raw", "mlp0", "embed+mlp0", "layer0", or "auto", the
+            default of the controlled rule: the one that agrees best with what the first block writes
+            (`heads.embedding_choice`). With `rule="published"` by default as published, "mlp0", and "raw" for the shape
+            of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
         progress: show a progress bar over layers.
         out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
         multi_token: by default words of several tokens fall out. "first" lets the first token stand for a word,
             "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
         norm_gain: fold the gain of each layer's own norm into what its heads read, and that of the final norm into W_U;
             left out by default, as published.
+        every_excess: compute `expected`, `excess`, p and q of every head and relation, not only of scores that could be
+            called, so that heads can be ranked by them; several times slower. `margin` is there for every head anyway.
         attention: run the model on repeated random tokens as well, and add what each head attends to (previous token,
             duplicate token, induction) as columns of `HeadMap.categories`; see `heads.patterns`.
         device: where a checkpoint is scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
@@ -97,31 +105,36 @@ def classify_heads(
     checked_name("rule", rule, RULES)
     k, threshold = checked_scoring(k, threshold, embedding)
     norm_gain, attention = checked_flag("norm_gain", norm_gain), checked_flag("attention", attention)
+    every_excess = checked_flag("every_excess", every_excess)
     given = load_relations(relations)
     weights = weights_of(model, device)
     ks = [hits_of(relation, weights, k) for relation in given]
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=rule == "published")
     usable = usable_relations(tokenized, ks, weights.name)
+    asked = embedding or ("auto" if rule == "controlled" else None)
+    chosen, embeddings = chosen_embedding(weights, usable, asked)
     options = {
         "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
         "rule": rule,
         "k": k,
         "threshold": threshold,
-        "embedding": embedding or published_embedding(weights.shape),
+        "embedding": chosen,
         "multi_token": multi_token,
         "norm_gain": norm_gain,
+        "every_excess": every_excess,
         "attention": attention,
     }
 
     def work(run: Run) -> HeadMap:
         null_from = callable_from(threshold) if rule == "controlled" else None
+        null_from = 0.0 if every_excess else null_from
         layers = scored_layers(weights, usable, options, run, null_from=null_from)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
         categories = head_categories(table)
         if attention:
             categories = categories.merge(attention_classes(hooked_of(model)), on=["layer", "head"])
-        return HeadMap(table, categories, relation_table(tokenized, ks), run.record)
+        return HeadMap(table, categories, relation_table(tokenized, ks), embeddings, run.record)
 
     return run_or_resume(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
 
@@ -133,6 +146,25 @@ def callable_from(threshold: float) -> float:
 
 Usable: TypeAlias = Sequence[tuple[TokenRelation, int]]
 """Relations with enough items, and how many of the largest logits count as a hit for each."""
+
+
+def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | None) -> tuple[str, pd.DataFrame]:
+    """Return the embedding to score with, and how each agrees with what the first block writes.
+
+    Args:
+        weights: the model.
+        usable: the relations, whose sources are compared.
+        embedding: one by name, "auto" for the one that agrees best, or None for the published one, of which a warning
+            says where it agrees badly.
+    """
+    sources = torch.cat([relation.source for relation, _ in usable])
+    embeddings = compare_embeddings(weights, sources, embedding)
+    chosen = embeddings[embeddings["chosen"]]
+    name = str(embedding) if chosen.empty else str(chosen["embedding"].iloc[0])
+    if embedding is None and (chosen["agreement"] < LOW).any():
+        said = " ".join(sentences_of_embedding(name, embeddings))
+        warnings.warn(f"{weights.name}: {said}", AgreementWarning, stacklevel=4)
+    return name, embeddings
 
 
 def usable_relations(tokenized: Sequence[TokenRelation], ks: Sequence[int], model: str) -> Usable:
@@ -237,7 +269,7 @@ def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> t
         InputError: one of them is none, or there is no such embedding.
     """
     if embedding is not None:
-        checked_name("embedding", embedding, KINDS)
+        checked_name("embedding", embedding, ("auto", *KINDS))
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     return None if k is None else checked_count("k", k), threshold
 

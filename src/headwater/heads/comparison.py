@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -36,6 +36,7 @@ from headwater.heads.classify import (
     Usable,
     callable_from,
     checked_scoring,
+    chosen_embedding,
     hits_of,
     scored_layers,
     usable_relations,
@@ -46,7 +47,7 @@ from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
-from headwater.models.weights.effective_embedding import EmbeddingName, published_embedding
+from headwater.models.weights.effective_embedding import EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, run_or_resume
@@ -186,7 +187,7 @@ def compare_heads(
     relations: Relations = None,
     k: int | None = None,
     threshold: float = 0.15,
-    embedding: EmbeddingName | None = None,
+    embedding: EmbeddingName | Literal["auto"] | None = None,
     multi_token: MultiTokenName | None = None,
     norm_gain: bool = False,
     device: str | torch.device | None = None,
@@ -204,7 +205,8 @@ def compare_heads(
         relations: as in `classify_heads`. Those are compared whose pairs are single tokens for every model.
         k: how many of the largest logits count as a hit; by default as published for each model's vocabulary.
         threshold: the chance-corrected score from which on a head implements a relation.
-        embedding: what heads from layer 1 on read for a token, as in `classify_heads`.
+        embedding: what heads from layer 1 on read for a token, as in `classify_heads`; by default "auto", which is
+            decided on the first model.
         multi_token: by default words of several tokens fall out. "first" lets the first token stand for a word,
             "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
         norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
@@ -226,12 +228,13 @@ def compare_heads(
     given = load_relations(relations)
     shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
     usable = {name: _usable(shared, weights, k, multi_token) for name, weights in compared.items()}
+    chosen, _ = chosen_embedding(first, next(iter(usable.values())), embedding or "auto")
     options = {
         "models": {name: f"{one.fingerprint} {one.tokenizer_digest} {one.dtype}" for name, one in compared.items()},
         "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
         "k": k,
         "threshold": threshold,
-        "embedding": embedding or published_embedding(first.shape),
+        "embedding": chosen,
         "multi_token": multi_token,
         "norm_gain": norm_gain,
     }

@@ -12,18 +12,19 @@ import pandas as pd
 from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
-from headwater.heads.categories import UNCLASSIFIED, label_counts
+from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
+from headwater.heads.embedding_choice import sentences_of_embedding
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations
 from headwater.heads.salient import salient_of_heads, salient_operations
-from headwater.heads.sensitivity import Sensitivity, heads_by_threshold
+from headwater.heads.sensitivity import AS_MAPPED, Sensitivity, heads_by_threshold
 from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
 from headwater.models.weights.effective_embedding import EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
-from headwater.options import checked_count, shown
+from headwater.options import checked_count, checked_name, one_or_several, shown
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, rounded
 from headwater.runs.identity import describe
@@ -32,6 +33,9 @@ from headwater.runs.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+VARIED = ("embedding", "k", "norm_gain")
+"""The options of `classify_heads` that `HeadMap.sensitivity` changes, given the model."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,12 +47,13 @@ class HeadMap(Result):
 
     `layer, head, relation, category`; `score, suppression` (0 to 1); `expected`, the mean score under shuffled targets;
     `excess`, the chance-corrected score (score - expected) / (1 - expected); `p_value, q_value` of the score under
-    shuffled targets; `pairs`, the number of items; `low, high`, the 95 % interval of the score; `beyond_copying`, the
-    score that counts only items whose target beats the source itself; the same of the suppression side; and what the
-    rule says: `implemented, suppressed, copying`. The null model is made of scores from 0.10, or from the threshold
-    where that is less, on: below, nothing can be called, `expected`, `excess`, p and q are NaN, and the q of the others
-    count them as p = 1. Where a head hits no item of a relation p is 1 by definition. With `rule="published"` all
-    columns of the null model, and so the excess, are NaN.
+    shuffled targets; `margin`, by how many logits the head puts a target above the other items' targets, which ranks
+    heads also where they hit nothing; `pairs`, the number of items; `low, high`, the 95 % interval of the score;
+    `beyond_copying`, the score that counts only items whose target beats the source itself; the same of the suppression
+    side; and what the rule says: `implemented, suppressed, copying`. The null model is made of scores from 0.10, or
+    from the threshold where that is less, on (`every_excess=True`: of all): below, nothing can be called, `expected`,
+    `excess`, p and q are NaN, and the q of the others count them as p = 1. Where a head hits no item of a relation p is
+    1 by definition. With `rule="published"` all columns of the null model, and so the excess, are NaN.
 
     After `validate` also, for each called head (one that implements or suppresses the relation), `accuracy`, the share
     of items that the running model answers; `without`, that share when the head writes nothing, and `others`, when
@@ -60,6 +65,8 @@ class HeadMap(Result):
     `attention=True` also `previous_token, duplicate_token, induction` (0 to 1) and `attention_class`."""
     relations: pd.DataFrame
     """A row per relation: `relation, category, pairs, kept, used, k, note`."""
+    embeddings: pd.DataFrame
+    """A row per effective embedding: `embedding, agreement` with what the first block writes, and `chosen`."""
     run: RunRecord
 
     @property
@@ -67,20 +74,62 @@ class HeadMap(Result):
         """The model's short name."""
         return Path(self.run.model).name
 
-    def sensitivity(self) -> Sensitivity:
+    def sensitivity(
+        self,
+        model: HookedModel | str | Path | None = None,
+        *,
+        relations: Relations = None,
+        vary: Sequence[str] = VARIED,
+        progress: bool = True,
+    ) -> Sensitivity:
         """Return how many heads would be in each category under both rules, for thresholds from 0.10 to 0.30.
 
-        Its `table` has the numbers, and `plot()` draws them. A map made with `rule="published"` has no null model, so
-        its rows are those of that rule alone.
+        Given the model, the heads are scored again as often as there are other settings (every embedding, half and
+        twice the published k, norm gains), each as long as a map, or several times that with `embedding="raw"`. A map
+        made with `rule="published"` has no null model, so its rows are those of that rule alone.
+
+        Args:
+            model: the model that was classified; None varies threshold and rule alone.
+            relations: what `classify_heads` was given, if it was given relations.
+            vary: which of "embedding", "k" and "norm_gain" are changed, one at a time.
+            progress: show a bar over layers, for each setting.
+
+        Raises:
+            ModelError: the map is of another model.
+            InputError: an option does not exist, or `relations` are not those of the map.
         """
-        return Sensitivity(heads_by_threshold(self.table), self.run)
+        tables = {AS_MAPPED: self.table}
+        if model is not None:
+            tables |= self._varied(model, relations, vary, progress)
+        return Sensitivity(heads_by_threshold(tables), self.run)
+
+    def _varied(
+        self, model: HookedModel | str | Path, relations: Relations, vary: Sequence[str], progress: bool
+    ) -> dict[str, pd.DataFrame]:
+        """The score table of each setting that differs from the map's in one option."""
+        from headwater.heads.classify import classify_heads
+
+        names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
+        weights, own = self._weights(model), self.run.options
+        most, readable = int(self.relations["k"].max()), self.embeddings.dropna()["embedding"]
+        others: dict[str, list[Any]] = {
+            "embedding": [kind for kind in (*readable, "layer0") if kind != own["embedding"]] if len(readable) else [],
+            "k": [max(1, most // 2), 2 * most],
+            "norm_gain": [not own["norm_gain"]],
+        }
+        options = {name: own[name] for name in ("rule", "k", "threshold", "embedding", "multi_token", "norm_gain")}
+        found = {}
+        for name in names:
+            for value in others[name]:
+                changed: dict[str, Any] = options | {name: value}
+                other = classify_heads(weights, relations=relations, progress=progress, **changed)
+                if other.run.options["relations"] != own["relations"]:
+                    raise InputError("relations= are not those of the map: give what classify_heads was given.")
+                found[f"{name}={value}"] = other.table
+        return found
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per relation: how many heads implement or suppress it, and its best head.
-
-        `relation, category, pairs, heads`, then `layer, head, score, expected, excess` of the head with the largest
-        excess, where there is one, else the highest score.
-        """
+        """Return a row per relation: how many heads implement or suppress it, and its best head; see `best_heads`."""
         return best_heads(self.table)
 
     def findings(self) -> dict[str, Any]:
@@ -90,6 +139,10 @@ class HeadMap(Result):
             "rule": self.run.options["rule"],
             "heads": len(self.categories),
             "labels": label_counts(self.categories),
+            "in_category": {
+                name: int(sum(name in held for held in self.categories["categories"])) for name in CATEGORIES
+            },
+            "embedding": sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
             "relations": [as_json(row) for row in each_row(self.summary())],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         } | ({"use": use_counts(self.table)} if self.is_validated else {})
@@ -292,19 +345,29 @@ def checked_map(head_map: object) -> HeadMap:
 def best_heads(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row per relation: how many heads implement or suppress it, and its best head.
 
-    The best head of a relation has the largest excess, where one was computed, else the highest score.
+    The best head is the called one with the largest excess of either sign, where a head is called; else the head with
+    the largest excess, where one was computed, else with the highest score.
 
     Args:
         table: of a `HeadMap`.
 
     Returns:
-        `relation, category, pairs, heads`, and of the best head `layer, head, score, expected, excess`.
+        `relation, category, pairs, heads`; `copying`, how many heads would be called if they did not copy; and of the
+        best head `layer, head, sign` ("implements" or "suppresses") and that sign's `score, expected, excess`.
     """
-    found = table.loc[table["implemented"] | table["suppressed"], "relation"].value_counts()
-    ranked = table.sort_values(["excess", "score"], ascending=False, kind="stable").drop_duplicates("relation")
-    best = ranked.set_index("relation").loc[table["relation"].unique()].reset_index()
-    named = best[["relation", "category", "pairs"]].assign(heads=best["relation"].map(found).fillna(0).astype(int))
-    return named.join(best[["layer", "head", "score", "expected", "excess"]])
+    signs = []
+    for sign, name, prefix, flag in (
+        ("implements", "score", "", "implemented"), ("suppresses", "suppression", "suppression_", "suppressed")
+    ):  # fmt: skip
+        values = {"score": name, "expected": f"{prefix}expected", "excess": f"{prefix}excess", "called": flag}
+        columns = {column: table[source] for column, source in values.items()}
+        signs.append(table[["relation", "category", "pairs", "layer", "head"]].assign(sign=sign, **columns))
+    ranked = pd.concat(signs).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
+    best = ranked.drop_duplicates("relation").set_index("relation").loc[table["relation"].unique()].reset_index()
+    for column, rows in {"heads": table["implemented"] | table["suppressed"], "copying": table["copying"]}.items():
+        best[column] = best["relation"].map(table.loc[rows, "relation"].value_counts()).fillna(0).astype(int)
+    about = ["relation", "category", "pairs", "heads", "copying"]
+    return best[[*about, "layer", "head", "sign", "score", "expected", "excess"]]
 
 
 def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,6 +377,8 @@ def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
         "category": row["category"] if isinstance(row["category"], str) else None,
         "pairs": row["pairs"],
         "heads": row["heads"],
+        "copying": row["copying"],
+        "best_sign": row["sign"],
         "best_head": f"{row['layer']}.{row['head']}",
         "best_score": round(row["score"], 4),
         "best_expected": rounded(row["expected"]),
@@ -332,11 +397,25 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     if found:
         best = max(found, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
         by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
+        ends = "largest" if best["best_sign"] == "implements" else "smallest"
         said.append(
             f"{len(found)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
-            f"strongest is head {best['best_head']}: it maps {best['best_score']:.0%} of {best['relation']} "
-            f"right{by_habit}."
+            f"strongest is head {best['best_head']}: it {best['best_sign']} {best['relation']}, with a target among "
+            f"the {ends} logits for {best['best_score']:.0%} of the sources{by_habit}."
         )
+    else:
+        best = max(findings["relations"], key=lambda row: row["best_score"])
+        where = f"head {best['best_head']} on {best['relation']}"
+        said.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
+    if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
+        counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
+        said.append(f"With the heads of several categories counted in each of theirs: {counts}.")
+    if vetoed := sum(row["copying"] for row in findings["relations"]):
+        said.append(
+            f"{vetoed} more pairs of a head and a relation reach the threshold and are not called, because the head "
+            "copies: it puts the source itself above most of these targets."
+        )
+    said += findings["embedding"]
     if findings["rule"] == "published":
         said.append(
             "The published rule looks at the score alone: a head that writes the same few tokens whatever it reads "

@@ -9,7 +9,17 @@
    are shuffled together, since a head reads them alike. This is done for scores that could be called, from `null_from`
    on, which are few. Below it all that follows is NaN, and counts as p = 1 when discoveries are counted; where a head
    hits nothing, p is 1 by definition: P(at least 0 hits).
-5. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
+5. The margin, in logits: how far a head puts an item's target above the other items' targets when it reads the source
+   scaled to a mean square of 1, as a norm without gain gives it,
+
+       margin = mean over items i of  m_i[t_i] - mean over j != i of m_i[t_j]
+
+   Where an item has several accepted targets m_i[t_i] is their mean. Unlike the score it ranks heads that hit nothing.
+   It is below 0 where a head suppresses, and 0 for what a head writes whatever it reads. The own logits are those of
+   step 2; the others' mean needs the relation's mean target alone, since m_i is linear in W_U:
+
+       mean over i, j of m_i[t_j] = x W_V W_O u,   x and u the relation's mean source and mean target column.
+6. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
    follows from them, per layer, head and relation:
 
        low, high           Wilson's 95 % interval of the score, of as many items as there are distinct sources
@@ -27,6 +37,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 import torch
+from einops import einsum
 from jaxtyping import Bool, Float, Int
 from scipy.special import factorial
 from torch import Tensor
@@ -71,6 +82,12 @@ class SuitePairs:
     def pair_k(self) -> Int[Tensor, "pair"]:
         """The k of each pair's relation."""
         return self.k[self.item_relation[self.pair_item]]
+
+    @cached_property
+    def pair_weight(self) -> Float[Tensor, "pair"]:
+        """What a pair counts in its relation's mean: items alike, and the targets of an item alike; in float64."""
+        per_item = self.pair_item.bincount().double()[self.pair_item]
+        return 1 / (per_item * self.items[self.item_relation[self.pair_item]])
 
     @cached_property
     def items(self) -> Int[Tensor, "relation"]:
@@ -123,6 +140,8 @@ class LayerScores:
     suppression: Float[Tensor, "head relation"]
     beyond_copying: Float[Tensor, "head relation"]
     suppression_beyond_copying: Float[Tensor, "head relation"]
+    margin: Float[Tensor, "head relation"]
+    """How many logits a target is above the other items' targets, on average; NaN for a relation of one item."""
     moments: Float[Tensor, "head relation moment"] | None = None
     """`permutation_moments` of the hits, NaN where the score is below `null_from`; None without a null model."""
     suppression_moments: Float[Tensor, "head relation moment"] | None = None
@@ -167,7 +186,8 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
         items: whether the hits of single items are wanted too.
     """
     with torch.inference_mode(), full_float32():
-        hits, moments = _hits_and_moments(maps, suite, null_from)
+        glance = ov_blocked.first_glance(maps, suite.pair_source, suite.pair_target, suite.pair_k)
+        hits, moments = _hits_and_moments(maps, suite, glance.left.cpu(), null_from)
         found = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
         shares = _shares(suite, found)
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
@@ -176,6 +196,7 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
             suppression=shares[1],
             beyond_copying=shares[2],
             suppression_beyond_copying=shares[3],
+            margin=_margin(maps, suite, glance.own),
             moments=None if null_from is None else moments[0],
             suppression_moments=None if null_from is None else moments[1],
             hits=found[:2] if items else None,
@@ -183,7 +204,7 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
 
 
 def _hits_and_moments(
-    maps: OVMaps, suite: SuitePairs, null_from: float | None
+    maps: OVMaps, suite: SuitePairs, left: Bool[Tensor, "sign head pair"], null_from: float | None
 ) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "sign head relation moment"]]:
     """Say which pairs hit, and which are suppressed; and give the moments of their numbers under shuffled targets.
 
@@ -191,7 +212,6 @@ def _hits_and_moments(
     every target, its own among them; where a head has so large a share left that this is to be expected, at once.
     """
     pairs = suite.pair_source, suite.pair_target, suite.pair_k
-    left = ov_blocked.first_glance(maps, *pairs).cpu()
     wanted = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
     if null_from is not None:
         wanted = _shares(suite, suite.accepted(left)) >= max(null_from, EXPECTED_FROM)
@@ -202,6 +222,26 @@ def _hits_and_moments(
         wanted |= _shares(suite, suite.accepted(hits)) >= null_from
         _sweep(maps, suite, wanted, hits, moments)
     return hits, moments
+
+
+def _margin(maps: OVMaps, suite: SuitePairs, own: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
+    """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1."""
+    pair_relation, device = suite.item_relation[suite.pair_item], maps.x.device
+    place, relation, targets = sent_together([suite.pair_source, pair_relation, suite.pair_target], device)
+    weights = sent(suite.pair_weight, device)
+    scale = weights / maps.x.double().square().mean(1).sqrt()[place]
+    own_mean = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=device)
+    own_mean.index_add_(1, relation, own.double() * scale)
+    mean_source, mean_target = (
+        torch.zeros(len(suite.k), maps.x.shape[1], dtype=torch.float64, device=device).index_add_(0, relation, rows)
+        for rows in (
+            maps.x[place].double() * scale[:, None],
+            ov_blocked.columns_of(maps, targets).T.double() * weights[:, None],
+        )
+    )
+    z = ov_blocked.head_values(maps, mean_source)[ov_blocked.value_heads(maps, device)]
+    every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
+    return (own_mean - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
 
 
 def _sweep(
@@ -372,6 +412,7 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
         "low": low,
         "high": high,
         "beyond_copying": scores["beyond_copying"],
+        "margin": scores["margin"],
         "suppression_expected": expected[1],
         "suppression_p_value": p[1],
         "suppression_q_value": q[1],

@@ -67,6 +67,17 @@ class Triples:
         return Triples(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
+@dataclass(frozen=True)
+class Glance:
+    """What a first glance at pairs found, on the device of the maps."""
+
+    left: Bool[Tensor, "sign head pair"]
+    """Pairs for which the sample does not have k tokens above the target; then the same for below. The others are
+    certainly not among the k largest (the k smallest)."""
+    own: Float[Tensor, "head pair"]
+    """The targets' own logits, to float32 rounding."""
+
+
 @full_float32()
 def topk_membership(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
@@ -79,7 +90,7 @@ def topk_membership(
         target: token ids.
         k: may differ from pair to pair.
     """
-    top, bottom = settle_left(maps, first_glance(maps, source, target, k).cpu(), (source, target, k))
+    top, bottom = settle_left(maps, first_glance(maps, source, target, k).left.cpu(), (source, target, k))
     return top, bottom
 
 
@@ -97,24 +108,19 @@ def settle_left(
 @full_float32()
 def first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
-) -> Bool[Tensor, "sign head pair"]:
-    """Say of which pairs a sample of the vocabulary does not have k tokens above the target; then the same for below.
-
-    The others are certainly not among the k largest (the k smallest). The arguments are those of `topk_membership`;
-    what is returned lies on the device of the maps.
-    """
+) -> Glance:
+    """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`."""
     step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
-    left = [torch.zeros(2, maps.n_heads, 0, dtype=torch.bool, device=maps.x.device)]
-    left += [
+    parts = [
         _first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
-        for start in range(0, len(source), step)
+        for start in range(0, max(1, len(source)), step)
     ]
-    return torch.cat(left, dim=2)
+    return Glance(torch.cat([part.left for part in parts], 2), torch.cat([part.own for part in parts], 1))
 
 
 def _first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
-) -> Bool[Tensor, "sign head pair"]:
+) -> Glance:
     sample = _sample(maps)
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
     rows, row, tokens, column, k = (sent(one, maps.x.device) for one in (*distinct, k))
@@ -122,6 +128,7 @@ def _first_glance(
     z, margin = _values_and_margin(maps, rows)
     margin = margin[:, row]
     left = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
+    own = torch.empty_like(margin)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads.start : heads.stop].flatten(0, 1)
         to_target = rearrange(
@@ -132,13 +139,15 @@ def _first_glance(
         )
         if runs_triton(z):
             some = slice(heads.start, heads.stop)
-            left[:, some] = _glance_at_heads(maps, some, z[:, row], to_target[:, column], to_sample, margin[some]) < k
+            z_pairs = z[value_heads(maps, z.device)[some]][:, row]
+            own[some] = (z_pairs * to_target[:, column]).sum(-1)
+            left[:, some] = _glance_at_heads(z_pairs, own[some], to_sample, margin[some]) < k
             continue
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
-            own = (z_pair * W_target[column]).sum(-1)
-            left[:, head] = torch.stack(count_products(z_pair, W_sample, own, margin[head])) < k
-    return left
+            own[head] = (z_pair * W_target[column]).sum(-1)
+            left[:, head] = torch.stack(count_products(z_pair, W_sample, own[head], margin[head])) < k
+    return Glance(left, own)
 
 
 def _values_and_margin(
@@ -166,19 +175,16 @@ def exact_values_margin(
 
 
 def _glance_at_heads(
-    maps: OVMaps,
-    heads: slice,
-    z: Float[Tensor, "kv_head pair d_head"],
-    W_target: Float[Tensor, "block pair d_head"],
+    z: Float[Tensor, "block pair d_head"],
+    own: Float[Tensor, "block pair"],
     W_sample: Float[Tensor, "block d_head token"],
     margin: Float[Tensor, "block pair"],
 ) -> Int[Tensor, "2 block pair"]:
     """Count beyond each pair's own logit for several heads in one launch; a sampled target is within the margin."""
     from headwater.kernels.ov_triton import count_beyond as count_at_once
 
-    z = z[value_heads(maps, z.device)[heads]]
     nowhere = torch.full((z.shape[1],), -1, device=z.device)
-    return count_at_once(z, W_sample, (z * W_target).sum(-1), margin, nowhere)
+    return count_at_once(z, W_sample, own, margin, nowhere)
 
 
 def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:

@@ -57,10 +57,18 @@ def check_request(tokens: Int[Tensor, "source"], kind: str, d_vocab: int) -> Non
 
 
 def bos_token(tokenizer: Tokenizer) -> int:
-    """The token put in front for `layer0`: the tokenizer's BOS or, where it has none (Qwen), its end-of-text token."""
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
+    """The token put in front for `layer0`: the one that the tokenizer puts in front of a text, else one between texts.
+
+    That is the first of its BOS, EOS, unknown and padding tokens that its chat template does not write: a token that
+    opens a turn (SmolLM2's BOS) does not begin a text.
+    """
+    if written := tokenizer("").input_ids:
+        return int(written[0])
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    known = [text for name in names if (text := getattr(tokenizer, name, None)) is not None]
+    for text in [text for text in known if text not in template] + known:
+        return int(tokenizer.convert_tokens_to_ids(text))
     raise InputError(
         "The tokenizer has neither a BOS nor an EOS token, which 'layer0' puts in front; use 'embed+mlp0'."
     )
