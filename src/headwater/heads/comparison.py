@@ -32,19 +32,20 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
-from headwater.heads.classify import (
+from headwater.heads.relation_tokens import MultiTokenName, shared_relations, tokenize_relations, word_tokens
+from headwater.heads.relations import Relation, Relations, load_relations
+from headwater.heads.scores import score_table
+from headwater.heads.scoring import (
     Usable,
     callable_from,
     checked_scoring,
     chosen_embedding,
     hits_of,
+    relations_digest,
     scored_layers,
     usable_relations,
     with_moments,
 )
-from headwater.heads.relation_tokens import MultiTokenName, shared_relations, tokenize_relations, word_tokens
-from headwater.heads.relations import Relation, Relations, load_relations
-from headwater.heads.scores import score_table
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import EmbeddingName
@@ -53,7 +54,6 @@ from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
-from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.significance import Numbers, mcnemar_p, q_values
@@ -231,7 +231,7 @@ def compare_heads(
     chosen, _ = chosen_embedding(first, next(iter(usable.values())), embedding or "auto")
     options = {
         "models": {name: f"{one.fingerprint} {one.tokenizer_digest} {one.dtype}" for name, one in compared.items()},
-        "relations": digest(describe([[relation.name, relation.category, relation.pairs] for relation in given])),
+        "relations": relations_digest(given),
         "k": k,
         "threshold": threshold,
         "embedding": chosen,

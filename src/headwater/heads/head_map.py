@@ -15,8 +15,11 @@ from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, re
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
 from headwater.heads.embedding_choice import sentences_of_embedding
 from headwater.heads.prompts import TEMPLATE, relations_of
-from headwater.heads.relations import Relations
+from headwater.heads.relation_tokens import tokenize_relations
+from headwater.heads.relations import Relations, load_relations
 from headwater.heads.salient import salient_of_heads, salient_operations
+from headwater.heads.scores import score_table
+from headwater.heads.scoring import callable_from, hits_of, relations_digest, scored_layers, usable_relations
 from headwater.heads.sensitivity import AS_MAPPED, Sensitivity, heads_by_threshold
 from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
@@ -25,6 +28,7 @@ from headwater.models.part_names import Counts, HeadName, head_named, parts_of_k
 from headwater.models.weights.effective_embedding import EmbeddingName
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_name, one_or_several, shown
+from headwater.runs.analysis import Run
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, rounded
 from headwater.runs.identity import describe
@@ -107,25 +111,28 @@ class HeadMap(Result):
         self, model: HookedModel | str | Path, relations: Relations, vary: Sequence[str], progress: bool
     ) -> dict[str, pd.DataFrame]:
         """The score table of each setting that differs from the map's in one option."""
-        from headwater.heads.classify import classify_heads
-
         names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
-        weights, own = self._weights(model), self.run.options
+        weights, own, given = self._weights(model), self.run.options, load_relations(relations)
+        if relations_digest(given) != own["relations"]:
+            raise InputError("relations= are not those of the map: give what classify_heads was given.")
         most, readable = int(self.relations["k"].max()), self.embeddings.dropna()["embedding"]
         others: dict[str, list[Any]] = {
             "embedding": [kind for kind in (*readable, "layer0") if kind != own["embedding"]] if len(readable) else [],
             "k": [max(1, most // 2), 2 * most],
             "norm_gain": [not own["norm_gain"]],
         }
-        options = {name: own[name] for name in ("rule", "k", "threshold", "embedding", "multi_token", "norm_gain")}
+        kind: Any = own["multi_token"]
+        is_published = own["rule"] == "published"
+        tokens = tokenize_relations(given, weights.tokenizer, multi_token=kind, same_words=is_published)
+        null_from = None if is_published else callable_from(float(own["threshold"]))  # type: ignore[arg-type]
         found = {}
-        for name in names:
-            for value in others[name]:
-                changed: dict[str, Any] = options | {name: value}
-                other = classify_heads(weights, relations=relations, progress=progress, **changed)
-                if other.run.options["relations"] != own["relations"]:
-                    raise InputError("relations= are not those of the map: give what classify_heads was given.")
-                found[f"{name}={value}"] = other.table
+        for name, value in ((varied, value) for varied in names for value in others[varied]):
+            options: dict[str, Any] = {**own, name: value}
+            ks = [hits_of(relation, weights, options["k"]) for relation in given]
+            usable = usable_relations(tokens, ks, weights.name)
+            run, desc = Run(self.run, progress=progress), f"{name}={value}"
+            layers = scored_layers(weights, usable, options, run, null_from=null_from, desc=desc)
+            found[desc] = score_table(layers, [relation for relation, _ in usable])
         return found
 
     def summary(self) -> pd.DataFrame:
