@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -294,12 +294,14 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value is of an annotated kind: a table, a tensor with its axes, a text, or lists of texts."""
+    """Whether a value is of an annotated kind: a table, a tensor with its axes, a text, one of some, or lists."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return any(_is_of(value, one) for one in inside)
     if origin is None:
         return isinstance(value, kind)
+    if origin is Literal:
+        return isinstance(value, str) and value in inside
     return isinstance(value, origin) and not isinstance(value, str) and all(_is_of(item, inside[0]) for item in value)
 
 
