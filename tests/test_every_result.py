@@ -26,7 +26,7 @@ from headwater.reference.published import Reproduction, compared
 from headwater.runs.figure_options import checked_size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
-from headwater.runs.view import View
+from headwater.runs.view import FITTING, View
 from tests import chance
 from tests.test_faults import flipped
 
@@ -233,7 +233,8 @@ def test_a_view_is_a_page_that_holds_everything_and_leaves_no_figure_open(result
     assert page.tags.count("img") == 1
     assert all(sentence in page.text for sentence in results[kind].report())
     frame = Page(view._repr_html_())
-    assert frame.tags == ["div", "img", "iframe"]
+    assert frame.tags == ["div", "img", "iframe", "script"]
+    assert frame.text == FITTING  # the only script in the notebook itself, the same for every result
     assert dict(frame.attributes)["srcdoc"] == view.page
     assert "allow-same-origin" not in dict(frame.attributes)["sandbox"]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,6 +13,7 @@ import headwater as hw
 from headwater.colors import BLUE, GREEN, ORANGE
 from headwater.errors import InputError
 from headwater.figures.depth_profile import depth_profiles
+from headwater.figures.head_map import rule_note
 from headwater.figures.published import lettered, set_name, set_names
 from tests import chance
 from tests.test_depth_figures import made_up
@@ -50,6 +52,18 @@ def test_head_maps_stand_two_by_two_with_the_published_words_and_marks_of_one_si
     assert legend_of(hw.figures.head_maps(none, style="published")) == words
     for collection in figure.axes[0].collections:
         assert len(set(collection.get_sizes())) == 1
+
+
+def test_published_head_maps_say_by_which_rule_heads_were_classified_where_it_is_another():
+    ours = random_map(3, 8, "model")
+    figure = hw.figures.head_maps([ours], style="published")
+    said = "Heads classified by the controlled rule; published maps use the published."
+    assert [text.get_text() for text in figure.texts] == [said]
+    figure.draw_without_rendering()
+    assert figure.texts[0].get_window_extent().y1 <= figure.legends[0].get_window_extent().y0 + 1
+    theirs = replace(ours, run=replace(ours.run, options={"rule": "published"}))
+    assert [text.get_text() for text in hw.figures.head_maps([theirs], style="published").texts] == [""]
+    assert rule_note([theirs, ours]).startswith("Heads classified by the controlled and published rule;")
 
 
 def test_head_maps_bear_the_published_names_and_their_titles_do_not_meet():

@@ -10,12 +10,12 @@ from headwater.figures.style import RULES, style
 
 
 def test_the_callers_settings_come_back_also_after_an_error(monkeypatch):
-    monkeypatch.setitem(mpl.rcParams, "font.size", 17.0)
+    monkeypatch.setitem(mpl.rcParams, "axes.linewidth", 17.0)
     before = dict(mpl.rcParams)
 
     def draw():
         with style():
-            assert mpl.rcParams["font.size"] == RULES["font.size"]
+            assert mpl.rcParams["axes.linewidth"] == RULES["axes.linewidth"]
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

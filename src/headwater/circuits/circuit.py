@@ -38,8 +38,9 @@ from headwater.options import (
 )
 from headwater.registry import Registry
 from headwater.runs.claim import Claim
+from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
-from headwater.runs.result import DRAWINGS, bundle_of, shown_by
+from headwater.runs.result import bundle_of, drawn_by, shown_by
 from headwater.runs.storage import SEAL, make_folder, write_atomically
 from headwater.runs.view import View
 
@@ -222,17 +223,18 @@ class Circuit:
         judged = {"margin": margin, "level": level, "seed": seed}
         return CLAIMS["alone"](self, model, clean, corrupted, other=other, run=run, claim=judged)
 
-    def plot(self, ax: Axes | None = None) -> Axes | Figure:
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the circuit: its nodes by layer, its edges with the sign and size of their effects.
 
         Args:
-            ax: where to draw.
+            ax: where to draw; default: a new figure.
+            title: in place of the figure's own.
+            figsize: width and height of a new figure, in inches; default: what suits what is drawn.
 
         Raises:
             InputError: there is no figure of a circuit.
         """
-        drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax)
-        return drawn
+        return drawn_by(self, ax, title, figsize)
 
     def strongest(self, n: int) -> Circuit:
         """Return the circuit of the edges whose effects are largest in size; edges without one come last.

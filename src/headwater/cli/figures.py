@@ -53,6 +53,7 @@ def figure(
     result_class, draw, part = KINDS[kind]
     results = [_read(_named(result_class), folder, part) for folder in runs]
     drawn = _named(draw)(results, style=style)
+    note = _named("headwater.figures.head_map:rule_note")(results) if (kind, style) == ("heads", "published") else ""
     files = []
     if is_main():
         import matplotlib as mpl
@@ -61,7 +62,8 @@ def figure(
 
         mpl.use("Agg")
         files = [str(file) for file in save_figure(drawn, out or Path(kind), ("png", "svg", "pdf"))]
-    report({"figure": kind, "models": [one.run.model for one in results], "files": files}, as_json, _show_figure)
+    found = {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note}
+    report(found, as_json, _show_figure)
 
 
 def _read(result_class: Any, folder: Path, part: str) -> Any:
@@ -79,6 +81,8 @@ def _named(where: str) -> Any:
 
 def _show_figure(found: dict[str, Any], console: Console) -> None:
     console.print(f"{found['figure']}: {', '.join(found['models'])}", markup=False)
+    if found["note"]:
+        console.print(found["note"], markup=False)
 
 
 def demo(

@@ -8,14 +8,13 @@ head of each layer; of many heads their mean, a panel for each layer.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import DASHED, model_title, style, whole_numbers
+from headwater.figures.style import DASHED, model_title, new_figure, style, whole_numbers
 from headwater.models.caches.cache import Cache
 from headwater.runs.result import DRAWINGS
 
@@ -33,10 +32,10 @@ def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
         cache: what `model.cache` gave.
         ax: where to draw; default: a new figure. Patterns are drawn into it as one panel, their mean.
     """
-    with style():
+    with style(ax):
         if list(cache.kept) == ["pattern"]:
             return _plot_patterns(cache, ax)
-        ax = ax or plt.figure(figsize=(3.4, 2.3), layout="constrained").add_subplot()
+        ax = ax or new_figure(3.4, 2.3).add_subplot()
         for number, (site, rows) in enumerate(cache.summary().groupby("site", sort=False)):
             colour, mark = COLOURS[number % len(COLOURS)], MARKS[number // len(COLOURS) % len(MARKS)]
             if rows["layer"].isna().all():
@@ -70,7 +69,7 @@ def _plot_patterns(cache: Cache, ax: Axes | None) -> Axes | Figure:
         for layer, maps in zip(layers, by_layer, strict=True)
         for place, head in enumerate(cache.heads if apart else [None])]  # fmt: skip
     rows = -(-len(named) // columns)
-    figure = plt.figure(figsize=(1.0 + 1.3 * max(columns, 2), 0.9 + 1.3 * rows), layout="constrained")
+    figure = new_figure(1.0 + 1.3 * max(columns, 2), 0.9 + 1.3 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=False)):
         _panel(panel, weights, cache, number % columns == 0, number + columns >= len(named))

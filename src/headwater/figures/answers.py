@@ -1,11 +1,10 @@
 """The figure of answered questions: how many were answered rightly, wrongly, not to the end, or cannot be used."""
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.figures.fonts import ticks
-from headwater.figures.style import legend_above, model_title, style
+from headwater.figures.style import legend_above, model_title, new_figure, style
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.result import DRAWINGS
 
@@ -31,9 +30,9 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     right = [share - part for share, part in zip(used, wrong, strict=True)]
     cut = [row["cut"] / row["questions"] for row in sets]
     dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.5, 1.0 + 0.3 * len(names)), layout="constrained").add_subplot()
+            ax = new_figure(4.5, 1.0 + 0.3 * len(names)).add_subplot()
         left = [0.0] * len(names)
         for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
             if not any(shares):

@@ -9,9 +9,8 @@ much of the scores before the softmax the positions decide. What has no value is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,8 +19,8 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import INK
 from headwater.errors import InputError
-from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE
-from headwater.figures.style import entitle, figure_of, model_title, style, whole_numbers
+from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, mark_heads
+from headwater.figures.style import entitle, figure_of, legend_beside, model_title, new_figure, style, whole_numbers
 from headwater.figures.sweep import UNSEEN
 from headwater.heads.attended_keys import BEHAVIOURS
 from headwater.heads.behaviour import NONE as NOT_CALLED
@@ -45,8 +44,8 @@ SHADES = {
     "position": Shade("position", "its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
 UNCALLED_AREA = 0.12
-LEFT, BOTTOM, TOP, TITLE, GAP, LEGEND, LINES, BAR = 0.5, 0.45, 0.3, 0.2, 1.0, 1.2, 1.7, 0.08
-"""Inches: around the maps, above them, between them, beside them, the legend's height, the width of a colour bar."""
+LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
+"""Inches: beside a map and below it, above and below all of them, beside a single one, the least height of a map."""
 
 
 @DRAWINGS.add(AttentionBehaviour)
@@ -57,7 +56,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     shown = present if on is None else [checked_name("on", on, present)]
     if ax is not None and len(shown) > 1:
         raise InputError("This figure has several panels: name one with on=, or leave ax= out.")
-    with style():
+    with style(ax):
         axes = [ax] if ax is not None else _axes(result, shown)
         for name, place in zip(shown, axes, strict=True):
             _frame(result, place)
@@ -74,28 +73,31 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         for place, labelled in marked.values():
             _mark_heads(labelled, place)
         if marked:
-            _legend({name: labelled for name, (_, labelled) in marked.items()}, [*marked.values()][-1][0])
+            _legend({name: labelled for name, (_, labelled) in marked.items()}, axes, ax is None)
         if len(shown) > 1:
-            entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"), y=0.99, va="top")
+            entitle(
+                figure_of(axes[0]),
+                model_title(result.run, "what heads attend to"),
+            )
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
 
 
-def _legend(labelled: dict[str, pd.DataFrame], ax: Axes) -> None:
-    """Say beside the last map what marks mean, and how many heads each names, map by map."""
+def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
+    """Say beside a map or below several what marks mean, and how many heads each names, map by map."""
     counts = [one["label"].value_counts() for one in labelled.values()]
-    ax.legend(
-        handles=[
+    look: dict[str, Any] = {
+        "handles": [
             _mark(name, " / ".join(f"{count.get(name, 0):,}" for count in counts)) for name in (*BEHAVIOURS, NOT_CALLED)
         ],
-        title=f"heads ({' / '.join(labelled)})\narea: excess over chance"
-        if len(labelled) > 1
-        else "area: excess over chance",
-        alignment="left",
-        loc="upper left",
-        bbox_to_anchor=(1.02, 1.0),
-        borderaxespad=0.0,
-        handletextpad=0.2,
-    )
+        "title": "area: excess over chance",
+    }
+    if len(labelled) > 1:
+        look["title"] = f"heads ({' / '.join(labelled)}), area: excess over chance"
+    if len(axes) == 1:
+        legend_beside(axes[0], is_alone, **look)
+    else:
+        figure = figure_of(axes[0])
+        figure.legend(**look, loc="outside lower center", ncols=max(2, int(figure.bbox_inches.width / 1.4)))
 
 
 def _labelled(table: pd.DataFrame) -> pd.DataFrame:
@@ -114,18 +116,14 @@ def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
     width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
-    x = LEFT + max(map(len, rows)) * (width + GAP) + LEGEND
-    y = len(rows) * (BOTTOM + height + TOP) + (TITLE if maps > 1 else 0.0)
-    figure = plt.figure(figsize=(x, y))
-    axes = []
-    for number, row in enumerate(rows):
-        bottom = BOTTOM + (len(rows) - 1 - number) * (BOTTOM + height + TOP)
-        for column in range(len(row)):
-            left = LEFT + column * (width + GAP)
-            axes.append(figure.add_axes((left / x, bottom / y, width / x, height / y)))
-            if column:
-                axes[-1].yaxis.label.set_visible(False)
-    return axes
+    columns = max(map(len, rows))
+    figure = new_figure(
+        columns * (LEFT + width) + LEGEND * (maps == 1), len(rows) * (BOTTOM + height) + TITLE * (maps > 1)
+    )
+    panels = figure.subplots(len(rows), columns, squeeze=False)
+    for spare in (one for line, row in zip(panels, rows, strict=True) for one in line[len(row) :]):
+        spare.remove()
+    return [one for line, row in zip(panels, rows, strict=True) for one in line[: len(row)]]
 
 
 def _frame(result: AttentionBehaviour, ax: Axes) -> None:
@@ -135,19 +133,11 @@ def _frame(result: AttentionBehaviour, ax: Axes) -> None:
         whole_numbers(axis)
 
 
-def _points(ax: Axes) -> float:
-    """The size of a cell of a map, in points."""
-    box, (left, right), (low, high) = ax.get_window_extent(), ax.get_xlim(), ax.get_ylim()
-    return min(72 / ax.figure.dpi * min(box.width / (right - left), box.height / (high - low)), 72 * CELL)
-
-
 def _mark_heads(heads: pd.DataFrame, ax: Axes) -> None:
-    points = _points(ax)
     for name, rows in heads.groupby("label"):
         color, shape, area = _look(str(name))
         grown = NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * rows["excess"].clip(0, 1).fillna(1)
-        sizes = area * (0.8 * points) ** 2 * grown
-        ax.scatter(rows["layer"], rows["head"], s=sizes, c=color, marker=shape, linewidths=0, label=str(name))
+        mark_heads(ax, rows, area * 0.8**2 * grown.to_numpy(), c=color, marker=shape, linewidths=0, label=str(name))
 
 
 def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
@@ -160,11 +150,9 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
     if name == "copying":
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
-        size = (0.35 * _points(ax)) ** 2
-        ax.scatter(beyond["layer"], beyond["head"], s=size, c="white", edgecolors=INK, linewidths=0.5)
+        mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
         ax.set_xlabel("Layer (dot: beyond random heads)")
-    width = ax.get_window_extent().width / ax.figure.dpi
-    bar = ax.figure.colorbar(mesh, cax=ax.inset_axes((1 + BAR / width, 0.0, BAR / width, 1.0)), ticks=shade.ticks)
+    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02, ticks=shade.ticks)
     bar.outline.set_visible(False)
     bar.set_label(shade.bar)
 

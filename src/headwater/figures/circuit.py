@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,7 +23,7 @@ from headwater.circuits.circuit import Circuit
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT, INK
 from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, legend_above, plain_title, style
+from headwater.figures.style import DASHED, cell_ticks, inches, legend_above, new_figure, plain_title, style
 from headwater.runs.result import DRAWINGS
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
@@ -35,9 +34,11 @@ FEW = 24
 """Edges whose effects are written beside them."""
 WIDTHS = (0.4, 3.2)
 COLUMN, ROW = 0.62, 0.34
-"""Inches between columns, and between the heads of a layer."""
-LEAST = (6.8, 2.2)
-"""Inches of the smallest figure: few columns stand further apart, below a legend of all kinds of lines."""
+"""Inches between columns, and between the heads of a layer, where there is room for them."""
+LEAST, LARGEST = (6.8, 2.2), (10.0, 7.0)
+"""Inches of the smallest and largest figure: few columns are further apart, many closer, with smaller names."""
+NAME = 6.5
+"""Points of the names of nodes, at most; where less, the MLP of layer 3 is m3."""
 BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "linewidth": 0.6}
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 MINUS = "\N{MINUS SIGN}"
@@ -71,10 +72,13 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
     high = max((y for _, y in places.values()), default=0.0)
     curves = {line: _curve(places, line) for line in lines}
     low = min([-0.4, *(_point(curve, 0.5)[1] - 0.2 for curve in curves.values())])
-    with style():
+    with style(ax):
         if ax is None:
             size = (1.0 + COLUMN * far, 1.1 + ROW * (high - low))
-            ax = plt.figure(figsize=np.maximum(LEAST, size), layout="constrained").add_subplot()
+            ax = new_figure(*np.clip(size, LEAST, LARGEST)).add_subplot()
+        wide, tall = np.divide(inches(ax), (far + 1.2, high - low + 0.7))
+        is_crowded = 72 * wide < 3.2 * NAME
+        points = min(NAME, 72 * wide / (2.4 if is_crowded else 3.2), 72 * tall / 1.8)
         sizes = np.abs(np.nan_to_num(circuit.effects))
         top = float(sizes.max(initial=0.0)) or 1.0
         order = sorted(lines, key=lambda line: sizes[line.edge])
@@ -83,8 +87,9 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         for node, (x, y) in places.items():
             color = INK if y == 0 else FAINT
             box = BOX | {"edgecolor": color}
-            ax.text(x, y, _short(circuit.graph, node), ha="center", va="center", size=6.5, zorder=5, bbox=box)
-        if len(circuit) <= FEW:
+            name = _short(circuit.graph, node).replace("mlp ", "m" if is_crowded else "mlp ")
+            ax.text(x, y, name, ha="center", va="center", size=points, zorder=5, bbox=box)
+        if len(circuit) <= FEW and wide >= 0.8 * COLUMN:
             _write_effects(ax, circuit, list(reversed(order)), curves, places)
         _frame(ax, circuit.graph, places, (low, high))
         _legend(ax, circuit, lines, top)
@@ -209,7 +214,7 @@ def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[floa
     ax.set_ylim(rows[0], rows[1] + 0.7)
     ax.set_yticks([])
     ax.spines[["left", "bottom"]].set_visible(False)
-    ax.set_xticks([float(np.mean(xs)) for xs in by_layer.values()], [str(layer) for layer in by_layer])
+    cell_ticks(ax.xaxis, [float(np.mean(xs)) for xs in by_layer.values()], [str(layer) for layer in by_layer])
     ax.tick_params(axis="x", length=0)
     ax.set_xlabel("Layer")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK
 from headwater.figures.fonts import others
-from headwater.figures.style import model_title, style
+from headwater.figures.style import model_title, new_figure, style
 from headwater.figures.sweep import shown
 from headwater.heads.circuit_vectors import CIRCUITS, SIGNS, SingularVectors
 from headwater.runs.result import DRAWINGS
@@ -28,9 +27,9 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     vectors = table["vector"].unique().tolist()
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(7.2, 0.9 + 0.42 * len(vectors)), layout="constrained").add_subplot()
+            ax = new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
         widest = float(max(values["share"].max(), values["random_share"].max()))

@@ -6,7 +6,6 @@ their 95 % quantile, that of the circuits is the bootstrap interval over prompts
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,7 +16,7 @@ from headwater.circuits.curve import CircuitCurve
 from headwater.circuits.greedy import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED
 from headwater.circuits.search import CircuitSearch
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import legend_above, model_title, style
+from headwater.figures.style import legend_above, model_title, new_figure, style
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
 
@@ -30,9 +29,9 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
     table, name = _of_metric(runs.table, metric)
     summary = runs.summary()
     summary = summary[summary["metric"] == name].reset_index(drop=True)
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.6, 0.8 + 0.4 * len(summary)), layout="constrained").add_subplot()
+            ax = new_figure(4.6, 0.8 + 0.4 * len(summary)).add_subplot()
         for x in (0.0, 1.0):
             ax.axvline(x, color=LINE, linewidth=0.8)
         for place, (_, row) in enumerate(summary.iterrows()):
@@ -55,9 +54,9 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
     table, name = _of_metric(curve.table, metric)
     summary = curve.summary()
     summary = summary[summary["metric"] == name].sort_values("size")
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.6, 3.2), layout="constrained").add_subplot()
+            ax = new_figure(4.6, 3.2).add_subplot()
         for y in (0.0, 1.0):
             ax.axhline(y, color=LINE, linewidth=0.8)
         others = [_placebos(table[table["circuit"] == circuit]) for circuit in summary["circuit"]]
@@ -83,9 +82,9 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
     kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
     left = len(begun) - np.cumsum(~kept)
     own = search.alone[search.alone["placebo"].isna()]
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.6, 3.2), layout="constrained").add_subplot()
+            ax = new_figure(4.6, 3.2).add_subplot()
         for name in ("clean", "corrupted"):
             ax.axhline(own[name].mean(), color=LINE, linewidth=0.8)
             ax.annotate(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import textwrap
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.colors import BLUE, FAINT, INK
 from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, model_title, style
+from headwater.figures.style import DASHED, model_title, new_figure, style
 from headwater.runs.claim import Claim
 from headwater.runs.result import DRAWINGS
 
@@ -40,9 +39,9 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
         rows.append(("under another ablation", row["other_ablation"], None, INK, "D"))
     if not np.isnan(row["held_out"]):
         rows.append(("on held-out prompts", row["held_out"], None, INK, "^"))
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=SIZE, layout="constrained").add_subplot()
+            ax = new_figure(*SIZE).add_subplot()
         ax.axvline(0, color=FAINT, linewidth=0.6, zorder=0)
         if not np.isnan(row["margin"]):
             ax.axvline(side * row["margin"], color=INK, linewidth=0.8, linestyle=DASHED, zorder=0, label="margin")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.errors import InputError
-from headwater.figures.style import entitle, figure_of, model_title, style
+from headwater.figures.style import entitle, figure_of, model_title, new_figure, style
 from headwater.figures.sweep import UNSEEN
 from headwater.heads.composition import LONG, Composition
 from headwater.options import checked_name
@@ -33,11 +32,11 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
         raise InputError("This figure has several panels: name one with kind=, or leave ax= out.")
     above = (result.table["score"] - result.table["expected"]).clip(lower=0)
     limit = float(above.max()) or 1.0
-    with style():
+    with style(ax):
         if ax is not None:
             axes = [ax]
         else:
-            figure = plt.figure(figsize=(0.6 + 2.5 * len(kinds), 2.8), layout="constrained")
+            figure = new_figure(0.6 + 2.5 * len(kinds), 2.8)
             axes = list(np.atleast_1d(figure.subplots(1, len(kinds), squeeze=False)[0]))
         for one, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]

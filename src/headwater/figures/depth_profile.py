@@ -31,6 +31,7 @@ from headwater.figures.style import (
     entitle,
     legend_above,
     model_title,
+    new_figure,
     plain_title,
     short_name,
     whole_numbers,
@@ -98,11 +99,11 @@ def depth_profiles(
     if not profiles or len(labels) != len(profiles):
         raise InputError(f"{len(labels)} labels were given for {len(profiles)} profiles; give one of each, at least.")
     if ax is not None:
-        with shared_look():
+        with shared_look(ax):
             (_published_boxes if as_published else plot_boxes)(profiles[0], ax)
             ax.set_title(labels[0] if as_published else f"{labels[0]}: {SEEN}")
         return apply_title_and_size(ax, title, None)
-    with shared_look():
+    with shared_look(ax):
         figure = (_published_panels if as_published else _panels)(profiles, labels)
     return apply_title_and_size(figure, title, size)
 
@@ -148,7 +149,7 @@ def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -
     places = [*range(len(named)), *range(first_gap, first_gap + len(scored))]
     rows = places[-1] // columns + 1
     titles = [lettered(number, name) for number, (_, name) in enumerate([*named, *scored])]
-    figure = plt.figure(figsize=ALONE if is_alone else (WIDTH * columns + 0.4, HEIGHT * rows), layout="constrained")
+    figure = new_figure(*(ALONE if is_alone else (WIDTH * columns + 0.4, HEIGHT * rows)))
     grid = figure.add_gridspec(rows, columns)
     axes = [figure.add_subplot(grid[divmod(place, columns)]) for place in places]
     for number, (ax, (profile, _)) in enumerate(zip(axes, [*named, *scored], strict=True)):
@@ -252,9 +253,9 @@ def layer_curves(
     rows = profile.by_layer[profile.by_layer["score"] == score]
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
-    with shared_look():
+    with shared_look(ax):
         if ax is None:
-            ax = plt.figure(figsize=(3.6, 2.9), layout="constrained").add_subplot()
+            ax = new_figure(3.6, 2.9).add_subplot()
         for number, depth in enumerate(profile.depths):
             line = rows[rows["depth"] == depth]
             color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
@@ -11,7 +10,7 @@ from headwater.detection.detection import Detection
 from headwater.detection.evaluation import NAMES
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import LINES_ARE, MARKS_ONLY, model_title, style
+from headwater.figures.style import LINES_ARE, MARKS_ONLY, model_title, new_figure, style
 from headwater.runs.result import DRAWINGS
 
 
@@ -32,11 +31,11 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     methods = [name for name in NAMES if (table["method"] == name).any()]
     sets = list(dict.fromkeys(table["dataset"]))
     shifts = np.linspace(-0.3, 0.3, len(sets)) if len(sets) > 1 else np.zeros(1)
-    with style():
+    with style(ax):
         figure = None
         if ax is None:
             height = 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
-            figure = plt.figure(figsize=(3.9, height), layout="constrained")
+            figure = new_figure(3.9, height)
             ax = figure.add_subplot()
         for row in range(0, len(methods), 2):
             ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)

@@ -6,7 +6,7 @@ What has no layer, the embedding and the bias, stands in the title. Several prom
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.errors import InputError
-from headwater.figures.style import model_title, style, whole_numbers
+from headwater.figures.style import MOST_TICKS, cell_ticks, model_title, new_figure, style, whole_numbers
 from headwater.figures.sweep import DIVERGING
 from headwater.lenses.direct_attribution import DirectAttribution
 from headwater.runs.result import DRAWINGS
@@ -33,16 +33,17 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
         ax: where to draw; default: a new figure.
     """
     if "role" not in result.table.columns:
-        with style():
-            ax = ax or plt.figure(figsize=(3.6, 2.6), layout="constrained").add_subplot()
+        with style(ax):
+            ax = ax or new_figure(*_size(result.table)).add_subplot()
             _panel(ax, result, result.table, result.totals, "")
         return ax
     roles = result.totals["role"].unique().tolist()
     if ax is not None and len(roles) > 1:
         raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
-    with style():
+    with style(ax):
         if ax is None:
-            figure = plt.figure(figsize=(3.6 * len(roles), 2.6), layout="constrained")
+            width, height = _size(result.table)
+            figure = new_figure(width * len(roles), height)
             panels = figure.subplots(1, len(roles), squeeze=False)[0].tolist()
         else:
             panels = [ax]
@@ -52,22 +53,29 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
     return panels[0] if len(panels) == 1 else panels[0].figure
 
 
+def _size(table: pd.DataFrame) -> tuple[float, float]:
+    """The inches of a panel: those of its cells, within limits, and of what is written around them."""
+    across, down = (max(table[name].max() + 1, 1) if table[name].notna().any() else 1 for name in ("head", "layer"))
+    return float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
+
+
 def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
     """Draw the attribution of some rows."""
     n = len(totals)
     each = table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
-    means = each.reset_index()
+    means, pad = each.reset_index(), 6.0
     if result.run.options.get("by") == "position":
         _sources(ax, table, means)
     elif means["head"].notna().any():
         _map(ax, means)
+        pad += 1.3 * mpl.rcParams["xtick.labelsize"]
     elif means["layer"].notna().any():
         _layers(ax, means)
     else:
         _components(ax, means)
     counted = f" (n = {n:,})" if n > 1 else ""
     total = f"{totals['logit_difference'].mean():+.2f}".replace("-", "−")
-    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total}{counted}"))
+    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total}{counted}"), pad=pad)
 
 
 def _map(ax: Axes, means: pd.DataFrame) -> None:
@@ -83,12 +91,11 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     )
     for spine in ax.spines.values():
         spine.set_visible(False)
-    step = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if n_heads <= 16 * s)
-    labels = [str(i) for i in range(0, n_heads, step)]
-    ax.set_xticks([*(np.arange(0, n_heads, step) + 0.5), n_heads + 0.9], [*labels, "MLP"])
-    rows = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if len(heads) <= 16 * s)
-    ax.set_yticks(np.arange(0, len(heads), rows) + 0.5, [str(i) for i in heads.index[::rows]])
+    cell_ticks(ax.xaxis, np.arange(n_heads) + 0.5, [str(i) for i in range(n_heads)], MOST_TICKS)
+    cell_ticks(ax.yaxis, np.arange(len(heads)) + 0.5, [str(i) for i in heads.index], MOST_TICKS)
     ax.tick_params(length=0)
+    ax.annotate("MLP", (n_heads + 0.9, 1), xycoords=ax.get_xaxis_transform(), size=mpl.rcParams["xtick.labelsize"],
+        xytext=(0, 2), textcoords="offset points", ha="center")  # fmt: skip
     not_drawn = means["layer"].isna() | means["component"].isin(["bias", "mixer"])
     ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)

@@ -6,7 +6,6 @@ edges carry far more than all others. Layers are parted by thin lines.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import FuncNorm
@@ -15,7 +14,7 @@ from matplotlib.figure import Figure
 from headwater.circuits.graph import Nodes
 from headwater.circuits.result import EdgeEffects
 from headwater.figures.fonts import label
-from headwater.figures.style import WAYS, model_title, style
+from headwater.figures.style import WAYS, cell_ticks, model_title, new_figure, style
 from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
@@ -31,9 +30,9 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     across = ~np.isnan(matrix).all(0)
     shown = matrix[np.ix_(down, across)]
     top = float(np.nanmax(np.abs(shown))) if shown.size else 1.0
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.6, 4.6), layout="constrained").add_subplot()
+            ax = new_figure(4.6, 4.6).add_subplot()
         norm = FuncNorm((root, square), vmin=-(top or 1.0), vmax=top or 1.0)
         image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
@@ -61,7 +60,7 @@ def square(x: np.ndarray) -> np.ndarray:
 
 
 def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
-    """Name every node where there are few; otherwise the middle of each layer."""
+    """Name every node where there are few; otherwise the middle of each layer, as far as there is room."""
     names = [nodes.name(int(index)) for index in present]
     layers = nodes.layer[present]
     begins = [i for i in range(len(present)) if i == 0 or layers[i] != layers[i - 1]]
@@ -71,8 +70,7 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
     kept = [float(i) for i in range(len(names))]
     if len(names) > MOST_TICKS:
         ends = [*begins[1:], len(present)]
-        shown = range(0, len(begins), -(-len(begins) // MOST_TICKS))
-        kept = [(begins[i] + ends[i] - 1) / 2 for i in shown]
-        names = [names[begins[i]] if layers[begins[i]] < 0 else f"layer {layers[begins[i]]}" for i in shown]
-    set_ticks = ax.set_xticks if axis == "x" else ax.set_yticks
-    set_ticks(kept, names, rotation=90 if axis == "x" else 0)
+        kept = [(begin + end - 1) / 2 for begin, end in zip(begins, ends, strict=True)]
+        names = [names[begin] if layers[begin] < 0 else f"layer {layers[begin]}" for begin in begins]
+    is_x = axis == "x"
+    cell_ticks(ax.xaxis if is_x else ax.yaxis, kept, names, rotation=90 if is_x else 0)

@@ -8,7 +8,6 @@ below, how many heads gained and lost a relation against the first.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ from matplotlib.lines import Line2D
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.errors import InputError
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import style, whole_numbers
+from headwater.figures.style import legend_beside, new_figure, style, whole_numbers
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.comparison import HeadComparison
 from headwater.runs.result import DRAWINGS
@@ -41,21 +40,22 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
         InputError: `ax` was given for more than two models, which take two panels.
     """
     if len(comparison.models) == 2:
-        with style():
+        with style(ax):
             return _draw_changes(comparison, ax)
     if ax is not None:
         raise InputError("The figure of more than two models has two panels: leave ax= out, or compare two models.")
-    with style():
+    with style(ax):
         return _draw_curves(comparison)
 
 
 def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     table = comparison.table
     n_layers, n_heads = int(table["layer"].max()) + 1, int(table["head"].max()) + 1
+    is_alone = ax is None
     if ax is None:
         cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
         size = (max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9)
-        ax = plt.figure(figsize=size, layout="constrained").add_subplot()
+        ax = new_figure(*size).add_subplot()
     first, other = comparison.models
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
     ax.set_title(label(f"{first} → {other}: heads that changed"))
@@ -72,7 +72,7 @@ def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     handles += [_mark(mark, INK, f"{name} ({counts.get(name, 0):,})") for name, mark in MARKS.items()]
     present = [name for name in CATEGORIES if name in set(largest["category"])]
     handles += [_mark("s", CATEGORIES[name].color, name) for name in present]
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="mark: change, colour: category")
+    legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
     return ax
 
 
@@ -86,7 +86,7 @@ def _unchanged(table: pd.DataFrame, first: str, changed: pd.DataFrame) -> pd.Dat
 
 def _draw_curves(comparison: HeadComparison) -> Figure:
     models, summary = comparison.models, comparison.summary()
-    figure = plt.figure(figsize=(max(3.6, 0.5 * len(models) + 2.2), 4.0), layout="constrained")
+    figure = new_figure(max(3.6, 0.5 * len(models) + 2.2), 4.0)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     at = range(len(models))
     for name, category in CATEGORIES.items():

@@ -10,10 +10,10 @@ that it is called for (`HeadMap.validate`). The legend counts the heads.
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -22,7 +22,7 @@ from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import StyleName, is_published, model_name
-from headwater.figures.style import checked_place, entitle, whole_numbers
+from headwater.figures.style import checked_place, entitle, legend_beside, new_figure, whole_numbers
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
@@ -44,19 +44,19 @@ USED = "used"
 RING = 0.96
 """The diameter of a ring, in distances between heads."""
 RING_LINE = 0.7
+SMALLEST = 0.7
+"""Square points of a mark that can be seen."""
 
 # Inches.
 CELL = 0.2
 LARGEST = (6.0, 4.2)
 PANEL_HEIGHT = 2.2
-LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.5, 0.165
+LEFT, BOTTOM, TOP, GAP, LEGEND, LINE = 0.5, 0.45, 0.35, 0.25, 1.6, 0.165
 LABEL_COLUMN, COUNT_COLUMN, LETTER = 1.2, 0.6, 0.085
 LEGEND_ROW = 4.6
 """The width of the published legend in two rows."""
 HEADING = 0.3
 SEEN = "heads by category"
-BELOW: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3, "columnspacing": 1.0}
-"""Where the legend of a map stands on a caller's axes."""
 
 
 @DRAWINGS.add(HeadMap)
@@ -71,28 +71,17 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
         InputError: `ax` is no matplotlib axes.
     """
     checked_place(ax, 1, None)
-    with shared_look():
-        place = BELOW
+    with shared_look(ax):
+        lines, is_alone = _lines([head_map]), ax is None
         if ax is None:
             n_layers, n_heads = _extent(head_map)
             cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
-            width, height = (max(n * cell, 2 * CELL) for n in (n_layers, n_heads))
-            spare = max((len(labels()) + 1 + head_map.is_validated) * LINE - height, 0)
-            figure = plt.figure(figsize=(LEFT + width + LEGEND, BOTTOM + spare + height + TOP))
-            ax = _axes(figure, LEFT, BOTTOM + spare, width, height)
-            place = {"loc": "upper left", "bbox_to_anchor": (1 + 0.1 / width, 1.0)}
+            width, height = max(n_layers * cell, 2 * CELL), max(n_heads * cell, (len(lines) + 3) * LINE)
+            ax = new_figure(LEFT + width + LEGEND, BOTTOM + height + TOP).add_subplot()
         _draw(head_map, ax)
         ax.set_title(drawn_label(title_of([head_map])))
-        lines = _lines([head_map])
-        ax.legend(
-            [mark for _, mark, _ in lines],
-            [f"{name} ({count:,})" for name, _, (count,) in lines],
-            title=_explained(head_map),
-            alignment="left",
-            borderaxespad=0.0,
-            handletextpad=0.2,
-            **place,
-        )
+        handles, names = [mark for _, mark, _ in lines], [f"{name} ({count:,})" for name, _, (count,) in lines]
+        legend_beside(ax, is_alone, handles=handles, labels=names, title=_explained(head_map))
     return ax
 
 
@@ -128,7 +117,8 @@ def head_maps(
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
-    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 if as_published else len(_lines(maps)) + 2) * LINE
+    note = rule_note(maps) if as_published else ""
+    row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
     widest = max(map(_panel_width, maps))
     widths = {id(one): widest if as_published else _panel_width(one) for one in maps}
     pitches = [LEFT + max(widths[id(one)], LETTER * len(name)) + GAP for one, name in zip(maps, titles, strict=True)]
@@ -138,9 +128,9 @@ def head_maps(
     row_width = max(sum(pitch for *_, pitch in row) for row in rows)
     table_width = 0.0 if as_published else LABEL_COLUMN + sum(map(_count_column, names))
     width = max(row_width, table_width, LEGEND_ROW if as_published else 0.0)
-    with shared_look():
+    with shared_look(ax):
         above = HEADING if title is not None or (len(maps) > 1 and not as_published) else 0.0
-        figure = plt.figure(figsize=(width, len(rows) * row_height + below + above))
+        figure = new_figure(width, len(rows) * row_height + below + above, layout=None)
         for number, row in enumerate(reversed(rows)):
             left = LEFT + (width - row_width) / 2
             for head_map, name, pitch in row:
@@ -149,7 +139,7 @@ def head_maps(
                 ax.set_title(drawn_label(name))
                 left += pitch
         if as_published:
-            _published_legend(figure, maps)
+            _published_legend(figure, maps, note)
         else:
             _legend_table(figure, maps, names, table_width, below)
             if len(maps) > 1:
@@ -217,21 +207,42 @@ def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
     ax.set_title(drawn_label(head_map.title))
     for axis in (ax.xaxis, ax.yaxis):
         whole_numbers(axis)
-    box = ax.get_window_extent()
-    points = min(72 / ax.figure.dpi * min(box.width / (n_layers + 0.4), box.height / (n_heads + 0.4)), 72 * CELL)
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))
         best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
         best = best if sized else np.ones_like(best)
-        area = _area(str(label)) * (0.8 * points) ** 2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
-        ax.scatter(heads["layer"], heads["head"], s=area, c=color, marker=shape, linewidths=0, label=str(label))
+        area = _area(str(label)) * 0.8**2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
+        mark_heads(ax, heads, area, c=color, marker=shape, linewidths=0, label=str(label))
     used = _used(head_map)
     if len(used) and sized:
-        size = (RING * points) ** 2
-        ax.scatter(
-            used["layer"], used["head"], s=size, facecolors="none", edgecolors=INK, linewidths=RING_LINE, label=USED
-        )
+        ring: dict[str, Any] = {"facecolors": "none", "edgecolors": INK, "linewidths": RING_LINE, "label": USED}
+        mark_heads(ax, used, np.full(len(used), RING**2), **ring)
+
+
+class Marks(PathCollection):
+    """Marks of heads, as large as the cells of the map are wherever they are drawn."""
+
+    areas: np.ndarray
+
+    def draw(self, renderer: Any) -> None:
+        """Draw the marks in the size that the axes now give them."""
+        self.fit()
+        super().draw(renderer)
+
+    def fit(self) -> None:
+        """Take the size of a cell."""
+        ax: Any = self.axes
+        box, (left, right), (low, high) = ax.get_window_extent(), ax.get_xlim(), ax.get_ylim()
+        pixels = min(box.width / abs(right - left), box.height / abs(high - low))
+        self.set_sizes(np.maximum(self.areas * min(72 / ax.figure.dpi * pixels, 72 * CELL) ** 2, SMALLEST))
+
+
+def mark_heads(ax: Axes, heads: pd.DataFrame, areas: np.ndarray, **look: Any) -> None:
+    """Draw a mark at each layer and head, of areas relative to a cell's."""
+    made: Any = ax.scatter(heads["layer"], heads["head"], **look)
+    made.__class__, made.areas = Marks, np.asarray(areas, dtype=float)
+    made.fit()
 
 
 def _used(head_map: HeadMap) -> pd.DataFrame:
@@ -280,10 +291,11 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
 
 def _published_panel(head_map: HeadMap, ax: Axes) -> Axes:
     """One map in the published style on a caller's axes, with the published legend below it."""
-    with shared_look():
+    with shared_look(ax):
         _draw(head_map, ax, sized=False)
         ax.set_title(drawn_label(model_name(head_map.title)))
-        ax.legend(*_published_words([head_map]), borderaxespad=0.0, handletextpad=0.2, **BELOW)
+        handles, words = _published_words([head_map])
+        legend_beside(ax, False, handles=handles, labels=words)
     return ax
 
 
@@ -293,11 +305,21 @@ def _published_words(maps: Sequence[HeadMap]) -> tuple[list[Line2D], list[str]]:
     return [_mark(label) for label in shown], [label.capitalize() for label in shown]
 
 
-def _published_legend(figure: Figure, maps: Sequence[HeadMap]) -> None:
-    """The published words, below all maps."""
+def rule_note(maps: Sequence[HeadMap]) -> str:
+    """Say by which rule heads were classified where it is not the published one; else nothing."""
+    rules = {str(one.run.options.get("rule")) for one in maps}
+    said = " and ".join(sorted(rules))
+    return "" if rules == {"published"} else f"Heads classified by the {said} rule; published maps use the published."
+
+
+def _published_legend(figure: Figure, maps: Sequence[HeadMap], note: str) -> None:
+    """The published words, below all maps, and a note below these."""
     handles, words = _published_words(maps)
     columns = -(-len(words) // (1 if figure.get_size_inches()[0] > len(words) else 2))
-    figure.legend(handles, words, loc="lower center", ncols=columns, handletextpad=0.2, columnspacing=1.2)
+    at = 0.5, LINE * bool(note) / figure.get_size_inches()[1]
+    look: dict[str, Any] = {"handletextpad": 0.2, "columnspacing": 1.2}
+    figure.legend(handles, words, loc="lower center", bbox_to_anchor=at, ncols=columns, **look)
+    figure.text(0.5, 0.01, note, ha="center", va="bottom", size=6.5)
 
 
 def _legend_table(figure: Figure, maps: Sequence[HeadMap], names: Sequence[str], width: float, height: float) -> None:

@@ -7,7 +7,6 @@ heads that each calls, and how many of them the map calls alike.
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
@@ -16,13 +15,12 @@ from matplotlib.figure import Figure
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, entitle, model_title, style, whole_numbers
+from headwater.figures.style import DASHED, cell_ticks, entitle, model_title, new_figure, style, whole_numbers
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.sensitivity import Sensitivity
 from headwater.runs.result import DRAWINGS
 
-PANEL = (2.1, 2.3)
-LEGEND = 1.2
+PANEL = (2.7, 2.8)
 ANY = "any category"
 
 
@@ -42,14 +40,13 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     n_panels = len(rules) + (n_settings > 1)
     if ax is not None and n_panels > 1:
         raise InputError("The figure has a panel per rule and one of other settings: leave ax= out.")
-    with style():
+    with style(ax):
         if ax is not None:
             _draw(sensitivity, rules[0], ax)
             ax.set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
             ax.legend(loc="upper right")
             return ax
-        size = (n_panels * PANEL[0] + LEGEND + (n_panels > len(rules)), max(PANEL[1], 0.9 + 0.2 * n_settings))
-        figure = plt.figure(figsize=size, layout="constrained")
+        figure = new_figure(max(n_panels * PANEL[0], 3.6), max(PANEL[1], 1.4 + 0.2 * n_settings))
         panels = figure.subplots(1, n_panels, squeeze=False)[0]
         for panel, rule in zip(panels, rules, strict=False):
             _draw(sensitivity, rule, panel)
@@ -60,7 +57,8 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
         if n_panels > len(rules):
             handles += _draw_settings(sensitivity, panels[-1])
             names += ["called", "of these, in the map"]
-        panels[-1].legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), title="dashed: the map's")
+        columns = max(2, int(figure.bbox_inches.width))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, title="dashed: the map's")
         entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
     return figure
 
@@ -90,6 +88,7 @@ def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
         ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
     most = max(1, int(sensitivity.table["heads"].max()))
     what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
-    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most), xticks=rows["threshold"].tolist())
+    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most))
+    cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
     ax.set_title(f"{rule} rule")
     whole_numbers(ax.yaxis)

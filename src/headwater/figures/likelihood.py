@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
-from headwater.figures.style import legend_above, model_title, style, whole_numbers
+from headwater.figures.style import legend_above, model_title, new_figure, style, whole_numbers
 from headwater.likelihood.files import ScoredTexts
 from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.members import BASELINE, Membership
@@ -27,8 +26,8 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
         ax: where to draw; by default a new figure.
     """
     table = stats.table
-    with style():
-        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.4), layout="constrained").add_subplot()
+    with style(ax):
+        ax = ax if ax is not None else new_figure(3.6, 2.4).add_subplot()
         if "layer" in table and table["layer"].nunique() > 1:
             found = table.groupby("layer")["log_probability"].quantile(QUARTILES).unstack()
             ax.fill_between(found.index, found[0.25], found[0.75], color=BLUE, alpha=0.25, linewidth=0)
@@ -57,8 +56,8 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     table = scores.table
     if "layer" in table:
         table = table[table["layer"] == table["layer"].max()]
-    with style():
-        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.9), layout="constrained").add_subplot()
+    with style(ax):
+        ax = ax if ax is not None else new_figure(3.6, 2.9).add_subplot()
         texts = table["text"].nunique()
         drawn = {name: SCORES[name] for name in SCORES if SCORES[name].takes_k and (table["score"] == name).any()}
         for name, score in drawn.items():
@@ -86,9 +85,9 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         row["score"] if np.isnan(row["k"]) else f"{SCORES[row['score']].title}, K = {row['k']:g}"
         for row in table.to_dict("records")
     ]
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.2, 0.9 + 0.17 * len(names)), layout="constrained").add_subplot()
+            ax = new_figure(4.2, 0.9 + 0.17 * len(names)).add_subplot()
         y = np.arange(len(names))
         is_baseline = (table["score"] == BASELINE).to_numpy()
         for where, color, mark in ((~is_baseline, BLUE, "o"), (is_baseline, ORANGE, "s")):
@@ -116,8 +115,8 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
     shares = [float(str(name).removeprefix("min_k_")) for name in scored.table if str(name).startswith("min_k_")]
     share = min(shares, key=lambda one: abs(one - 0.2))
     values = scored.table[f"min_k_{share:g}"].dropna()
-    with style():
-        ax = ax if ax is not None else plt.figure(figsize=(3.6, 2.4), layout="constrained").add_subplot()
+    with style(ax):
+        ax = ax if ax is not None else new_figure(3.6, 2.4).add_subplot()
         ax.hist(values, bins=min(40, max(5, int(len(values) ** 0.5))), color=BLUE, alpha=0.85)
         ax.set(xlabel=f"Min-K% at K = {share:g} (higher = more likely seen)", ylabel="Texts")
         ax.set_title(model_title(scored.run, f"Min-K% of {len(values):,} texts"))

@@ -5,16 +5,15 @@ The colour scale diverges from 0, reaches equally far both ways, and is of the s
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
 
 from headwater.circuits.path_effects import PathEffects
-from headwater.figures.edge_effects import DIVERGING, MOST_TICKS, root, square
+from headwater.figures.edge_effects import DIVERGING, root, square
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import WAYS, model_title, style
+from headwater.figures.style import WAYS, cell_ticks, model_title, new_figure, style
 from headwater.runs.result import DRAWINGS
 
 LONGEST = 28
@@ -26,14 +25,13 @@ def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str
     """Draw paths: what `PathEffects.plot` says."""
     matrix = paths.matrix(metric)
     top = float(np.nanmax(np.abs(matrix.to_numpy()))) or 1.0
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.6, 3.6), layout="constrained").add_subplot()
+            ax = new_figure(4.6, 3.6).add_subplot()
         norm = FuncNorm((root, square), vmin=-top, vmax=top)
         image = ax.imshow(matrix, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):
-            kept = range(0, len(names), -(-len(names) // MOST_TICKS))
-            axis.set_ticks(list(kept), ticks([names[i] for i in kept], LONGEST), rotation=90 if axis is ax.xaxis else 0)
+            cell_ticks(axis, range(len(names)), ticks(names, LONGEST), rotation=90 if axis is ax.xaxis else 0)
         ax.set_xlabel("Sender")
         ax.set_ylabel("Receiver")
         name = paths.metrics[0] if metric is None else metric

@@ -5,7 +5,6 @@ Above, which answers are wrong; below, which examples are Q-anchored: a mark and
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -13,7 +12,7 @@ from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, ORANGE
 from headwater.errors import InputError
 from headwater.figures.fonts import label
-from headwater.figures.style import LINES_ARE, checked_place, entitle, model_title, style
+from headwater.figures.style import LINES_ARE, checked_place, entitle, model_title, new_figure, style
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
@@ -43,8 +42,8 @@ def baselines(
     if not table["score"].isin([*SHOWN[WRONG][1:], *SHOWN[ANY_MODE][1:]]).any():
         raise InputError("This trace measured no baseline: there is nothing to draw.")
     sets = pathways.datasets
-    with style():
-        figure = plt.figure(figsize=(1.9 * len(sets) + 1.8, 2.9), layout="constrained")
+    with style(ax):
+        figure = new_figure(1.9 * len(sets) + 1.8, 2.9)
         axes = figure.subplots(2, len(sets), squeeze=False, sharex=True, sharey="row", height_ratios=(4, 3))
         for row, (question, scores) in zip(axes, SHOWN.items(), strict=True):
             for ax, name in zip(row, sets, strict=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,6 +24,7 @@ from headwater.figures.style import (
     checked_place,
     entitle,
     model_title,
+    new_figure,
     style,
     whole_numbers,
 )
@@ -67,7 +67,7 @@ def flip_rates(
         InputError: `ax` was given for several question sets.
     """
     table = pathways.controls[pathways.controls["group"] == ALL]
-    with style():
+    with style(ax):
         figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
             for intervention, look in LOOKS.items():
@@ -105,7 +105,7 @@ def controls(
     """
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
-    with style():
+    with style(ax):
         figure, axes = panels(pathways, ax, figsize, sharey=True, names=1.7)
         for ax, dataset in zip(axes, pathways.datasets, strict=True):
             ax.axvline(0, color=FAINT, linewidth=0.6)
@@ -139,7 +139,7 @@ def panels(
     across = n if n <= MOST_ACROSS and n != 4 else 2 if n == 4 else MOST_ACROSS
     rows = -(-n // across)
     size = max(PANEL[0] * across, 3.4) + names, PANEL[1] * rows + 0.4
-    figure = plt.figure(figsize=given or size, layout="constrained")
+    figure = new_figure(*(given or size))
     axes = figure.subplots(rows, across, squeeze=False, sharey=sharey).ravel().tolist()
     for spare in axes[n:]:
         spare.remove()

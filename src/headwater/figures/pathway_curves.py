@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -28,6 +27,7 @@ from headwater.figures.style import (
     checked_place,
     entitle,
     model_title,
+    new_figure,
     plain_title,
     short_name,
     whole_numbers,
@@ -114,13 +114,13 @@ def delta_p(
     names = _names(shown)
     names = in_order(names) if as_published else names
     if ax is not None:
-        with shared_look():
+        with shared_look(ax):
             _on_axes(ax, shown[0], names, split_by, value, as_published)
             ax.set_title(titles[0])
         return apply_title_and_size(ax, title, None)
-    with shared_look():
+    with shared_look(ax):
         below = LINE * (len(names) + (1 if as_published else 4)) + 0.1
-        figure = plt.figure(figsize=(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below), layout="constrained")
+        figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
         axes = panels.subplots(rows, columns, squeeze=False).ravel()
@@ -156,7 +156,7 @@ def plot_delta_p(
     if ax is None:
         return delta_p([pathways], split_by=split_by, value=value)
     _check_value(value)
-    with shared_look():
+    with shared_look(ax):
         _on_axes(ax, pathways, _names([pathways]), split_by, value)
         ax.set_title(label(title_of(pathways, _split(pathways, split_by), value)))
     return ax

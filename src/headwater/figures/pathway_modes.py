@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -22,7 +21,16 @@ from headwater.colors import FAINT, GREEN, RED, looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label, ticks
 from headwater.figures.pathway_controls import MODE_LOOKS, entitled, panels, shared_label
-from headwater.figures.style import BANDS_ARE, DASHED, LINES_ARE, checked_place, legend_above, model_title, style
+from headwater.figures.style import (
+    BANDS_ARE,
+    DASHED,
+    LINES_ARE,
+    checked_place,
+    legend_above,
+    model_title,
+    new_figure,
+    style,
+)
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
 from headwater.runs.figure_options import Size, apply_title_and_size
@@ -53,7 +61,7 @@ def logit_changes(
     Raises:
         InputError: `ax` was given for several question sets.
     """
-    with style():
+    with style(ax):
         figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
             own = _changes(pathways, name)
@@ -98,11 +106,11 @@ def mode_properties(
     modes = pathways.modes
     has_popularity = "popularity" in modes and bool(modes["popularity"].notna().any())
     size = checked_place(ax, 1 + has_popularity, figsize)
-    with style():
+    with style(ax):
         if ax is not None:
             _accuracy(ax, pathways)
             return apply_title_and_size(ax, title, None)
-        figure = plt.figure(figsize=(6.4 if has_popularity else 3.2, 2.7), layout="constrained")
+        figure = new_figure(6.4 if has_popularity else 3.2, 2.7)
         axes = figure.subplots(1, 2 if has_popularity else 1, squeeze=False)[0]
         _accuracy(axes[0], pathways)
         if has_popularity:

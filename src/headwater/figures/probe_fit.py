@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, ORANGE
-from headwater.figures.style import BANDS_ARE, DASHED, legend_above, model_title, style, whole_numbers
+from headwater.figures.style import BANDS_ARE, DASHED, legend_above, model_title, new_figure, style, whole_numbers
 from headwater.probes.selectivity import ProbeFit
 from headwater.runs.result import DRAWINGS
 
@@ -21,8 +20,8 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
     """
     table = fit.table.sort_values("layer")
     layers = table["layer"].to_numpy(dtype=float)
-    with style():
-        ax = ax or plt.figure(figsize=(3.6, 2.5), layout="constrained").add_subplot()
+    with style(ax):
+        ax = ax or new_figure(3.6, 2.5).add_subplot()
         ax.axhline(0.5, color=FAINT, linewidth=0.6)
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for name, text, color in (("auc", "AUC", BLUE), ("selectivity", "selectivity (accuracy)", ORANGE)):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from headwater.colors import INK
 from headwater.figures.fonts import label
-from headwater.figures.style import entitle, model_title, style, whole_numbers
+from headwater.figures.style import entitle, model_title, new_figure, style, whole_numbers
 from headwater.pathways.token_map import ProbeMap
 from headwater.runs.result import DRAWINGS
 
@@ -34,7 +33,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         ax: where to draw the first question set; default: a new figure with a panel for each.
     """
     sets = found.datasets
-    with style():
+    with style(ax):
         if ax is not None:
             _panel(found, sets[0], ax)
             ax.set_title(model_title(found.run, f"wrong answers told by probes, {label(sets[0])}"))
@@ -43,7 +42,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         across = min(2, len(sets))
         rows = -(-len(sets) // across)
         size = (2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
-        figure = plt.figure(figsize=size, layout="constrained")
+        figure = new_figure(*size)
         axes = figure.subplots(rows, across, squeeze=False, sharey=True).ravel().tolist()
         for panel, name in zip(axes, sets, strict=False):
             image = _panel(found, name, panel)

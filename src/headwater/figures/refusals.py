@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.figures.fonts import ticks
 from headwater.figures.pathway_controls import MODE_LOOKS
-from headwater.figures.style import LINES_ARE, legend_above, model_title, style
+from headwater.figures.style import LINES_ARE, legend_above, model_title, new_figure, style
 from headwater.pathways.declined import Refusals
 from headwater.pathways.modes import MODES
 from headwater.runs.result import DRAWINGS
@@ -23,9 +22,9 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
     """
     rows = found.summary()
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.2, 0.9 + 0.28 * len(rows)), layout="constrained").add_subplot()
+            ax = new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
         for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
             color, marker = MODE_LOOKS[mode]
             y = [place + shift for place in range(len(rows))]

@@ -34,7 +34,7 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Fig
         raise InputError(f"Nothing to draw: no number of {reproduction.run.model} was both published and measured.")
     panels = list(table.groupby("quantity", sort=False))
     rows = -(-len(panels) // COLUMNS)
-    with style():
+    with style(ax):
         figure, axes = plt.subplots(
             rows, min(COLUMNS, len(panels)), figsize=(2.3 * min(COLUMNS, len(panels)), 2.4 * rows), squeeze=False
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -29,7 +28,7 @@ from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.fonts import label
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
-from headwater.figures.style import DASHED, checked_place, entitle, model_title, short_name
+from headwater.figures.style import DASHED, checked_place, entitle, model_title, new_figure, short_name
 from headwater.figures.style import style as shared_look
 from headwater.pathways.attention_saliency import Saliency
 from headwater.pathways.saliency_report import LossName
@@ -102,7 +101,7 @@ def saliency(
     names = in_order(names) if as_published else names
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     size = checked_place(ax, len(pairs) * len(tables), figsize)
-    with shared_look():
+    with shared_look(ax):
         if ax is not None:
             (table,) = tables.values()
             _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run, SEEN), as_published)
@@ -110,9 +109,7 @@ def saliency(
                 ax.set_title(model_name(*titles.values()))
             return apply_title_and_size(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
-        figure = plt.figure(
-            figsize=(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9)), layout="constrained"
-        )
+        figure = new_figure(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9))
         axes = figure.subplots(len(pairs), len(tables), squeeze=False)
         handles: dict[str, Any] = {}
         for column, (model, table) in enumerate(tables.items()):
@@ -147,7 +144,7 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     """Draw one run, on `ax` or on a figure of its own."""
     if ax is None:
         return saliency([result])
-    with shared_look():
+    with shared_look(ax):
         _alone(ax, result.of(), list(result.datasets), result.target, False, model_title(result.run, SEEN))
     return ax
 

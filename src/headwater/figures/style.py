@@ -6,24 +6,28 @@ back at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.legend import Legend
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.transforms import Bbox
 
 from headwater.calls import checked_call
 from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.figures.fonts import label, others
 from headwater.options import checked_name, checked_path, one_or_several
-from headwater.runs.figure_options import Size, checked_size
+from headwater.runs.figure_options import Size, asked_size, checked_size
 from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:
@@ -35,24 +39,13 @@ DEFAULT_FORMATS = ("png", "pdf")
 BANDS_ARE = "bands: 95 % intervals"
 WAYS = {"denoise": "clean into corrupted", "noise": "corrupted into clean"}
 """What is patched into what, by the direction."""
+MOST_TICKS = 16
+"""Numbers of layers or heads that are written along an axis of a map."""
 MARKS_ONLY: dict[str, Any] = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.0}
 """For legends whose entries are marks without lines."""
 RULES: dict[Any, Any] = {
-    "figure.dpi": 150,
-    "savefig.dpi": 300,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "font.family": "sans-serif",
-    "font.size": 8,
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 6,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7.5,
-    "legend.frameon": False,
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": INK,
@@ -67,27 +60,96 @@ RULES: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": False,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
+    "legend.frameon": False,
     "svg.hashsalt": "headwater",
 }
+SIZES: dict[Any, float] = {
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7.5,
+    "legend.title_fontsize": 7.5,
+}
+"""Of type, in points. Where the caller has set `font.size`, those that were not set are larger or smaller with it."""
+UNLESS_SET: dict[Any, Any] = {
+    "figure.dpi": 150,
+    "savefig.dpi": 300,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 6,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+}
+"""What the caller's settings say instead, where they differ from matplotlib's own."""
 
 
-CROPPED: dict[str, Any] = {"bbox_inches": "tight", "pad_inches": 0.05}
+class Drawing(Figure):
+    """A figure of ours: it is laid out by itself, and written with its own type by whoever saves it."""
+
+    laid_out: tuple[float, ...] = ()
+    """The size that it was last laid out for."""
+
+    def draw(self, renderer: Any) -> None:
+        """Draw; the first time twice laid out, because what is broken into lines needs other room than before."""
+        size, engine = tuple(self.bbox.size), self.get_layout_engine()
+        if engine is not None and size != self.laid_out:
+            self.laid_out = size
+            engine.execute(self)
+        super().draw(renderer)
+
+    def savefig(self, *args: Any, **options: Any) -> None:
+        """Write the figure as matplotlib does, with fonts in PDF that journals take."""
+        with style():
+            super().savefig(*args, **options)
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Draw with the shared look; the settings of the caller come back afterwards.
+def style(ax: Axes | None = None) -> Iterator[None]:
+    """Draw with the shared look, also on axes of the caller's; the settings of the caller come back afterwards.
 
-    These settings alone: what matplotlib sets when it draws for the first time, as in a notebook, stays.
+    These settings alone: what matplotlib sets when it draws for the first time, as in a notebook, stays. Type that the
+    caller chose stays, too.
     """
-    before = {name: mpl.rcParams[name] for name in RULES}
-    mpl.rcParams.update(RULES | {"font.family": ["sans-serif", *others()]})
+    rules = _rules()
+    before = {name: mpl.rcParams[name] for name in rules}
+    mpl.rcParams.update(rules)
     try:
+        if ax is not None:
+            for axis, of in ((ax.xaxis, "xtick"), (ax.yaxis, "ytick")):
+                length, width = rules[f"{of}.major.size"], rules[f"{of}.major.width"]
+                axis.set_tick_params(length=length, width=width, labelsize=rules.get(f"{of}.labelsize"))
+                if "axes.labelsize" in rules:
+                    axis.label.set_fontsize(rules["axes.labelsize"])
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.spines[:].set_linewidth(rules["axes.linewidth"])
         yield
     finally:
         mpl.rcParams.update(before)
+
+
+def _rules() -> dict[Any, Any]:
+    """The settings to draw with: the look, and of the type what the caller has not set."""
+    size = mpl.rcParams["font.size"] if _is_set("font.size") else SIZES["font.size"]
+    sizes = {name: points * size / SIZES["font.size"] for name, points in SIZES.items()}
+    unset = {name: value for name, value in (sizes | UNLESS_SET).items() if not _is_set(name)}
+    return RULES | unset | {"font.family": [*dict.fromkeys([*mpl.rcParams["font.family"], *others()])]}
+
+
+def _is_set(name: Any) -> bool:
+    return bool(mpl.rcParams[name] != mpl.rcParamsDefault[name])
+
+
+def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
+    """Make a figure of some inches, or of the size that `plot(figsize=)` was given."""
+    return plt.figure(figsize=asked_size() or (width, height), layout=layout, FigureClass=Drawing)
+
+
+def inches(ax: Axes) -> tuple[float, float]:
+    """Return how wide and high axes are, nearly: before their labels have taken their room."""
+    box = ax.get_window_extent()
+    return 0.9 * box.width / ax.figure.dpi, 0.9 * box.height / ax.figure.dpi
 
 
 def model_title(run: RunRecord, seen: str) -> str:
@@ -102,7 +164,7 @@ def plain_title(model: str, seen: str) -> str:
 
 def entitle(figure: Figure, title: str, **place: Any) -> None:
     """Put a title above all panels of a figure, where the title of a single one would stand."""
-    figure.suptitle(title, x=0.01, ha="left", size=RULES["axes.titlesize"], weight="bold", **place)
+    figure.suptitle(title, x=0.01, ha="left", size=mpl.rcParams["axes.titlesize"], weight="bold", **place)
 
 
 def short_name(model: str) -> str:
@@ -115,17 +177,97 @@ def _last(model: str) -> str:
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Put ticks at whole numbers alone, also where there is a single one."""
-    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    """Put ticks at whole numbers alone, also where there is a single one, and no more than can be read."""
+    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
-def legend_above(ax: Axes, columns: int, title: str, **options: object) -> None:
-    """Put the legend between the plot and its title."""
-    entries = len(ax.get_legend_handles_labels()[1])
-    rows = -(-entries // columns)
-    ax.set_title(title, pad=6 + 11.5 * rows)
+def cell_ticks(axis: Axis, places: Iterable[float], names: Sequence[str], most: int | None = None, **look: Any) -> None:
+    """Put names at places: all that can be read, else every second, fifth, tenth, ...: whatever the size when drawn.
+
+    Args:
+        axis: of a plot.
+        places: of the ticks.
+        names: at these.
+        most: how many at most; default: as many as there is room for.
+        look: of the labels.
+    """
+    at = [*map(float, places)]
+    locator = Readable(at, names, most or len(names))
+    axis.set_ticks(at, names, **look)
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(FuncFormatter(locator.name_at))
+
+
+class Readable(FixedLocator):
+    """Ticks at places whose names have room beside each other."""
+
+    axis: Any
+
+    def __init__(self, places: Sequence[float], names: Sequence[str], most: int) -> None:
+        super().__init__(places)
+        self.places = np.asarray(places, dtype=float)
+        self.names = dict(zip(places, names, strict=True))
+        self.longest, self.most = max(map(len, names), default=1), most
+
+    def name_at(self, place: float, _: object) -> str:
+        """Return the name at a place."""
+        return self.names.get(float(place), "")
+
+    def __call__(self) -> Any:
+        """Return the places of the ticks."""
+        places = self.places
+        if len(places) < 2:
+            return places
+        low, high = self.axis.get_view_interval()
+        box, is_x = self.axis.axes.get_window_extent(), self.axis.axis_name == "x"
+        length = (box.width if is_x else box.height) * 72 / self.axis.figure.dpi
+        apart = length / abs(high - low) * np.diff(places).min()
+        label = self.axis.get_major_ticks(1)[0].label1
+        letter, turned = label.get_fontsize(), np.deg2rad(label.get_rotation() % 180)
+        needed = 1.25 * letter / (np.sin(turned) if is_x else 1.0) if turned or not is_x else np.inf
+        if is_x:
+            needed = min(needed, letter * (0.64 * self.longest + 0.6))
+        steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
+        least = min(max(needed / apart, len(places) / self.most), len(places))
+        return places[:: next(step for step in steps if step >= least)]
+
+
+def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
+    """Put the legend between the plot and its title, in so many columns or as many as there is room for."""
+    entries = ax.get_legend_handles_labels()[1]
     if entries:
-        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2, **options)
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+        box = _fitting(ax, columns, **place | options).get_window_extent()
+    ax.set_title(title, pad=6 + (72 / ax.figure.dpi * box.height if entries else 0))
+
+
+def legend_beside(ax: Axes, is_alone: bool = True, columns: int = 4, **options: Any) -> None:
+    """Put the legend to the right of a plot, or below where that would leave the plot the smaller part of its width.
+
+    Args:
+        ax: the axes.
+        is_alone: whether the figure is of this plot and there may be room on its right.
+        columns: of a legend below, at most.
+        options: of the legend.
+    """
+    options = {"alignment": "left", "handlelength": 1.2, "handletextpad": 0.3, "columnspacing": 1.0} | options
+    figure = figure_of(ax)
+    if is_alone:
+        box = ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, **options).get_window_extent()
+        if box.width < 0.36 * figure.bbox.width and box.height < 0.85 * figure.bbox.height:
+            return
+    below = 3.4 * mpl.rcParams["axes.labelsize"] / mpl.rcParams["legend.fontsize"]
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": below}
+    _fitting(ax, columns, figure.bbox.width if is_alone else None, labelspacing=0.3, **place | options)
+
+
+def _fitting(ax: Axes, columns: int, room: float | None = None, **options: Any) -> Legend:
+    """Give axes a legend in as many columns as their width or `room` allows, so many at most."""
+    while True:
+        legend: Legend = ax.legend(ncols=columns, **options)
+        if columns == 1 or legend.get_window_extent().width <= (room or 1.1 * ax.get_window_extent().width):
+            return legend
+        columns -= 1
 
 
 def figure_of(plot: Axes | Figure) -> Figure:
@@ -157,23 +299,22 @@ def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
 
 
 def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
-    """Return a figure as a picture of 300 dots per inch, or of `dpi`, cropped to what it holds."""
-    written = BytesIO()
+    """Return a figure as a picture of 300 dots per inch, or of `dpi`."""
+    written, figure = BytesIO(), figure_of(plot)
     with style():
-        _laid_out(figure_of(plot)).savefig(written, format="png", **CROPPED | ({} if dpi is None else {"dpi": dpi}))
+        figure.savefig(written, format="png", bbox_inches=_whole(figure), dpi=dpi or mpl.rcParams["savefig.dpi"])
     return written.getvalue()
 
 
-def _laid_out(figure: Figure) -> Figure:
-    """Draw once what arranges itself: where things stand settles with the first drawing, and is kept from then on."""
-    if figure.get_layout_engine() is not None:
-        figure.draw_without_rendering()
-    return figure
+def _whole(figure: Figure) -> Bbox:
+    """Draw once, so that what arranges itself does, and return the figure in inches, with what lies outside of it."""
+    figure.draw_without_rendering()
+    return Bbox.union([figure.bbox_inches, figure.get_tightbbox()])
 
 
 @checked_call
 def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[str] | None = None) -> list[Path]:
-    """Write a figure in several formats, cropped to what it holds; the same figure gives the same bytes.
+    """Write a figure in several formats, in its own size; the same figure gives the same bytes.
 
     Args:
         plot: what a result's `plot` returned; of axes, the figure they are in.
@@ -198,8 +339,8 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():
-        _laid_out(figure)
+        whole = _whole(figure)
         for file in files:
             metadata = dates.get(file.suffix[1:])
-            figure.savefig(file, **CROPPED, metadata=metadata)
+            figure.savefig(file, bbox_inches=whole, metadata=metadata)
     return files

@@ -7,10 +7,8 @@ see) are hatched, never shown as zero. Several examples are averaged; curves and
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from textwrap import fill
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,7 +18,18 @@ from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
 from headwater.figures.fonts import LONGEST, drawable, ticks
 from headwater.figures.fonts import label as drawn_label
-from headwater.figures.style import WAYS, entitle, model_title, plain_title, style, whole_numbers
+from headwater.figures.style import (
+    MOST_TICKS,
+    WAYS,
+    cell_ticks,
+    entitle,
+    inches,
+    model_title,
+    new_figure,
+    plain_title,
+    style,
+    whole_numbers,
+)
 from headwater.patching.attribution import Gradients
 from headwater.patching.averages import NormalizeName, chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
@@ -50,8 +59,6 @@ LABELS = {
 }
 CURVE = SETS[0][0]
 NARROWEST, WIDEST = 2.8, 9.0
-LETTER = 0.053
-"""Inches that a letter of a label takes, on average."""
 TOKEN = 0.13
 """Inches that a token needs along an axis."""
 NAMED = ("set", *ROLES)
@@ -78,7 +85,7 @@ def plot_sweep(
     panels = panels_of(table, fixed)
     if ax is not None and len(panels) > 1:
         raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
-    with style():
+    with style(ax):
         if ax is not None:
             (name, part), axes = panels[0], [ax]
             _panel(ax, part, name, measure, sweep, fixed)
@@ -153,7 +160,7 @@ def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes
     rows = -(-len(panels) // (n_metrics if n_metrics > 1 else max(1, int(WIDEST // needed))))
     columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
-    figure = plt.figure(figsize=(columns * width, rows * height), layout="constrained")
+    figure = new_figure(columns * width, rows * height)
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[len(panels) :]:
         spare.remove()
@@ -229,9 +236,9 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
         ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)
     mesh = ax.pcolormesh(np.ma.masked_invalid(held), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     tokens = _shared_tokens(part, sweep)
-    across, down = _inches(ax)
+    across, down = inches(ax)
     if tokens is not None and axes[0] == "position" and TOKEN * len(means) <= down:
-        ax.set_yticks(np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
+        cell_ticks(ax.yaxis, np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
         ax.tick_params(axis="y", length=0)
     else:
         _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part)
@@ -247,7 +254,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
     ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
     bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
     bar.outline.set_visible(False)
-    bar.set_label(fill(label, max(8, int(down / LETTER))))
+    bar.set_label(label)
 
 
 def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sweep: Sweep) -> None:
@@ -266,7 +273,7 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
     if missing.any():
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     tokens = _shared_tokens(part, sweep) if axis == "position" else None
-    if tokens is not None and TOKEN * len(places) <= _inches(ax)[0]:
+    if tokens is not None and TOKEN * len(places) <= inches(ax)[0]:
         _token_ticks(ax, places, [tokens[int(i)] for i in places])
     else:
         whole_numbers(ax.xaxis)
@@ -282,7 +289,7 @@ def _dots(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str) -> 
     if summary["low"].notna().any():
         ax.hlines(places, summary["low"], summary["high"], color=CURVE, alpha=0.4, linewidth=2)
     ax.plot(summary["mean"], places, color=CURVE, marker="o", markersize=3.5, linestyle="none")
-    ax.set_yticks(places, _names(summary[axis], axis, part))
+    cell_ticks(ax.yaxis, places, _names(summary[axis], axis, part))
     ax.set_ylim(len(summary) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel(label)
@@ -299,14 +306,13 @@ def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
 
 
 def _ticks(which: Any, axis: str, places: np.ndarray, part: pd.DataFrame) -> None:
-    """Label the cells along an axis: by their names, or by round numbers."""
-    if axis not in NAMED:
-        _index_ticks(which, places)
-        return
-    which.set_ticks(np.arange(len(places)) + 0.5, _names(places, axis, part))
+    """Label the cells along an axis: by their names or numbers."""
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    look = turned if axis in NAMED and which.axis_name == "x" else {}
+    names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
+    most = None if axis in NAMED else MOST_TICKS
+    cell_ticks(which, np.arange(len(places)) + 0.5, names, most, **look)
     which.set_tick_params(length=0)
-    if which.axis_name == "x":
-        plt.setp(which.get_ticklabels(), rotation=30, ha="right", rotation_mode="anchor")
 
 
 def shown(token: str) -> str:
@@ -335,20 +341,6 @@ def _value_label(metric: str, measure: str) -> str:
     return f"{kinds.get(measure, 'Normalized effect')} on {name}"
 
 
-def _inches(ax: Axes) -> tuple[float, float]:
-    """How wide and high a plot is, nearly: before its labels have taken their room."""
-    figure: Any = ax.figure
-    width, height = figure.get_size_inches() if isinstance(figure, Figure) else figure.bbox.size / figure.dpi
-    place = ax.get_position()
-    return 0.9 * width * place.width, 0.9 * height * place.height
-
-
 def _token_ticks(ax: Axes, places: np.ndarray, tokens: list[str]) -> None:
-    ax.set_xticks(places, [shown(token) for token in tokens], rotation=60, ha="right", rotation_mode="anchor")
-
-
-def _index_ticks(axis: Any, indices: np.ndarray) -> None:
-    """Label the cells at round indices, sixteen at most."""
-    step = next(s for s in (m * 10**e for e in range(9) for m in (1, 2, 5)) if len(indices) <= 16 * s)
-    axis.set_ticks(np.arange(0, len(indices), step) + 0.5, [str(i) for i in indices[::step]])
-    axis.set_tick_params(length=0)
+    names = [shown(token) for token in tokens]
+    cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import matplotlib as mpl
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, to_hex
@@ -22,7 +21,7 @@ from headwater.calls import checked_call
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import columns, drawable, label, others
-from headwater.figures.style import checked_place, model_title, style
+from headwater.figures.style import checked_place, model_title, new_figure, style
 from headwater.runs.figure_options import Size, apply_title_and_size
 
 if TYPE_CHECKING:
@@ -78,10 +77,10 @@ def token_heat_map(
         placed += block
         line = block[-1].line + 2
     width = max(40, *(token.column + columns(token.text) for token in placed))
-    with style():
+    with style(ax):
         figure = None
         if ax is None:
-            figure = plt.figure(figsize=(0.7 + 0.058 * width, 0.6 + 0.16 * line), layout="constrained")
+            figure = new_figure(0.7 + 0.058 * width, 0.6 + 0.16 * line)
             ax = figure.add_subplot()
         for start, name in headings:
             depth = int(profile.table.loc[profile.table["id"] == name, "depth"].iloc[0])

@@ -1,11 +1,10 @@
 """Figures of head validation: static–dynamic correlations per relation, and accuracy as heads are removed."""
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.figures.fonts import label, ticks
-from headwater.figures.style import LINES_ARE, MARKS_ONLY, legend_above, model_title, style, whole_numbers
+from headwater.figures.style import LINES_ARE, MARKS_ONLY, legend_above, model_title, new_figure, style, whole_numbers
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.validation import DynamicScores
 from headwater.runs.result import DRAWINGS
@@ -24,9 +23,9 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
     heads = f"{int(rows['heads'].max()):,}"
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(4.5, 0.95 + 0.22 * len(names)), layout="constrained").add_subplot()
+            ax = new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
@@ -52,9 +51,9 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     """
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
-    with style():
+    with style(ax):
         if ax is None:
-            ax = plt.figure(figsize=(3.6, 3.0), layout="constrained").add_subplot()
+            ax = new_figure(3.6, 3.0).add_subplot()
         for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:

@@ -29,7 +29,7 @@ from headwater.calls import checked_calls
 from headwater.errors import InputError, RunFolderError, did_you_mean
 from headwater.options import checked_path, shown
 from headwater.registry import Registry
-from headwater.runs.figure_options import Size, apply_title_and_size, checked_size
+from headwater.runs.figure_options import Size, apply_title_and_size, asking_for, checked_size
 from headwater.runs.findings import plain_text, records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
@@ -102,14 +102,7 @@ class Result:
 
     def _drawn(self, ax: Axes | None, title: str | None, figsize: Size | None, **options: object) -> Axes | Figure:
         """Draw with what is registered for the result's class, or for the nearest that it inherits from."""
-        if ax is not None and not hasattr(ax, "get_subplotspec"):
-            raise InputError(
-                f"ax={shown(ax)} is no matplotlib axes: leave it out for a new figure. A figure is written by "
-                "hw.figures.save_figure(result.plot(), path)."
-            )
-        size = checked_size(figsize, ax)
-        drawn: Axes | Figure = DRAWINGS.of_class(type(self))(self, ax, **options)
-        return apply_title_and_size(drawn, title, size)
+        return drawn_by(self, ax, title, figsize, **options)
 
     def view(self, **what: object) -> View:
         """Return the result as one self-contained page, to look at in a notebook or to keep with `save_html`.
@@ -176,6 +169,21 @@ class Result:
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def drawn_by(
+    result: object, ax: Axes | None, title: str | None, figsize: Size | None, **options: object
+) -> Axes | Figure:
+    """Draw with what is registered for the class of a result, or for the nearest that it inherits from."""
+    if ax is not None and not hasattr(ax, "get_subplotspec"):
+        raise InputError(
+            f"ax={shown(ax)} is no matplotlib axes: leave it out for a new figure. A figure is written by "
+            "hw.figures.save_figure(result.plot(), path)."
+        )
+    size = checked_size(figsize, ax)
+    with asking_for(size):
+        drawn: Axes | Figure = DRAWINGS.of_class(type(result))(result, ax, **options)
+    return apply_title_and_size(drawn, title, size)
 
 
 def shown_by(shown: Any, what: Mapping[str, object]) -> View:

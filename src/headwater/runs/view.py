@@ -11,6 +11,16 @@ from pathlib import Path
 from headwater.options import checked_path
 from headwater.runs.storage import make_folder, write_atomically
 
+FITTING = """(() => {
+  const box = document.currentScript.parentElement, frame = box.querySelector("iframe");
+  addEventListener("message", (event) => {
+    const high = Math.min(20000, Math.ceil(Number(event.data && event.data.headwater)));
+    if (event.source !== frame.contentWindow || !(high > 0)) return;
+    box.style.height = frame.style.height = `${high}px`;
+  });
+})();"""
+"""Makes a frame as high as the page in it says that it is; the page can do nothing else to the notebook."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -19,7 +29,7 @@ class View:
     page: str
     """The whole page, from its doctype on."""
     height: int = 560
-    """In pixels, of its frame in a notebook."""
+    """In pixels, of its frame in a notebook, until the page says how high it is."""
     picture: bytes | None = None
     """A PNG of the figure: what is seen where a notebook shows no frames, or a document no HTML."""
 
@@ -58,4 +68,5 @@ class View:
         if self.picture is not None:
             data = base64.b64encode(self.picture).decode("ascii")
             below = f'<img src="data:image/png;base64,{data}" alt="the same as a picture" style="max-width:100%">'
-        return f'<div style="position:relative;height:{self.height}px;overflow:hidden">{below}{frame}</div>'
+        fitting = f"<script>{FITTING}</script>"
+        return f'<div style="position:relative;height:{self.height}px;overflow:hidden">{below}{frame}{fitting}</div>'

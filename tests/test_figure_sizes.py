@@ -1,0 +1,186 @@
+"""In figures of the sizes they are shown at, one column of a paper too, nothing overlaps and nothing is cut."""
+
+import pickle
+from functools import cache
+from itertools import combinations, pairwise
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import transformers as tf
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import headwater as hw
+from headwater.figures.style import SIZES, png_of, save_figure
+from tests.test_head_map_figure import random_map
+from tests.tiny import CONFIGS, tiny_model, tiny_tokenizer
+
+ENDS = {"clean": " the capital of France is in", "corrupted": " the capital of Italy is in"}
+SHAPES = [(30, 9), (64, 64)]
+COLUMN, PAGE = (3.25, 2.2), (6.75, 4.0)
+SEVERAL = ("behaviour", "both sites")
+"""Results of so many panels that they need a page of a paper."""
+LONG = "some-organization/name-of-a-model-7B-Instruct-v0.3"
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+@cache
+def model(n_layers, n_heads):
+    name = f"{n_layers} x {n_heads}"
+    CONFIGS[name] = lambda v: tf.GPT2Config(vocab_size=v, n_embd=2 * n_heads, n_layer=n_layers, n_head=n_heads)
+    try:
+        return hw.load(tiny_model(name), tokenizer=tiny_tokenizer(bos=False))
+    finally:
+        del CONFIGS[name]
+
+
+def patched(model, **what):
+    return hw.patch(model, **ENDS, metric=hw.logit_difference(" Paris", " Rome"), progress=False, **what)
+
+
+def edges(model):
+    metric = hw.logit_difference(" Paris", " Rome")
+    return hw.edges(model, **ENDS, metric=metric, method="eap", receivers=["mlp", "logits"], progress=False)
+
+
+RESULTS = {
+    "map": lambda m: random_map(m.shape.n_layers, m.shape.n_heads, LONG),
+    "sweep": lambda m: patched(m, sites="resid_pre"),
+    "roles": lambda m: patched(m, sites="resid_pre", positions={"country": [(" France", " Italy")], "end": "last"}),
+    "both sites": lambda m: patched(m, sites=["resid_pre", "mlp_out"]),
+    "heads": lambda m: patched(m, sites="z", layers=range(0, m.shape.n_layers, 8)),
+    "knockout": lambda m: hw.knockout(
+        m, [ENDS["clean"]], block=("in", "France"), metric=hw.logit_difference(" Paris", " Rome"), progress=False
+    ),
+    "lens": lambda m: hw.lens(m, [ENDS["clean"]], progress=False),
+    "direct": lambda m: hw.direct_logit_attribution(m, [ENDS["clean"]], tokens=(" Paris", " Rome"), progress=False),
+    "behaviour": lambda m: hw.attention_behaviour(m, sequences=4, length=8, progress=False),
+    "edges": edges,
+    "circuit": lambda m: edges(m).circuit(40),
+}
+
+
+@cache
+def result(kind, shape):
+    return RESULTS[kind](model(*shape))
+
+
+def drawn(plot):
+    """The figure of what was drawn, and all its axes, those of bars too."""
+    figure = plot if isinstance(plot, Figure) else plot.figure
+    figure.canvas.draw()
+    return figure
+
+
+def in_view(axis):
+    low, high = sorted(axis.get_view_interval())
+    return [one for one in axis.get_major_ticks() if low - 1e-9 <= one.get_loc() <= high + 1e-9]
+
+
+def apart(first, second):
+    """How far apart two labels of ticks are that are turned alike, in pixels: of lines of type, across them."""
+    one, other = first.get_window_extent(), second.get_window_extent()
+    turned = np.deg2rad(first.get_rotation() % 180)
+    if turned % (np.pi / 2) < 1e-6:
+        return max(max(one.x0, other.x0) - min(one.x1, other.x1), max(one.y0, other.y0) - min(one.y1, other.y1))
+    (x0, _), (x1, _) = (text.get_transform().transform(text.get_position()) for text in (first, second))
+    return abs(x1 - x0) * np.sin(turned) - first.get_fontsize() * first.figure.dpi / 72
+
+
+def assert_all_is_readable(figure, axes):
+    """No labels of ticks overlap, no two titles, no title a legend; no text lies outside the figure."""
+    hidden = set()
+    for ax in axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            shown = in_view(axis) if ax.axison else []
+            beyond = [tick for tick in axis.get_major_ticks() if tick not in shown]
+            hidden |= {id(label) for tick in beyond for label in (tick.label1, tick.label2)}
+            labels = [label for tick in shown for label in (tick.label1, tick.label2) if label.get_visible()]
+            for one, other in pairwise([label for label in labels if label.get_text()]):
+                assert apart(one, other) > -1, (one, other)
+    texts = [text for ax in axes for text in ax.findobj(Text) if text.get_text() and text.get_visible()]
+    texts += [figure._suptitle] if figure.get_suptitle() else []
+    for text in texts:
+        box = text.get_window_extent()
+        is_within = box.x0 > -1 and box.y0 > -1 and box.x1 < figure.bbox.x1 + 1 and box.y1 < figure.bbox.y1 + 1
+        assert id(text) in hidden or not box.width or is_within, text
+    titles = [text for ax in axes for text in (ax.title, ax._left_title) if text.get_text()]
+    titles += [figure._suptitle] if figure.get_suptitle() else []
+    legends = [ax.get_legend() for ax in axes if ax.get_legend()]
+    for one, other in (*combinations(titles, 2), *((title, legend) for title in titles for legend in legends)):
+        assert not mpl.transforms.Bbox.intersection(one.get_window_extent().padded(-1), other.get_window_extent())
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("size", [None, COLUMN, PAGE], ids=["as it is", "column", "page"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", RESULTS)
+def test_nothing_overlaps_or_is_cut_in_a_figure_of_any_size(kind, shape, size):
+    if kind in SEVERAL and size == COLUMN:
+        size = PAGE
+    figure = drawn(result(kind, shape).plot(figsize=size))
+    assert_all_is_readable(figure, figure.axes)
+    width = figure.get_size_inches()[0]
+    assert width == size[0] if size else width <= 11
+    assert figure.get_tightbbox().width <= width
+
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in RESULTS if kind not in SEVERAL])
+def test_nothing_overlaps_or_is_cut_on_a_callers_own_subplots(kind, shape):
+    figure, places = plt.subplots(2, 2, figsize=(6.75, 5.0), layout="constrained")
+    for place in (places[0, 0], places[1, 1]):
+        result(kind, shape).plot(place)
+        assert place.xaxis.get_major_ticks()[0].label1.get_fontsize() == SIZES["xtick.labelsize"]
+    figure.canvas.draw()
+    figure.canvas.draw()
+    mine = [ax for ax in figure.axes if ax not in (places[0, 1], places[1, 0])]
+    assert_all_is_readable(figure, mine)
+
+
+def test_marks_of_a_map_are_as_large_as_its_cells_wherever_it_is_drawn():
+    for size in (COLUMN, PAGE):
+        ax = result("map", (30, 9)).plot(figsize=size)
+        drawn(ax)
+        cell = 72 / ax.figure.dpi * ax.transData.transform([[0, 0], [1, 1]])
+        wide, high = cell[1] - cell[0]
+        largest = max(marks.get_sizes().max() for marks in ax.collections) ** 0.5
+        assert 0.7 * min(wide, high) < largest < 1.1 * min(wide, high)
+
+
+@pytest.mark.parametrize("kind", ["map", "sweep"])
+def test_a_figure_that_was_pickled_looks_the_same(kind):
+    figure = drawn(result(kind, (30, 9)).plot())
+    assert png_of(pickle.loads(pickle.dumps(figure))) == png_of(figure)
+
+
+def test_what_anyone_types_is_written_in_its_size_with_fonts_that_journals_take(tmp_path):
+    plot = result("map", (30, 9)).plot(figsize=COLUMN)
+    plt.figure(plot.figure.number)
+    plt.savefig(tmp_path / "typed.pdf")
+    save_figure(plot, tmp_path / "saved", ["pdf", "png"])
+    for name in ("typed.pdf", "saved.pdf"):
+        written = (tmp_path / name).read_bytes()
+        assert b"/Type3" not in written
+        assert b"/MediaBox [ 0 0 234 158.4 ]" in written
+    png = (tmp_path / "saved.png").read_bytes()
+    assert int.from_bytes(png[16:20], "big") == 975
+
+
+def test_type_that_the_caller_chose_is_kept_and_what_was_not_chosen_grows_with_it():
+    chosen = {"font.family": "serif", "font.size": 12.0, "xtick.labelsize": 5.0}
+    with mpl.rc_context(chosen):
+        ax = result("sweep", (30, 9)).plot()
+        drawn(ax)
+        tick = ax.xaxis.get_major_ticks()[0].label1
+        assert (tick.get_fontsize(), tick.get_fontfamily()[0]) == (5.0, "serif")
+        assert ax.xaxis.label.get_fontsize() == 12.0
+        assert {name: mpl.rcParams[name] for name in chosen} == chosen | {"font.family": ["serif"]}
