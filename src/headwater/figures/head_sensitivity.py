@@ -39,7 +39,7 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     n_settings = sensitivity.table["setting"].nunique()
     n_panels = len(rules) + (n_settings > 1)
     if ax is not None and n_panels > 1:
-        raise InputError("The figure has a panel per rule and one of other settings: leave ax= out.")
+        raise InputError("The figure has several panels, a panel per rule and one of other settings: leave ax= out.")
     with style(ax):
         if ax is not None:
             _draw(sensitivity, rules[0], ax)
