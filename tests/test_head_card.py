@@ -103,8 +103,10 @@ def test_a_validated_map_says_on_its_cards_what_the_running_model_uses(planted):
     assert validated.head(0, 0, sources=0).use.startswith("It is called for no relation")
     never = validated.table["used"].mask(validated.table["used"].notna(), False)
     unused = dataclasses.replace(validated, table=validated.table.assign(used=never))
+    row = validated.table[validated.table["used"].notna()].iloc[0]
     assert unused.head(1, 2, sources=0).use == (
-        "Used by the running model for nothing that could be told (relations: 1)."
+        f"Use not shown for capital (loss {row['loss']:.2f}, 95 % interval {row['loss_low']:.2f} to "
+        f"{row['loss_high']:.2f})."
     )
 
 

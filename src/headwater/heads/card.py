@@ -30,6 +30,7 @@ AT_LEAST = 3
 """How many relations a card shows of a head that is called for none."""
 AT_MOST = 15
 """How many of those that it is called for."""
+USE = ("loss", "loss_low", "loss_high", "used")
 BEHAVIOUR = ("layer", "head", "behaviour", "score")
 """The columns that a table of behaviours must have."""
 OF_BEHAVIOUR = ("layer", "head", "on", "behaviour", "score", "expected", "excess", "q_value", "called")
@@ -52,7 +53,8 @@ class HeadCard:
     """What the head map calls the head."""
     relations: pd.DataFrame
     """A row per relation and sign, the called ones first and by excess: `relation, category, says` ("implements",
-    "suppresses", "copies", or empty), `score, expected, excess, q_value`; of a validated map also `loss` and `used`."""
+    "suppresses", "copies", or empty), `score, expected, excess, q_value`; of a validated map also `loss`,
+    its interval `loss_low, loss_high`, and `used`."""
     writes: pd.DataFrame | None
     """What `HeadMap.salient` returns; None where no sources were asked for."""
     behaviour: pd.DataFrame | None
@@ -88,11 +90,15 @@ class HeadCard:
             return "It is called for no relation that the running model could use it for."
         if measured.empty:
             return "The running model was not asked for what it is called for, or answers none of it."
-        used = measured.loc[measured["used"].astype(bool), "relation"].map(plain_text)
-        if used.empty:
-            return f"Used by the running model for nothing that could be told (relations: {len(measured)})."
-        others = f"; for {len(measured) - len(used)} others it is not" if len(used) < len(measured) else ""
-        return f"Used by the running model for {', '.join(used)}{others}."
+        is_used = measured["used"].astype(bool)
+        used = ", ".join(measured.loc[is_used, "relation"].map(plain_text))
+        others = ", ".join(
+            f"{plain_text(row['relation'])} (loss {row['loss']:.2f}, 95 % interval {row['loss_low']:.2f} to "
+            f"{row['loss_high']:.2f})"
+            for row in measured[~is_used].to_dict("records")
+        )
+        said = [f"Used by the running model for {used}."] if used else []
+        return " ".join([*said, f"Use not shown for {others}."] if others else said)
 
     def __str__(self) -> str:
         parts = [plain_text(self.title), self.use]
@@ -128,7 +134,7 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
             **{name: rows[column] for name, column in columns.items()},
         )
         if "used" in rows:
-            part = part.assign(**{name: rows[name].where(rows[flag]) for name in ("loss", "used")})
+            part = part.assign(**{name: rows[name].where(rows[flag]) for name in USE})
         parts.append(part)
     found = pd.concat(parts, ignore_index=True)
     order = np.lexsort((-found["score"], -found["excess"].fillna(-np.inf), found["says"] == ""))

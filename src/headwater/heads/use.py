@@ -14,7 +14,8 @@
    and relations.
 6. A head that implements is used where q is at most 5 % and the loss is above 0; one that suppresses, where it is
    below. Where q is at most 5 % and the sign is the other one, the head is opposed: the model answers better without a
-   head that, by its parameters, writes the right answers.
+   head that, by its parameters, writes the right answers. Otherwise `used` is False: its use is not shown, which is not
+   to say that there is none. The interval of the loss says how much it may be worth.
 
 An accuracy of 0 leaves nothing to lose: where the whole model answers no item of a relation, no head is silenced.
 """
@@ -147,7 +148,7 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
         said.append(
             f"Of {counts['measured']} heads and relations silenced in the running model {counts['used']} are used: the "
             f"answers change as they should, and more than without as many other heads of the layer (false-discovery "
-            f"rate {FALSE_DISCOVERY_RATE:.0%})."
+            f"rate {FALSE_DISCOVERY_RATE:.0%}). For the others it is not shown: `loss_high` is what each may cost."
         )
     if counts["opposed"]:
         said.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
