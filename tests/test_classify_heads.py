@@ -258,7 +258,7 @@ def test_the_null_model_is_left_out_where_nothing_can_be_called_and_is_the_same_
 ):
     call = partial(classify_heads, checkpoint("llama"), relations=suite, k=15, threshold=threshold, progress=False)
     table = call().table
-    monkeypatch.setattr("headwater.heads.classify.THRESHOLDS", (0.0,))
+    monkeypatch.setattr("headwater.heads.scoring.THRESHOLDS", (0.0,))
     everywhere = call().table
     for sign, prefix in (("score", ""), ("suppression", "suppression_")):
         names = [f"{prefix}{name}" for name in ("expected", "excess", "p_value", "q_value")]
@@ -407,6 +407,7 @@ def test_an_interrupted_run_continues_where_it_stopped_and_ends_the_same_to_the_
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert sorted(file.name for file in (tmp_path / "parts").iterdir()) == [
         "categories.parquet",
+        "embeddings.parquet",
         "relations.parquet",
         "run.json",
         "table.parquet",

@@ -72,11 +72,12 @@ NEVER_MORE = {
     "lens": lambda m, *n: hw.lens(m, ids(*n), **QUIET),
 }
 """What waits as often for any number of layers, heads, tokens and examples (of one batch)."""
+FROM_LITTLE = {"threshold": 0.01, **QUIET}  # "auto" may take another embedding in each random model, hence mlp0
 PER_LAYER = {
     "cache": (3, lambda m, *n: m.cache(ids(*n))),  # plain copies; from CUDA they come by pinned buffers
     "generate": (2, lambda m, *n: m.generate(ids(*n), max_new_tokens=3, **QUIET)),  # transformers' empty caches
     "direct logit attribution": (1, lambda m, *n: hw.direct_logit_attribution(m, ids(*n), tokens=(5, 6), **QUIET)),
-    "heads": (13, lambda m, n, length: hw.classify_heads(m, relations=suite(n), threshold=0.01, **QUIET)),
+    "heads": (13, lambda m, n, length: hw.classify_heads(m, relations=suite(n), embedding="mlp0", **FROM_LITTLE)),
     "attention behaviour": (4, lambda m, *n: hw.attention_behaviour(m, **QUIET)),
     "paths": (
         0,
