@@ -19,6 +19,7 @@ import headwater
 from headwater.axes import AXES
 from headwater.registry import Registry
 from headwater.rooms import homes_of
+from tests.forking import printed_afresh
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
@@ -57,6 +58,7 @@ def module_of(file: Path) -> str:
 FILES = {module_of(file): file for file in sorted(SOURCE.rglob("*.py"))}
 
 
+@cache
 def imported(file: Path) -> list[str]:
     """Every module that a file imports, wherever the import stands."""
     names = []
@@ -139,10 +141,10 @@ def test_circles_are_found_where_they_are_planted():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
-@pytest.mark.parametrize("module", [module for module in FILES if room(module) not in MAY_BUILD_MODELS])
-def test_only_the_models_room_imports_model_libraries(module):
-    found = {name.split(".")[0] for name in imported(FILES[module])} & MODEL_LIBRARIES
-    assert not found, f"{module} imports {found}; go through headwater.models"
+def test_only_the_models_room_imports_model_libraries():
+    for module in (name for name in FILES if room(name) not in MAY_BUILD_MODELS):
+        found = {name.split(".")[0] for name in imported(FILES[module])} & MODEL_LIBRARIES
+        assert not found, f"{module} imports {found}; go through headwater.models"
 
 
 def test_only_the_stats_room_takes_tests_ranks_and_aucs_from_scipy_and_scikit_learn():
@@ -188,20 +190,17 @@ def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_
 PACKAGES = [name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")]
 
 
-@pytest.mark.parametrize("name", ["models.sites", "pathways.trace", "heads.ablation", "models.weights.checkpoint"])
-def test_a_module_is_reached_through_its_room_in_a_fresh_interpreter(name):
-    room, module = name.rsplit(".", 1)
-    code = f"import headwater as hw; print('{module}' in dir(hw.{room}), hw.{name}.__name__)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["True", f"headwater.{name}"]
+MODULES = ("models.sites", "pathways.trace", "heads.ablation", "models.weights.checkpoint")
+PUBLIC = ("heads.ablate_heads", "likelihood.SCORES", "patching.patch", "planted.induction")
 
 
-@pytest.mark.parametrize("name", ["heads.ablate_heads", "likelihood.SCORES", "patching.patch", "planted.induction"])
-def test_a_public_name_of_a_room_is_reached_in_a_fresh_interpreter(name):
-    room, own = name.split(".")
-    code = f"import headwater as hw; print('{own}' in dir(hw.{room}), hw.{name} is not None)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["True", "True"]
+@pytest.mark.parametrize("name", [*MODULES, *PUBLIC])
+def test_a_module_and_a_public_name_are_reached_through_their_room_where_nothing_is_imported_yet(name):
+    room, own = name.rsplit(".", 1)
+    found = f"headwater.{name}" if name in MODULES else "True"
+    value = f"hw.{name}.__name__" if name in MODULES else f"hw.{name} is not None"
+    code = f"import headwater as hw; print('{own}' in dir(hw.{room}), {value})"
+    assert printed_afresh(code).split() == ["True", found]
 
 
 @pytest.mark.parametrize("package", ["headwater", *(f"headwater.{name}" for name in PACKAGES)])

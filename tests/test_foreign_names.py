@@ -1,5 +1,6 @@
 """Names and options of other libraries: what is said of them exists, and none of them is one of headwater's."""
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -13,7 +14,6 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.foreign_names import HINTS, hint_for
 from headwater.runs.result import Result
-from tests.wrong_calls import deep_list
 
 
 def test_what_is_said_of_other_names_exists(llama):
@@ -158,7 +158,8 @@ def test_an_argument_that_nothing_can_read_is_named_and_an_error_of_another_caus
     def fails(value):
         raise RecursionError("of another cause")
 
-    for value, flaw in ((endless, "holds itself"), (deep_list(), "deep in one"), ([torch.eye(2).to_sparse()], "dense")):
+    deep = functools.reduce(lambda within, _: [within], range(3000), [1])
+    for value, flaw in ((endless, "holds itself"), (deep, "deep in one"), ([torch.eye(2).to_sparse()], "dense")):
         with pytest.raises(InputError, match=rf"^value= of fails .*{flaw}"):
             checked_call(fails)(value)
     with pytest.raises(RecursionError, match="of another cause"):

@@ -2,8 +2,9 @@
 
 Run as `python -m tests.wrong_calls [--few] NAME ...`, in a process of its own: the suite's import hook checks
 annotations where a user's process does not. For each public function there is one call that works; each of its
-arguments in turn is replaced by each of `WRONG` (with `--few`, of `FEW`). What comes back should be a result, or a
-HeadwaterError of one readable message; anything else is printed as a line of JSON.
+arguments in turn is replaced by each of `WRONG`. With `--few` an argument meets every fourth of `FEW`, the first one
+from the first on, the second from the second on: a call of four arguments or more meets each of them, a call of fewer
+each once. What comes back should be a result, or a HeadwaterError of one readable message; anything else is printed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,6 @@ from headwater.models.embedded import world_folder
 from tests.planted_lookup import question_lookup
 from tests.test_trace import ask
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer
-
-
-def deep_list() -> list[Any]:
-    """3,000 lists in one another."""
-    within: list[Any] = [1]
-    for _ in range(3000):
-        within = [within]
-    return within
 
 
 def list_of_itself() -> list[Any]:
@@ -96,7 +89,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "[3]": lambda: [3],
     "tensor of 2.5": lambda: torch.tensor(2.5),
     "module": lambda: hw,
-    "deep list": deep_list,
+    "deep list": lambda: reduce(lambda within, _: [within], range(3000), [1]),
     "list of itself": list_of_itself,
     "sparse tensor": lambda: torch.eye(2).to_sparse(),
 }
@@ -121,16 +114,17 @@ def readable(error: hw.HeadwaterError) -> bool:
 
 
 def complaints(
-    function: Callable[..., Any], given: dict[str, Any], values: Iterable[str]
+    function: Callable[..., Any], given: dict[str, Any], values: Sequence[str], apart: int
 ) -> Iterator[tuple[str, str, str]]:
-    """Replace each argument of a call in turn; yield what went wrong: argument, value, what came."""
+    """Replace each argument of a call in turn by values so far apart; yield argument, value, what went wrong."""
     names = [
         argument.name
         for argument in inspect.signature(function).parameters.values()
         if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY) and argument.name != "ax"
     ]
-    for argument in names:
-        for label in values:
+    apart = min(apart, len(names))
+    for index, argument in enumerate(names):
+        for label in values[index % apart :: apart]:
             try:
                 function(**given | {argument: WRONG[label]()})
             except hw.HeadwaterError as error:
@@ -836,17 +830,20 @@ SLOW = ("answer", "detect", "memorization", "trace_pathways", "heads.ablate_head
 
 
 def main() -> None:
-    """Print every complaint."""
-    asked = [name for name in sys.argv[1:] if name != "--few"]
+    """Print every complaint, first of what is public and not called."""
+    asked, few = [name for name in sys.argv[1:] if name != "--few"], "--few" in sys.argv
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.chdir(name)
-        for called, prepared in calls(Given(Path(name))).items():
+        every = calls(Given(Path(name)))
+        known = {called.split(".")[0] for called in every} | set(dir(hw.errors))
+        sys.stdout.writelines(f"{public} is not called\n" for public in hw.__all__ if public not in known)
+        for called, prepared in every.items():
             if asked and called not in asked:
                 continue
             function, given = prepared()
-            values = WRONG if "--few" not in sys.argv else FEWER if called in SLOW else FEW
-            for argument, value, what in complaints(function, given, values):
+            values, apart = (FEWER, 1) if few and called in SLOW else (FEW, 4) if few else (tuple(WRONG), 1)
+            for argument, value, what in complaints(function, given, values, apart):
                 found = {"call": called, "argument": argument, "value": value, "what": what}
                 sys.stdout.write(json.dumps(found) + "\n")
                 sys.stdout.flush()
