@@ -10,6 +10,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.models.generation import steps
 from headwater.models.generation.loop import Generated, generate
 from headwater.models.generation_config import end_tokens
 from headwater.models.reading import now_reading
@@ -123,6 +124,29 @@ def test_running_every_step_anew_gives_the_same(monkeypatch):
     torch.testing.assert_close(anew.log_probs, cached.log_probs, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.oracle
+def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_hugging_face(family, monkeypatch):
+    hf, tokenizer = tiny_model(family), tiny_tokenizer()
+    model, start = hw.load(hf, tokenizer=tokenizer), " Paris of France is big" * 2
+    batch = model.tokenize([start + prompt for prompt in PROMPTS])
+    plain = generate(model, batch, max_new_tokens=6)
+    monkeypatch.setattr(steps, "WORTH_A_RUN", 4)
+    asked = []
+    common_start = steps._common_start
+    monkeypatch.setattr(steps, "_common_start", lambda *given: asked.append(common_start(*given)) or asked[-1])
+    made = generate(model, batch, max_new_tokens=6)
+    assert made.tokens.tolist() == plain.tokens.tolist()
+    torch.testing.assert_close(made.log_probs, plain.log_probs, atol=2e-5, rtol=1e-5)
+    for i, length in enumerate(batch.lengths.tolist()):
+        row = batch.tokens[i, :length][None]
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+        assert (
+            made.tokens[i].tolist()
+            == hf.generate(row, attention_mask=torch.ones_like(row), **options)[0, length:].tolist()
+        )
+    assert any(asked) == (family not in ("mistral", "gemma2", "gemma3")), "a window of 8 counts padding"
+
+
 def test_generation_refuses_what_does_not_fit():
     model = tiny()
     with pytest.raises(
@@ -230,7 +254,7 @@ def test_what_cannot_be_used_is_counted_by_cause(monkeypatch):
     subject = [["cat"], ["cat"], ["cat"], [], ["cat"], ["cat"]]
     answered = hw.answer(model, asked(*rows, subject=subject), max_new_tokens=8, progress=False)
     assert answered.table["id"].tolist() == ["0"]
-    assert dict(zip(answered.dropped["cause"], answered.dropped["questions"], strict=True)) == {
+    assert answered.dropped["cause"].value_counts().to_dict() == {
         "empty answer": 2,
         "refusal": 1,
         "no exact words of the question": 1,
@@ -339,6 +363,66 @@ def test_an_extractor_names_the_exact_answer_of_right_and_wrong_answers_alike(mo
     assert words(table.loc["3"], "property") == ["one"]
     assert sorted(answered.dropped["cause"]) == ["no exact words of the answer", "refusal"]
     assert exact_words({"answer": "Dog"}, "cat C", "big dog") == {}
+
+
+def test_examples_come_first_in_the_prompt_and_as_turns_of_a_chat(monkeypatch):
+    model = tiny()
+    scripted(monkeypatch, {"cat A": " Paris"})
+    shown = hw.answer(model, asked(("cat A", "Paris")), examples=[("dog B", "Rome")], progress=False)
+    assert shown.table["text"].tolist() == ["Q: dog B\nA: Rome\n\nQ: cat A\nA: Paris"]
+    (row,) = shown.table.to_dict("records")
+    assert words(row, "subject") == ["A"]
+    assert words(row, "exact_answer") == ["Paris"]
+    own = hw.answer(
+        model, asked(("cat A", "Paris")), prompt="{question} =", examples=[("a", "b")], max_new_tokens=6, progress=False
+    )
+    assert own.table["text"].tolist() == ["a = b\n\ncat A = Paris"]
+    turns = asking.answering_frame(tiny(chat=CHAT), None, [("dog B", "Rome")]).asking("cat A")
+    assert turns == f"<s>[system] {asking.BRIEFLY} [user] dog B [assistant] Rome [user] cat A [bot]"
+    for wrong in ("dog", [("a",)], [("a", 1)]):
+        with pytest.raises(InputError, match="examples must be pairs of a question and its answer"):
+            hw.answer(model, asked(("cat A", "Paris")), examples=wrong, max_new_tokens=6, progress=False)
+
+
+def test_four_examples_are_shown_unless_they_fill_a_quarter_of_what_a_model_reads(monkeypatch):
+    model, bare = tiny(), tiny()
+    written = asking.answering_frame(bare, None, None)
+    assert written == asking.question_frame(bare), "it reads 64 tokens"
+    monkeypatch.setattr(model, "shape", dataclasses.replace(model.shape, n_ctx=2048))
+    shown = asking.answering_frame(model, None, None).asking("cat?")
+    assert shown.startswith("Q: What is the capital of Portugal?\nA: Lisbon\n\nQ: who wrote")
+    assert shown.endswith("\n\nQ: cat?\nA:")
+    assert shown.count("\nA:") == 5
+    assert asking.answering_frame(model, None, ()).asking("cat?") == "Q: cat?\nA:"
+    assert asking.answering_frame(model, "{question}:", None).asking("cat?") == "cat?:"
+
+
+def test_what_was_said_to_dropped_questions_is_kept_and_marks_alone_are_an_empty_answer(monkeypatch, tmp_path):
+    model = tiny()
+    scripted(monkeypatch, {"cat A": " Paris", "cat B": " ...", "cat C": " I don't know", "cat one": " Rome Rome…"})
+    rows = [("cat A", "Paris"), ("cat B", "x"), ("cat C", "x"), ("cat one", "x")]
+    made = hw.answer(model, asked(*rows), progress=False)
+    found = hw.AnsweredQuestions.load(made.save(tmp_path / "run")).dropped
+    assert found.drop(columns="dataset").values.tolist() == [
+        ["1", "cat B", "...", "empty answer"],
+        ["2", "cat C", "I don't know", "refusal"],
+        ["3", "cat one", "Rome Rome", "cut at max_new_tokens"],
+    ]
+
+
+def test_exact_words_that_cannot_be_those_meant_are_counted(monkeypatch):
+    model = tiny()
+    scripted(monkeypatch, {"cat A": " Paris of France", "cat B": " Rome", "cat C": " Rome"})
+    named = {"cat A": "France", "cat B": "Rome", "cat C": "Rome"}
+    questions = asked(("cat A", "Paris"), ("cat B", "Rome"), ("cat C Rome", "x"))
+    made = hw.answer(model, questions, extractor=lambda q, a: {"answer": named[q[:5]]}, progress=False)
+    (row,) = made.findings()["datasets"]
+    assert (row["right"], row["lacks_match"], row["repeats_question"]) == (2, 1, 1)
+    assert made.report()[1] == (
+        "set: the exact words lack the accepted answer in 1 of 2 right answers, and only repeat the question in 1 of 3 "
+        "answers."
+    )
+    assert "33% of the answers (6 to 79 %) are wrong" in made.report()[0]
 
 
 def test_a_chat_template_gives_one_beginning_and_the_question_stands_where_it_says(monkeypatch):
@@ -492,7 +576,7 @@ def test_the_embedded_model_answers_its_world():
     model, questions = hw.load(), hw.load_questions(sample=40, seed=int(chance.rng().integers(10**6)))
     answered = hw.answer(model, questions, progress=False)
     assert set(answered.datasets) == set(questions.datasets)
-    assert len(answered.table) + answered.dropped["questions"].sum() == len(questions)
+    assert len(answered.table) + len(answered.dropped) == len(questions)
     for _, row in answered.table.iterrows():
         assert model.tokenize(row["text"]).tokens[0].tolist() == list(row["tokens"])
         assert (row["answer"] in row["answers"]) <= (row["z"] == 0)

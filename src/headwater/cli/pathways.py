@@ -35,19 +35,16 @@ class ProbeAt:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Asked:
-    """Which questions a model is asked, and how."""
+class Answering:
+    """How a model is asked, and how its answers are read."""
 
-    questions: list[str] | None = None
-    """Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's world;
-    repeatable. Default: the four sets of its world."""
-    sample: int | None = None
-    """Questions drawn of each set. Default: all; 500 of each of the world's."""
-    seed: int = 0
-    """Of the draw of questions."""
     prompt: Annotated[str | None, ANY_TEXT] = None
-    """A text with one `{question}`, used as it is; may hold examples. Default: the chat template where the tokenizer
-    has one, else "Q: {question}" and "A:" on two lines."""
+    """A text with one `{question}`, used as it is. Default: the chat template where the tokenizer has one, else
+    "Q: {question}" and "A:" on two lines; before it come the examples."""
+    examples: str | None = None
+    """A question file whose questions, each with its first answer, come before every question, in the same prompt or as
+    turns of a chat; `none` for the bare question, as published. Default: four of headwater's own where the model reads
+    enough for them; none before a --prompt."""
     label: Literal["contains", "exact", "starts"] = "contains"
     """When an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of it
     ("exact"), after normalisation. `headwater.questions.labels` has the sources and limits."""
@@ -58,16 +55,35 @@ class Asked:
     """Prompts in one run."""
     extract: Extract = None
 
+    def read(self) -> dict[str, Any]:
+        """Return the options of `hw.answer` that these are."""
+        return {
+            "prompt": self.prompt, "examples": _examples(self.examples), "label": self.label,
+            "max_new_tokens": self.max_new_tokens, "batch_size": self.batch_size,
+            "extractor": read_extractor(self.extract),
+        }  # fmt: skip
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Asked(Answering):
+    """Which questions a model is asked, and how."""
+
+    questions: list[str] | None = None
+    """Question file (PopQA, TriviaQA, HotpotQA, NQ-open, or a table), or a set of the embedded model's world;
+    repeatable. Default: the four sets of its world."""
+    sample: int | None = None
+    """Questions drawn of each set. Default: all; 500 of each of the world's."""
+    seed: int = 0
+    """Of the draw of questions."""
+
     def answered(self, model: str | None, load: Load, run: Run) -> tuple[HookedModel, AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
         from headwater.questions.answers import answer
 
-        questions, extractor = _questions(model, self), read_extractor(self.extract)
+        questions, how = _questions(model, self), self.read()
         loaded = load.model(model)
-        return loaded, answer(
-            loaded, questions, prompt=self.prompt, label=self.label, max_new_tokens=self.max_new_tokens,
-            batch_size=self.batch_size, extractor=extractor, progress=run.progress, out=run.part("answers"),
-        )  # fmt: skip
+        return loaded, answer(loaded, questions, progress=run.progress, out=run.part("answers"), **how)
 
 
 def pathways(
@@ -212,6 +228,16 @@ def detect(
         **vars(probe),
     )  # fmt: skip
     _finish({"answers": answered, "detection": measured}, run)
+
+
+def _examples(given: str | None) -> list[tuple[str, str]] | None:
+    """Return the questions and answers of the file that `--examples` names; an empty list for "none"."""
+    if given is None or given == "none":
+        return None if given is None else []
+    from headwater.questions.sources import load_questions
+
+    table = load_questions(given).table
+    return [(question, answers[0]) for question, answers in zip(table["question"], table["answers"], strict=True)]
 
 
 def _questions(model: str | None, asked: Asked) -> Questions:

@@ -2,8 +2,10 @@
 
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.
 
-1. Prompt: `Q: {question}` and `A:` on the next line; for a tokenizer with a chat template, the question as a message
-   of the user. Exactly one beginning-of-sequence token where the model wants one.
+1. Prompt: four answered examples, then `Q: {question}` and `A:` on the next line; for a tokenizer with a chat template,
+   an instruction to be brief, and examples and question as turns (`asking.EXAMPLES`). Models that read little, such as
+   the embedded ones, get the bare question, as Orgad et al. ask it. Exactly one beginning-of-sequence token where the
+   model wants one.
 2. Greedy generation (`models.generation`), up to the first line break, which may be part of a token, or the end token.
    The log-probability of every token of the answer is kept.
 3. z = 1 (hallucination) when no accepted answer stands in the answer (`questions.labels`). Refusals, empty answers, and
@@ -35,7 +37,7 @@ from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode, said_of_chats
 from headwater.options import checked_count
-from headwater.questions.asking import SLOT, Frame, ask, question_frame
+from headwater.questions.asking import SLOT, Example, Frame, answering_frame, ask
 from headwater.questions.endpoint import Silence
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
 from headwater.questions.formats import columns_found
@@ -45,20 +47,24 @@ from headwater.questions.outcomes import (
     NO_WORDS,
     TOO_LONG,
     AskedQuestion,
+    Dropped,
     GivenAnswer,
     cause_of,
     first_line,
     labelled,
+    lacks_match,
     outcome_of,
+    repeats_question,
 )
 from headwater.questions.sources import SPAN_COLUMNS, Questions
 from headwater.questions.words import Span
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import frame_of
+from headwater.runs.findings import frame_of, rounded
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
+from headwater.stats.significance import wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +86,8 @@ class AnsweredQuestions(Result):
     - `log_probs`: of each token of the answer.
     """
     dropped: pd.DataFrame
-    """`dataset, cause, questions`: how many questions could not be used, and why."""
+    """`dataset, id, question, answer, cause`: a row per question that could not be used, with what the model said (""
+    where it was not asked), and why."""
     run: RunRecord
 
     @property
@@ -111,9 +118,12 @@ class AnsweredQuestions(Result):
         return digest(self.table.drop(columns="log_probs", errors="ignore"))
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per question set: `dataset, questions, used, wrong, cut, dropped`.
+        """Return a row per question set: how many questions are used, and of these how many answers are wrong.
 
-        `wrong` is a share of the used; `cut` answers had not ended at the token limit, and are among the dropped.
+        `dataset, questions, used, right`; `wrong`, a share of the used, with its 95 % interval `low, high`; `cut`
+        answers had not ended at the token limit, and are among the `dropped`. `lacks_match` counts right answers whose
+        E_A does not hold the accepted answer that was found in them, `repeats_question` answers whose E_A has no word
+        that the question does not have.
         """
         sets = self.findings()["datasets"]
         return frame_of(row | {"dropped": sum(row["dropped"].values())} for row in sets)
@@ -123,30 +133,44 @@ class AnsweredQuestions(Result):
         said = []
         for row in self.findings()["datasets"]:
             dropped = ", ".join(f"{count:,} {cause}" for cause, count in row["dropped"].items())
-            share = row["wrong"]
-            wrong = "none can be used" if share is None else f"{100 * share:.0f} % of the answers are wrong"
             used = f"{row['used']:,} of {row['questions']:,} questions used"
+            wrong = "none can be used"
+            if row["used"]:
+                wrong = (
+                    f"{row['wrong']:.0%} of the answers ({100 * row['low']:.0f} to {100 * row['high']:.0f} %) are wrong"
+                )
             said.append(f"{row['dataset']}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
+            said.append(
+                f"{row['dataset']}: the exact words lack the accepted answer in {row['lacks_match']:,} of "
+                f"{row['right']:,} right answers, and only repeat the question in {row['repeats_question']:,} of "
+                f"{row['used']:,} answers."
+            )
         return said
 
     def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
 
         Per set: questions, how many are used, the share of wrong answers among these, how many answers were cut at the
-        token limit, and all that were dropped by cause.
+        token limit, all that were dropped by cause, and how many exact words cannot be those meant (see `summary`).
         """
         sets = []
         for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
-            here = self.table.loc[self.table["dataset"] == name, "z"]
-            lost = self.dropped[self.dropped["dataset"] == name]
+            here = self.table[self.table["dataset"] == name]
+            causes = self.dropped.loc[self.dropped["dataset"] == name, "cause"].value_counts()
+            wrong = int(here["z"].sum())
+            low, high = map(float, wilson_interval(np.array(wrong), np.array(max(len(here), 1))))
             sets.append(
                 {
                     "dataset": name,
-                    "questions": len(here) + int(lost["questions"].sum()),
+                    "questions": len(here) + int(causes.sum()),
                     "used": len(here),
-                    "wrong": round(float(here.mean()), 4) if len(here) else None,
-                    "cut": int(lost.loc[lost["cause"] == CUT, "questions"].sum()),
-                    "dropped": {row["cause"]: int(row["questions"]) for row in lost.to_dict("records")},
+                    "right": len(here) - wrong,
+                    "wrong": rounded(wrong / len(here)) if len(here) else None,
+                    "low": rounded(low) if len(here) else None,
+                    "high": rounded(high) if len(here) else None,
+                    "cut": int(causes.get(CUT, 0)),
+                    "dropped": {str(cause): int(count) for cause, count in sorted(causes.items())},
+                    **{str(key): int(count) for key, count in _doubtful(here).sum().items()},
                 }
             )
         return {"model": self.run.model, "datasets": sets}
@@ -162,6 +186,7 @@ def answer(
     questions: Questions,
     *,
     prompt: str | None = None,
+    examples: Sequence[Example] | None = None,
     label: Label = CONTAINS,
     max_new_tokens: int = 32,
     batch_size: int = 64,
@@ -175,8 +200,12 @@ def answer(
     Args:
         model: a model with a tokenizer that gives character offsets (any fast one).
         questions: what `load_questions` returned.
-        prompt: a text with one `{question}`, used as it is; may hold examples. Default: the chat template where the
-            tokenizer has one, else "Q: {question}" and "A:" on two lines.
+        prompt: a text with one `{question}`, used as it is. Default: the chat template where the tokenizer has one,
+            else "Q: {question}" and "A:" on two lines; before it come the examples.
+        examples: pairs of a question and its answer that come before each question: in the same prompt, or as turns of
+            a chat behind an instruction to answer in a few words; () for the bare question. Default: none before a
+            `prompt`, else the four of `headwater.questions.asking.EXAMPLES`, unless these take more than a quarter of
+            what the model reads.
         label: when an answer is right: an accepted answer stands in it ("contains"), begins it ("starts") or is all of
             it ("exact"), after normalisation; or a function of question, accepted answers and answer that returns True,
             False, or None where it cannot say. `headwater.questions.labels` has the sources and limits.
@@ -201,7 +230,7 @@ def answer(
     _check_options(model, questions, max_new_tokens, batch_size)
     check_label(label)
     extractor = extractor_of(extractor, model)
-    frame, listed = question_frame(model, prompt=prompt), listed_hooks(hooks)
+    frame, listed = answering_frame(model, prompt, examples), listed_hooks(hooks)
     options = {
         "questions": questions.table,
         "prompt": frame.asking(SLOT),
@@ -216,7 +245,8 @@ def answer(
 
     def work(run: Run) -> AnsweredQuestions:
         prompts = _prompts(model, questions, frame, must_have_words=extractor is None)
-        outcomes: list[dict[str, Any] | str] = [TOO_LONG if n in prompts else NO_WORDS for n in range(len(questions))]
+        not_asked = Dropped(TOO_LONG), Dropped(NO_WORDS)
+        outcomes: list[dict[str, Any] | Dropped] = [not_asked[n not in prompts] for n in range(len(questions))]
         tokens = {place: asked.tokens for place, asked in prompts.items()}
         written, asked = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
         lines = ([first_line(model.tokenizer, prompts[place], made) for place, made in batch] for batch in written)
@@ -360,18 +390,25 @@ def _asked_at_once(workers: int, answers: Sequence[GivenAnswer]) -> int:
     return workers if workers > 1 else len(answers)
 
 
-def _result(questions: Questions, rows: Sequence[dict[str, Any] | str], run: RunRecord) -> AnsweredQuestions:
+def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run: RunRecord) -> AnsweredQuestions:
     """Put the outcomes, in the order of the questions, into tables."""
     used = [row for row in rows if isinstance(row, dict)]
-    causes = pd.DataFrame(
-        {
-            "dataset": questions.table["dataset"],
-            "cause": [row if isinstance(row, str) else None for row in rows],
-        }
-    )
-    dropped = causes.dropna().value_counts(sort=False).rename("questions").reset_index()
+    lost = [place for place, row in enumerate(rows) if isinstance(row, Dropped)]
+    said = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype=object)
+    dropped = questions.table.loc[lost, ["dataset", "id", "question"]].reset_index(drop=True)
+    dropped = dropped.assign(answer=said["answer"], cause=said["cause"])
     if not used:
-        listed = ", ".join(f"{row['questions']:,} {row['cause']}" for row in dropped.to_dict("records"))
+        listed = ", ".join(f"{count:,} {cause}" for cause, count in dropped["cause"].value_counts().items())
         hint = " Give a higher max_new_tokens." if CUT in dropped["cause"].tolist() else ""
         raise InputError(f"No question is left of {len(questions):,}: {listed}.{hint}")
     return AnsweredQuestions(pd.DataFrame(used), dropped, run)
+
+
+def _doubtful(table: pd.DataFrame) -> pd.DataFrame:
+    """Say of each row whether its exact words cannot be those meant: `lacks_match, repeats_question`."""
+    columns = (table[name] for name in ("question", "text", "exact_answer", "matched"))
+    found = [
+        (lacks_match(text, exact, matched), repeats_question(question, text, exact))
+        for question, text, exact, matched in zip(*columns, strict=True)
+    ]
+    return pd.DataFrame(found, columns=["lacks_match", "repeats_question"], index=table.index, dtype=bool)

@@ -4,6 +4,8 @@
    line, behind which an answer follows after a space. Chat, the question as a message of the user in the tokenizer's
    chat template, behind which an answer follows at once; other messages may be given, one of which holds the question.
    A template that refuses or drops a message of the system has it at the head of the message behind it.
+   Answered examples (`EXAMPLES`) may come first: raw in the same prompt, a blank line behind each; in a chat as turns,
+   behind an instruction to answer in a few words.
 2. Greedy generation (`models.generation`), shortest prompts first, up to the end token, or up to the first line break,
    which may be part of a token. The log-probability of every token is kept.
 3. A prompt that leaves no room for an answer is not asked.
@@ -21,7 +23,7 @@ from headwater.models.edits import Hook, PromptHook
 from headwater.models.generation.loop import generate
 from headwater.models.generation_config import end_tokens
 from headwater.models.hints import warn_of_no_template
-from headwater.models.tokens import ChatText, by_length, chat_text
+from headwater.models.tokens import ChatText, by_length, chat_text, encode
 from headwater.options import shown
 from headwater.runs.analysis import Run
 
@@ -31,6 +33,18 @@ if TYPE_CHECKING:
 RAW, CHAT = CONTEXTS = ("raw", "chat")
 PROMPT = "Q: {question}\nA:"
 SLOT = "{question}"
+EXAMPLES = (
+    ("What is the capital of Portugal?", "Lisbon"),
+    ("who wrote the novel middlemarch", "George Eliot"),
+    ("In which year did the Titanic sink?", "1912"),
+    ("Were Marie Curie and Niels Bohr both physicists?", "yes"),
+)
+"""Answered questions that show a model how short an answer is to be."""
+BRIEFLY = "Answer each question with a name, a number or a few words only, never with a sentence."
+ROOM = 4
+"""Examples that nobody asked for take at most one of so many parts of what a model reads."""
+Example: TypeAlias = tuple[str, str]
+"""A question and its answer."""
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 """Of a chat: `role` and `content` of each."""
 
@@ -60,13 +74,19 @@ class Written(NamedTuple):
     """By itself, not at the token limit."""
 
 
-def question_frame(model: HookedModel, context: str | None = None, prompt: str | Messages | None = None) -> Frame:
+def question_frame(
+    model: HookedModel,
+    context: str | None = None,
+    prompt: str | Messages | None = None,
+    examples: Sequence[Example] = (),
+) -> Frame:
     """Return the frame of a context.
 
     Args:
         model: a model with a tokenizer, where it is to write a chat.
         context: "raw" or "chat"; None for a chat where the tokenizer has a template and no prompt is given.
         prompt: of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
+        examples: come before the question: each in the same prompt, or as turns of a chat that gives no messages.
 
     Raises:
         InputError: there is no such context, the prompt does not hold the question once, or there is no chat template.
@@ -76,14 +96,53 @@ def question_frame(model: HookedModel, context: str | None = None, prompt: str |
     if not isinstance(context, str) or context not in CONTEXTS:
         raise InputError(f"There is no context {shown(context)}.{did_you_mean(context, CONTEXTS)}")
     if context == CHAT:
-        return _chat(model, prompt)
+        return _chat(model, _turns(examples) if examples and prompt is None else prompt)
     if prompt is None:
         warn_of_no_template(model, [PROMPT])
         prompt = PROMPT
     if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
         raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
     before, after = prompt.split(SLOT)
-    return Frame(before, after, "" if after.endswith((" ", "\n")) else " ")
+    joint = "" if after.endswith((" ", "\n")) else " "
+    shown_first = "".join(f"{before}{question}{after}{joint}{answer}\n\n" for question, answer in examples)
+    return Frame(shown_first + before, after, joint)
+
+
+def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[Example] | None) -> Frame:
+    """Return the frame in which `hw.answer` asks.
+
+    Args:
+        model: with a tokenizer.
+        prompt: a text with one `{question}`; None for the default.
+        examples: come first. None: none before a prompt that is given, else `EXAMPLES` where the model reads enough
+            for them (`ROOM`).
+
+    Raises:
+        InputError: as `question_frame`, or examples are no pairs of a question and its answer.
+    """
+    if examples is not None or prompt is not None:
+        return question_frame(model, prompt=prompt, examples=_checked(examples or ()))
+    frame = question_frame(model, examples=EXAMPLES)
+    tokens, _ = encode(model.tokenizer, frame.before, model.bos)  # type: ignore[arg-type]
+    return frame if ROOM * len(tokens) <= model.shape.n_ctx else question_frame(model)
+
+
+def _checked(examples: Sequence[Example]) -> list[Example]:
+    pairs = list(examples) if isinstance(examples, list | tuple) else None
+    for one in [examples] if pairs is None else pairs:
+        is_pair = isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)
+        if pairs is None or not is_pair:
+            raise InputError(
+                f"examples must be pairs of a question and its answer, as [('What is ...?', 'Lisbon')]; found "
+                f"{shown(one)}."
+            )
+    return [(question.strip(), answer.strip()) for question, answer in pairs or ()]
+
+
+def _turns(examples: Sequence[Example]) -> Messages:
+    """Examples as turns of a chat, behind the instruction to be brief, and the question at hand."""
+    said = [(role, text) for one in examples for role, text in zip(("user", "assistant"), one, strict=True)]
+    return [{"role": role, "content": text} for role, text in (("system", BRIEFLY), *said, ("user", SLOT))]
 
 
 def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:

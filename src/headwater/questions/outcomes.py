@@ -9,16 +9,17 @@ the accepted answer where that is found, and the whole answer where not, its len
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from headwater.errors import InputError
 from headwater.models.generation.loop import continuation_offsets
 from headwater.models.tokens import Offsets, Tokenizer
 from headwater.questions.asking import Written
-from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, verdict
+from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, match, verdict
 from headwater.questions.spans import shifted, tokens_of
-from headwater.questions.words import Span
+from headwater.questions.words import Span, normalised_words
 
 NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPLY = (
     "no exact words of the question",
@@ -31,6 +32,14 @@ NO_WORDS, TOO_LONG, EMPTY, REFUSAL, CUT, UNJUDGED, NO_ANSWER, NO_TOKENS, NO_REPL
     "exact words without tokens",
     "no reply of the extractor",
 )
+
+
+class Dropped(NamedTuple):
+    """A question that cannot be used."""
+
+    cause: str
+    answer: str = ""
+    """What the model said, where it was asked."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ def labelled(answered: GivenAnswer, label: Label) -> GivenAnswer:
 
 def cause_of(answered: GivenAnswer) -> str | None:
     """Say why an answer cannot be used, whatever its exact words are; None where it can."""
-    if not answered.text:
+    if not answered.text or not (answered.verdict.is_right or any(map(str.isalnum, answered.text))):
         return EMPTY
     if not answered.verdict.is_right and is_refusal(answered.text):
         return REFUSAL
@@ -97,8 +106,8 @@ def cause_of(answered: GivenAnswer) -> str | None:
 
 def outcome_of(
     answered: GivenAnswer, found: dict[str, tuple[Span, ...]] | None, whole_answer: bool
-) -> dict[str, Any] | str:
-    """Return the row of an answered question, or the cause why it cannot be used.
+) -> dict[str, Any] | Dropped:
+    """Return the row of an answered question, or why it cannot be used.
 
     Args:
         answered: the question and what the model said.
@@ -108,16 +117,16 @@ def outcome_of(
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
     if cause is not None:
-        return cause
+        return Dropped(cause, answered.text)
     if found is None:
-        return NO_REPLY
+        return Dropped(NO_REPLY, answered.text)
     is_given = bool(row["subject"] or row["property"])
     words = {part: row[part] if is_given else found.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):
-        return NO_WORDS
+        return Dropped(NO_WORDS, answered.text)
     exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else found.get("answer", ())
     if not exact:
-        return NO_ANSWER
+        return Dropped(NO_ANSWER, answered.text)
     answer_begins = len(prompt.text) + len(answered.line) - len(answered.line.lstrip())
     spans = {part: shifted(places, prompt.question_start) for part, places in words.items()}
     spans["exact_answer"] = shifted(exact, answer_begins)
@@ -125,7 +134,7 @@ def outcome_of(
     try:
         positions = {f"{part}_tokens": tokens_of(offsets, places) for part, places in spans.items()}
     except InputError:
-        return NO_TOKENS
+        return Dropped(NO_TOKENS, answered.text)
     return {
         **row,
         "answer": answered.text,
@@ -138,3 +147,14 @@ def outcome_of(
         "tokens": (*prompt.tokens, *answered.tokens),
         "log_probs": answered.log_probs,
     }
+
+
+def lacks_match(text: str, exact: Sequence[Span], matched: str) -> bool:
+    """Say whether the accepted answer that was found in an answer is not in its exact words, by their places."""
+    return bool(matched) and match(" ".join(text[start:end] for start, end in exact), [matched]) is None
+
+
+def repeats_question(question: str, text: str, exact: Sequence[Span]) -> bool:
+    """Say whether every one of the exact words, by their places, is a word of the question."""
+    asked = {word.text for word in normalised_words(question)}
+    return all(word.text in asked for start, end in exact for word in normalised_words(text[start:end]))

@@ -4,6 +4,7 @@
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
+   What all prompts begin with, as worked examples, is run once where no layer's window can tell (`_Bare`).
 3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.bare_model`), after the first
    step also beside layers with hooks. What is hung on the model while it writes, as a function that is told of each
    token might do, acts from the next call on.
@@ -20,6 +21,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -46,12 +48,16 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
+WORTH_A_RUN = 32
+"""Fewer tokens than this that all prompts begin with are run with each."""
+
+
 def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int) -> _Cached | _Rerun:
     """Begin to continue prompts; the model's lock is held until the last step."""
     if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
         return _Rerun(model, prompts, hooks)
     if (bare := None if hooks else bare_model(model)) is not None:
-        return _Bare(model, prompts, bare)
+        return _Bare(model, prompts, bare, max_new_tokens)
     return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
 
 
@@ -151,14 +157,43 @@ class _Cached:
 
 
 class _Bare(_Cached):
-    """The same by the model without TransformerLens's wrappers, where nobody looks inside."""
+    """The same by the model without TransformerLens's wrappers, where nobody looks inside.
 
-    def __init__(self, model: Model, prompts: Batch, bare: BareModel):
-        super().__init__(model, prompts)
+    What all prompts begin with is run once, and padding stands between it and the rest of each prompt. A window counts
+    that padding, so this is done only where everything fits into the shortest window.
+    """
+
+    def __init__(self, model: Model, prompts: Batch, bare: BareModel, max_new_tokens: int):
+        shared = _common_start(model, prompts, max_new_tokens)
+        super().__init__(model, Batch(prompts.tokens[:, shared:], prompts.mask[:, shared:]))
         self._bare = bare
+        if shared:
+            start, device = prompts.tokens[:, :shared], model.device
+            bare.last_logits(
+                sent(start[:1], device), self._cache, position_ids=sent(torch.arange(shared)[None], device)
+            )
+            self._cache.batch_select_indices(sent(torch.zeros(len(prompts), dtype=torch.long), device))
+            self._texts = torch.cat([start, self._texts], 1)
+            self._mask = torch.cat([torch.ones_like(start), self._mask], 1)
+            self._positions = self._positions + shared
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         return self._run_without_wrappers(self._bare)
+
+
+def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
+    """How many tokens all prompts begin with that are worth a run of their own; 0 where a window could tell."""
+    config: Any = model.raw.original_model.config.get_text_config()
+    widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
+    window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
+    if len(prompts) == 1 or model.looks_ahead or model.rotary_by_length:
+        return 0
+    if window < prompts.tokens.shape[1] + max_new_tokens:
+        return 0
+    first = prompts.tokens[:, : int(prompts.lengths.min()) - 1]
+    differs = (first != first[0]).any(0)
+    shared = int(differs.int().argmax()) if bool(differs.any()) else first.shape[1]
+    return shared if shared >= WORTH_A_RUN else 0
 
 
 class _Watched(_Cached):
