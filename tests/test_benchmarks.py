@@ -269,23 +269,13 @@ def test_a_row_without_a_peer_has_no_ratio():
     assert Row("heads", "none", None, None, 1.0, None, None, "").ratio is None
 
 
-def test_a_fresh_process_has_as_many_threads_and_records_no_gradients():
-    threads, grad = in_fresh_process(state_of_this_process)
+def test_a_fresh_process_has_as_many_threads_records_no_gradients_and_sees_what_work_holds_at_its_peak():
+    size = 64 * 2**20
+    threads, grad, peak = in_fresh_process(state_and_peak, size)  # one that freed as much before would not grow
     assert threads == torch.get_num_threads()
     assert not grad
+    assert peak is None or size * 0.9 < peak < size * 2  # None: a system that does not tell it
 
 
-def state_of_this_process():
-    return torch.get_num_threads(), torch.is_grad_enabled()
-
-
-def test_peak_memory_sees_what_the_work_holds_at_its_peak():
-    size = 64 * 2**20
-    peak = in_fresh_process(peak_of_ones, size)  # a process that freed as much before would not grow
-    if peak is None:
-        pytest.skip("this system does not tell a process its peak memory")
-    assert size * 0.9 < peak < size * 2
-
-
-def peak_of_ones(size):
-    return peak_bytes(lambda: torch.ones(size // 4).sum())
+def state_and_peak(size):
+    return torch.get_num_threads(), torch.is_grad_enabled(), peak_bytes(lambda: torch.ones(size // 4).sum())

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tools.world import model_folder, stages
 from tools.world import run as runs
+from tools.world.__main__ import main
 from tools.world.cross_entropy import linear_cross_entropy
 from tools.world.model_folder import build_model, kept_checkpoints, opened, recipe_of, save
 from tools.world.recipe import write_recipe
@@ -391,9 +392,11 @@ def test_a_trained_world_is_not_trained_again_and_stands_beside_others_on_one_pa
     assert (folder / "CARD.md").read_text().count("- seed 5") == 2
 
 
-def test_a_recipe_is_not_written_over(tmp_path):
-    assert run("recipe", tmp_path / "tiny.json").returncode == 0
-    again = run("recipe", tmp_path / "tiny.json")
-    assert again.returncode == 2
-    assert "is there already" in again.stderr
-    assert "no world.json" in run("card", tmp_path).stderr
+def test_a_recipe_is_not_written_over(tmp_path, capsys):
+    command = ["recipe", str(tmp_path / "tiny.json")]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(command)
+    for arguments, said in ((command, "is there already"), (["card", str(tmp_path)], "no world.json")):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(arguments)
+        assert said in capsys.readouterr().err
