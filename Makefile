@@ -31,8 +31,7 @@ test-slow: $(VENV)/ready       ## the checks that take minutes
 test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-browser: $(VENV)/ready    ## the checks of views and documentation in Chromium, which must be on the machine
-	$(PIP) install -q -e ".[browser]"
+test-browser: $(VENV)/browser  ## the checks of views and documentation in Chromium, which must be on the machine
 	$(BIN)/python -m pytest -q -m browser
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
@@ -91,6 +90,10 @@ $(VENV)/ready: pyproject.toml constraints.txt | new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q "torch==2.13.0"
 	$(PIP) install -q -e ".[dev]"
+	touch $@
+
+$(VENV)/browser: $(VENV)/ready
+	$(PIP) install -q -e ".[browser]"
 	touch $@
 
 build/tl39/ready:
