@@ -16,51 +16,55 @@ HOSTILE += ["\0", "\u202ex", " ", "", "'", "{{7*7}}"]
 PAIR = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
 
 
+embedded = cache(hw.load)
+"""The embedded model, for what only looks at it."""
+
+
 @cache
 def swept():
     metric = hw.logit_difference(" Paris", " Rome")
     clean, corrupted = [PAIR[0]] * 2, [PAIR[1], PAIR[1]]
-    return hw.patch(hw.load(), clean, corrupted, sites=["z", "resid_pre"], metric=metric, progress=False)
+    return hw.patch(embedded(), clean, corrupted, sites=["z", "resid_pre"], metric=metric, progress=False)
 
 
 @cache
 def mapped():
-    return hw.classify_heads(hw.load(), rule="published", progress=False)
+    return hw.classify_heads(embedded(), rule="published", progress=False)
 
 
 @cache
 def attended():
-    return hw.load().cache(list(PAIR), sites=["pattern", "resid_pre"], layers=[1, 3], progress=False)
+    return embedded().cache(list(PAIR), sites=["pattern", "resid_pre"], layers=[1, 3], progress=False)
 
 
 @cache
 def read():
     texts = [PAIR[0], "", "The capital of Italy is Rome."]
-    return hw.token_statistics(hw.load(), texts, layers=[1, -1], progress=False)
+    return hw.token_statistics(embedded(), texts, layers=[1, -1], progress=False)
 
 
 @cache
 def answered():
-    return hw.answer(hw.load(), hw.load_questions("natural", sample=100), progress=False)
+    return hw.answer(embedded(), hw.load_questions("natural", sample=100), progress=False)
 
 
 @cache
 def traced():
-    return hw.trace_pathways(hw.load(), answered(), token="before_answer", seeds=1, progress=False)
+    return hw.trace_pathways(embedded(), answered(), token="before_answer", seeds=1, progress=False)
 
 
 @cache
 def profiled():
     graph = hw.load_depth_graph()
     few = replace(graph, table=graph.table.head(90))
-    return hw.memorization(hw.load(), few, controls=False, layers=[0, -1], progress=False)
+    return hw.memorization(embedded(), few, controls=False, layers=[0, -1], progress=False)
 
 
 @cache
 def wired():
     metric = hw.logit_difference(" Paris", " Rome")
     clean = [PAIR[0], PAIR[0].replace("France", "Spain")]
-    return hw.edges(hw.load(), clean, [PAIR[1]] * 2, metric=metric, receivers=["mlp", "logits"], progress=False)
+    return hw.edges(embedded(), clean, [PAIR[1]] * 2, metric=metric, receivers=["mlp", "logits"], progress=False)
 
 
 SHOWN = {
