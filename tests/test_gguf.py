@@ -7,6 +7,7 @@ import shutil
 import sys
 import tracemalloc
 import unicodedata
+import warnings
 
 import gguf
 import numpy as np
@@ -365,7 +366,9 @@ def test_smollm2_is_a_file_of_its_package_or_of_the_hub_or_a_line_that_says_both
     shutil.copy(llama[1], package / "SmolLM2.gguf")
     monkeypatch.syspath_prepend(tmp_path)
     assert packaged_file("smollm2") == package / "SmolLM2.gguf"
-    model = hw.load("smollm2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = hw.load("smollm2")
     assert (model.name, model.revision.split(",")[0]) == ("smollm2", "SmolLM2.gguf")
     assert open_weights("smollm2").fingerprint == model.fingerprint
 

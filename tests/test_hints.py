@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.models.hints import warn_of_missing_spaces
+from headwater.models.hints import warn_of_missing_spaces, warn_of_other_beginnings
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = ("the capital of France is", "the capital of Italy is")
@@ -89,6 +89,26 @@ def test_a_chat_model_asked_without_its_template_is_told_of_it():
     (one,) = asked("the capital of France is")
     assert "has a chat template and reads plain text without it" in one
     assert asked("the capital of France is") == []
+
+
+def test_smollm2_reads_texts_that_break_off_without_a_word_and_says_it_of_a_question():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = hw.load(tiny_model("llama"), tokenizer=tokenizer)
+    chat.name = "smollm2"
+    assert said(lambda: chat.run(" the capital of France is")) == []
+    (one,) = said(lambda: chat.generate("the capital of France ?", max_new_tokens=1, progress=False))
+    assert "has a chat template and reads plain text without it" in one
+
+
+def test_only_smollm2_is_loaded_without_a_line_on_its_beginning():
+    tokenizer = tiny_tokenizer()
+    other = hw.load(tiny_model("llama"), tokenizer=tokenizer, bos=False)
+    other.resolve_bos = lambda rule: (0,) if rule == "transformer_lens" else ()
+    (one,) = said(lambda: warn_of_other_beginnings(other))
+    assert "texts begin with nothing" in one
+    other.name = "smollm2"
+    assert said(lambda: warn_of_other_beginnings(other)) == []
 
 
 @pytest.mark.parametrize(

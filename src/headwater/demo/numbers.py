@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from headwater.circuits.circuit_runs import CircuitRuns
+from headwater.circuits.result import EdgeEffects
 from headwater.detection.evaluation import NAMES
+from headwater.heads.behaviour import AttentionBehaviour
+from headwater.heads.head_map import HeadMap
 from headwater.likelihood.profile import DepthProfile
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import Result
@@ -35,8 +39,8 @@ def heads(result: Result) -> Number:
     rows = [row for row in found["relations"] if row["best_excess"] is not None]
     best = max(rows, key=lambda row: row["best_excess"])
     return Number(
-        f"{classified} of {found['heads']} heads have a label; the strongest maps {_percent([best['best_score']])} of "
-        f"{best['relation']} right",
+        f"{classified} of {found['heads']} heads have a label; the strongest, {best['best_head']}, {best['best_sign']} "
+        f"{best['relation']} for {_percent([best['best_score']])} of its pairs",
         f"by its habits alone {_percent([best['best_expected']])}",
         weak=best["best_excess"] < APART or not classified,
     )
@@ -127,6 +131,90 @@ def patching(result: Sweep) -> Number:
     )
 
 
+def written(result: Result) -> Number:
+    """How many of a relation's targets its best head writes by its weights; by its habits alone."""
+    best = result.findings()["relations"][0]
+    return Number(
+        f"head {best['best_head']} alone puts the target among its ten first words for "
+        f"{_percent([best['best_score']])} of {best['pairs']} pairs",
+        f"with the pairs shuffled {_percent([best['best_expected']])}",
+        weak=not best["heads"],
+    )
+
+
+OTHER_WORD = "another word"
+
+
+def passing(result: Sweep) -> Number:
+    """Between which layers the answer passes to the last token; the layer before, and another word."""
+    cells = result.summary(value="normalized_effect").pivot(index="layer", columns="role", values="mean")
+    first, last, control = (cells[name] for name in ("country", "last", OTHER_WORD))
+    layer = int(last.index[int((last >= 0.5).argmax())])
+    before = max(layer - 1, int(cells.index[0]))
+    return Number(
+        f"the answer is changed at the country up to layer {before} ({100 * first[before]:.0f} % of it comes back), at "
+        f"the last token from layer {layer} on ({100 * last[layer]:.0f} %)",
+        f"at the last token in layer {before} {100 * last[before]:.0f} %, at another word at most "
+        f"{100 * control.max():.0f} %",
+        weak=bool(last.max() < 0.5),
+    )
+
+
+def movers(result: Sweep) -> Number:
+    """How far the strongest head brings the answer back; the second, and the others on average."""
+    cells = result.summary(value="normalized_effect").sort_values("mean", ascending=False, ignore_index=True)
+    first, second, rest = cells.loc[0], cells.loc[1], cells["mean"][1:]
+    return Number(
+        f"head {first['layer']}.{first['head']} alone brings {100 * first['mean']:.0f} % of the answer back",
+        f"head {second['layer']}.{second['head']}, the second, {100 * second['mean']:.0f} %, the other {len(rest)} "
+        f"heads {100 * rest.mean():.1f} % on average",
+        weak=bool(first["low"] < second["mean"]),
+    )
+
+
+NAMED = "named by the weights"
+"""The set of heads that is silenced beside random sets."""
+
+
+def silenced(result: Sweep) -> Number:
+    """What silencing the named heads costs; random heads of the same layers."""
+    cost = -result.table.groupby("set")["effect"].mean()
+    others = cost.drop(NAMED)
+    return Number(
+        f"without the heads that the weights name the right capital loses {cost[NAMED]:.1f} logits on the wrong one",
+        f"without as many others of their layers {others.min():.1f} to {others.max():.1f} ({len(others)} random sets)",
+        weak=bool(cost[NAMED] <= others.max()),
+    )
+
+
+def strongest_edge(result: EdgeEffects) -> Number:
+    """The edge out of a head with the largest estimate."""
+    top = result.top(1000)
+    best = top[top["sender"] == "head"].iloc[0]
+    return Number(f"the strongest edge out of a head, by estimate, is {best['edge']} ({best['estimate']:+.1f} logits)")
+
+
+def circuit(result: CircuitRuns) -> Number:
+    """How faithful the circuit is on held-out prompts; random circuits of its shape."""
+    row = result.summary().iloc[0]
+    return Number(
+        f"{row['circuit']} alone keep {100 * row['faithfulness']:.0f} % of the logit difference on held-out prompts",
+        f"random circuits of the same shape {100 * row['placebo']:.0f} %",
+        weak=bool(row["low"] <= row["placebo_high"]),
+    )
+
+
+def induction(result: AttentionBehaviour) -> Number:
+    """The strongest induction head; as many keys at random."""
+    best = result.summary().query("behaviour == 'induction'").iloc[0]
+    return Number(
+        f"{best['heads']} heads attend to what followed earlier positions with the same token; head "
+        f"{best['layer']}.{best['head']} with {100 * best['score']:.0f} % of its attention",
+        f"as many keys at random get {100 * best['expected']:.0f} %",
+        weak=not best["heads"],
+    )
+
+
 def _percent(values: Iterable[float]) -> str:
     return _span([f"{100 * value:.0f}" for value in sorted(values)]) + " %"
 
@@ -145,6 +233,12 @@ def head_table(result: Result) -> pd.DataFrame:
     rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
     names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
     return rows.rename(columns=names)
+
+
+def relation_table(result: HeadMap) -> pd.DataFrame:
+    """Return the heads that put the targets of a relation highest."""
+    names = ["layer", "head", "score", "expected", "margin", "implemented", "copying"]
+    return result.table.nlargest(6, "margin")[names]
 
 
 def pathway_table(result: Result) -> pd.DataFrame:

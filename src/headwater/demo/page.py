@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import pandas as pd
 
@@ -82,7 +83,9 @@ def write_report(found: Mapping[str, Result], file: Path) -> Path:
     return file
 
 
-def write_index(sections: Sequence[Section], file: Path, *, title: str, run: RunRecord | None) -> Path:
+def write_index(
+    sections: Sequence[Section], file: Path, *, title: str, run: RunRecord | None, models: str = ""
+) -> Path:
     """Write the page.
 
     Args:
@@ -90,14 +93,15 @@ def write_index(sections: Sequence[Section], file: Path, *, title: str, run: Run
         file: where; paths of folders are shown relative to it.
         title: its heading.
         run: of any of the results, for the line at its end.
+        models: what was looked into, and what is weak about it.
     """
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
-    page = page_of(title, f"{_summary(sections)}\n<main>{body}</main>", run)
+    page = page_of(title, f"{_summary(sections, models)}\n<main>{body}</main>", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
 
 
-def _summary(sections: Sequence[Section]) -> str:
+def _summary(sections: Sequence[Section], models: str) -> str:
     """Return the lines on top, and folded below them those of the other sections; what failed is never folded."""
     on_top = [section.is_on_top or section.failure is not None for section in sections]
     first, others = (
@@ -105,7 +109,8 @@ def _summary(sections: Sequence[Section]) -> str:
         for wanted in (True, False)
     )
     folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
-    return f'<nav aria-label="What was found"><h2>What was found</h2>{LEGEND}<ol>{first}</ol>{folded}</nav>'
+    models = f'<p class="asks">{text_of(models)}</p>' if models else ""
+    return f'<nav aria-label="What was found"><h2>What was found</h2>{models}{LEGEND}<ol>{first}</ol>{folded}</nav>'
 
 
 def _entry(number: int, section: Section) -> str:
@@ -145,7 +150,7 @@ def _section(number: int, section: Section, folder: Path) -> str:
         further = "".join(f"<li>{text_of(one)}</li>" for one in section.further)
         parts.append(_folded(f"What else was found ({len(section.further)} sentences)", f"<ul>{further}</ul>"))
     if section.folder is not None:
-        parts.append(f"<p>Tables and vector figures: <code>{text_of(_relative(section.folder, folder))}</code></p>")
+        parts.append(f"<p>Tables and vector figures: {_files(section.folder, folder)}</p>")
     return "".join(parts) + "</section>\n"
 
 
@@ -162,8 +167,13 @@ def _looked_into(view: View, title: str) -> str:
     )
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+def _files(path: Path, folder: Path) -> str:
+    """Return links to the tables and figures of a result that lies beside the page; else the name of its folder."""
+    if not path.is_relative_to(folder):
+        return f"<code>{text_of(str(path))}</code>"
+    files = sorted(file for file in path.glob("*") if file.suffix in (".csv", ".pdf"))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    return ", ".join(f'<a href="{text_of(quote(name))}">{text_of(name)}</a>' for name in names)
 
 
 def _markdown(text: str) -> str:

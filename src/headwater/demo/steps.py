@@ -29,12 +29,20 @@ PAIRS = 16
 
 @dataclass
 class Seen:
-    """The model, and what was found of it so far."""
+    """The models, and what was found of them so far."""
 
     model: HookedModel
+    """The embedded one."""
     questions: int
     """How many of each set are asked."""
     found: dict[str, Result] = field(default_factory=dict)
+    loaded: HookedModel | None = None
+
+    @property
+    def real(self) -> HookedModel:
+        """The real language model, of the steps that need one."""
+        assert self.loaded is not None
+        return self.loaded
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,8 @@ class Step:
     """Whether the last sentence is the one to begin with."""
     is_on_top: bool = True
     """Whether its number stands among the five lines on top of the page; the others are folded below them."""
-    view: Callable[[Seen, Any], View] | None = None
-    """What can be looked into, in place of the result's own view."""
+    view: Callable[[Seen, Any], View | None] | None = None
+    """What can be looked into, in place of the result's own view; the figure where that is None."""
     beside: tuple[str, Callable[[Seen, Any], View]] | None = None
     """What else can be looked into, under its title."""
 

@@ -1,22 +1,28 @@
-"""The tour: every analysis of the table on the model that comes with headwater, and a page that shows them."""
+"""The tour: every analysis of its tables on a real model and on the embedded one, and a page that shows them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwater.demo import steps
 from headwater.demo.numbers import Number
 from headwater.demo.page import Section, leading, write_index
 from headwater.demo.steps import Seen, Step
 from headwater.demo.written import write, write_figure
 from headwater.errors import HeadwaterError, RunFolderError
-from headwater.runs.findings import records_of
 from headwater.runs.result import Result
 from headwater.runs.view import View
 
 INDEX = "index.html"
+MODELS = (
+    "Up to “Where a chat answer can be changed” the model is SmolLM2-135M-Instruct (Apache-2.0). It is small, its "
+    "weights here have four bits, and each finding is of one wording of a prompt or two: other weights and wordings "
+    "may give other numbers. From “What the model answers” on it is the embedded model, a toy whose training texts are "
+    "known."
+)
+"""What the page says of its two models."""
 
 
 @dataclass
@@ -24,6 +30,7 @@ class Tour:
     """The results so far, and what of them was written."""
 
     seen: Seen
+    steps: Mapping[str, Step]
     out: Path
     progress: bool
     failed: dict[str, str] = field(default_factory=dict)
@@ -49,17 +56,16 @@ class Tour:
     def summaries(self) -> dict[str, object]:
         """Return the findings of each analysis as JSON values, or why it failed."""
         found: dict[str, Any] = {name: result.findings() for name, result in self.seen.found.items()}
-        if "patching" in found:
-            found["patching"] = records_of(self.seen.found["patching"].summary())
         return found | {name: {"failed": why} for name, why in self.failed.items()}
 
     def page(self) -> Path:
         """Write the page."""
         found = self.seen.found
         run = next(iter(found.values())).run if found else None
-        sections = [self._section(name, step) for name, step in steps.STEPS.items()]
-        title = "headwater on its embedded model"
-        return write_index(sections, self.out / INDEX, title=title, run=run)
+        sections = [self._section(name, step) for name, step in self.steps.items()]
+        real, models = ("", "") if self.seen.loaded is None else ("SmolLM2-135M-Instruct and on ", MODELS)
+        title = f"headwater on {real}its embedded model"
+        return write_index(sections, self.out / INDEX, title=title, run=run, models=models)
 
     def _view(self, step: Step, result: Result) -> View | None:
         if step.view is not None:

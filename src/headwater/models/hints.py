@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headwater.errors import BeginningWarning
+from headwater.models.packaged import is_packaged
 from headwater.models.tokenizers import Bos, said_tokens
 from headwater.models.tokens import Batch, ChatText, Tokenizer, encode
 from headwater.options import is_one, shown
@@ -76,9 +77,14 @@ def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
 
 
 def warn_of_no_template(model: Model, texts: Sequence[str]) -> None:
-    """Warn, once per model, where one whose tokenizer has a chat template reads texts that hold none of its marks."""
+    """Warn, once per model, where one whose tokenizer has a chat template reads texts that hold none of its marks.
+
+    Of a model in a package, which is looked into with texts that break off, this is said of questions alone.
+    """
     tokenizer = model.tokenizer
     if not texts or "template" in model.hinted or not getattr(tokenizer, "chat_template", None):
+        return
+    if is_packaged(model.name) and not any(text.rstrip().endswith("?") for text in texts):
         return
     assert tokenizer is not None
     marks = {*MARKS, *(mark for mark in tokenizer.all_special_tokens if mark in str(tokenizer.chat_template))}
@@ -104,8 +110,11 @@ def warn_of_unused_settings(model: Model, names: Sequence[str]) -> None:
 
 
 def warn_of_other_beginnings(model: Model) -> None:
-    """Say at load what texts begin with, where the tokenizer or TransformerLens would begin them otherwise."""
-    if model.tokenizer is None:
+    """Say at load what texts begin with, where the tokenizer or TransformerLens would begin them otherwise.
+
+    Not of a model in a package, whose beginning is known to be right and in its repr.
+    """
+    if model.tokenizer is None or is_packaged(model.name):
         return
     rules: tuple[Bos, ...] = (None, "tokenizer", "transformer_lens")
     here, own, lens = (said_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
