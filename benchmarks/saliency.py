@@ -145,11 +145,11 @@ def peer(model: HookedModel, answered: AnsweredQuestions, probe: Probe, edges: s
     keys = torch.tensor(rows["subject_tokens"][0] + rows["property_tokens"][0])
     queries = torch.arange(keys[0], read + 1) if edges == "all" else torch.tensor(rows["exact_answer_tokens"][0])
     seen = queries[:, None] >= keys
-    means = []
+    totals = []
     for layer in layers:
         saliency = (patterns[layer].detach() * gradients[layer]).abs().mean(1)[:, queries][:, :, keys].cpu().double()
-        means.append((saliency * seen).sum((1, 2)) / seen.sum())
-    return torch.stack(means).mean(0)
+        totals.append((saliency * seen).sum((1, 2)))
+    return torch.stack(totals).mean(0)
 
 
 @torch.inference_mode(False)

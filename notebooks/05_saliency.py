@@ -87,5 +87,5 @@ _ = saliency.plot()
 # **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC stands at the
 # top. If the peak near 0 stays under the `logit` target, saturation is not its reason. Where saliency and knockout do
 # not agree in rank, as here, one of the two measures something other than flow, and neither may be read as the other.
-# The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="sum"`) are choices: a picture that depends on
+# The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="mean"`) are choices: a picture that depends on
 # them is not about the model.

@@ -136,6 +136,8 @@ CHOICES = {
     "patch method": "headwater.patching.activation_patching:METHODS",
     "edges": "headwater.pathways.interventions:QUERIES",
     "target": "headwater.pathways.attention_saliency:TARGETS",
+    "heads": "headwater.pathways.attention_saliency:OVER_HEADS",
+    "pairs": "headwater.pathways.attention_saliency:OVER_PAIRS",
     "span": "headwater.likelihood.framed:SPANS",
     "aggregate": "headwater.likelihood.profile:AGGREGATES",
     "answers": "headwater.likelihood.answering:SOURCES",

@@ -14,7 +14,7 @@ from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RE
 from headwater.colors import SETS as LOOKS_OF_SETS
 from headwater.errors import InputError
 from headwater.figures.pathway_controls import LOOKS, main_layer
-from headwater.figures.pathway_curves import MODES, PUBLISHED
+from headwater.figures.pathway_curves import MODES, PUBLISHED, chance_note
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from tests import chance
@@ -188,11 +188,26 @@ def series(figure):
     return list(zip(words, (line.get_color() for line in legend.get_lines()), strict=True))
 
 
+def test_a_curve_of_fewer_than_ten_examples_is_thin_with_open_marks_and_a_probe_at_chance_is_named(pathways):
+    few = pathways.mean_effects.assign(examples=3)
+    figure = hw.figures.delta_p([dataclasses.replace(pathways, mean_effects=few)], style="published")
+    assert {line.get_markerfacecolor() for line in lines_of(figure.axes[0])} == {"white"}
+    assert "" not in {line.get_marker() for line in lines_of(figure.axes[0])}
+    assert not {"white"} & {line.get_markerfacecolor() for line in lines_of(hw.figures.delta_p([pathways]).axes[0])[:4]}
+    chance = dataclasses.replace(pathways, baselines=pathways.baselines.assign(low=0.4))
+    assert all(name in chance_note([chance]) for name in SETS)
+    assert chance_note([dataclasses.replace(pathways, baselines=pathways.baselines.assign(low=0.6))]) == ""
+
+
 def test_the_published_style_has_the_published_series_in_two_columns_and_nothing_else(pathways):
     figure = hw.figures.delta_p([pathways, pathways], titles=["A", "B"], style="published")
     words = [text.get_text() for text in figure.subfigs[1].legends[0].get_texts()]
     assert words == [f"{mode} ({name})" for mode in ("Q-Anchored", "A-Anchored") for name in SETS]
     assert figure.axes[0].get_ylabel() == "ΔP"
+    assert {line.get_marker() for line in lines_of(figure.axes[0])} == {""}
+    (told,) = [text.get_text() for text in figure.subfigs[1].texts]
+    assert len(told.split("\n")) == 2 * len(SETS)
+    assert all("n = " in line and "probe's AUC" in line for line in told.split("\n"))
     ours = hw.figures.delta_p([pathways, pathways])
     for one, other in zip(ours.axes[0].lines, figure.axes[0].lines, strict=True):
         assert np.array_equal(one.get_ydata(), other.get_ydata())

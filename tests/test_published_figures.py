@@ -116,8 +116,8 @@ def test_densities_stand_in_a_row_of_their_own_whichever_models_have_scores():
     figure = depth_profiles(profiles, style="published")
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert titles == [
-        "(a) LLaMA-2 7B Chat", "(b) LLaMA-2 70B Chat", "(c) LLaMA-3 8B Instruct", "(d) LLaMA-3 70B Instruct",
-        "(e) LLaMA-2 70B Chat", "(f) LLaMA-3 8B Instruct", "(g) LLaMA-3 70B Instruct",
+        "(a) LLaMA 2 7B Chat", "(b) LLaMA 2 70B Chat", "(c) LLaMA-3 8B Instruct", "(d) LLaMA-3 70B Instruct",
+        "(e) LLaMA 2 70B Chat", "(f) LLaMA-3 8B Instruct", "(g) LLaMA-3 70B Instruct",
     ]  # fmt: skip
     assert len({ax._left_title.get_fontsize() for ax in figure.axes}) == 1
     boxes, densities = figure.axes[:4], figure.axes[4:]
@@ -229,7 +229,7 @@ def test_a_single_published_panel_is_drawn_on_the_axes_that_were_given():
     assert [line.get_color() for line in ax.lines] == [line.get_color() for line in alone.axes[0].lines]
 
     ax, _ = drawn(depth_profiles, made_up(chance.rng(), "meta-llama/Llama-2-7b-chat-hf"))
-    assert ax.get_title(loc="left") == "LLaMA-2 7B Chat"
+    assert ax.get_title(loc="left") == "LLaMA 2 7B Chat"
     assert ax.get_ylabel().replace("\n", " ") == "Depthwise Average MIN-K%"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["Depth 1", "Depth 2", "Depth 3"]
 

@@ -68,6 +68,26 @@ def test_each_model_has_a_panel_with_scales_of_its_own_and_all_share_one_legend(
     ]
 
 
+def test_the_axis_says_whether_pairs_are_summed_and_runs_that_differ_in_it_are_refused():
+    total, mean = made(), made(model="org/other")
+    total.run.options["pairs"], mean.run.options["pairs"] = "sum", "mean"
+    assert hw.figures.saliency([total]).axes[0].get_xlabel().startswith("Saliency (total over pairs, probe cross-ent")
+    assert hw.figures.saliency([mean]).axes[0].get_xlabel().startswith("Saliency (mean over pairs, probe cross-entropy")
+    assert hw.figures.saliency([total], style="published").axes[0].get_xlabel() == "Saliency Score"
+    assert hw.figures.saliency([mean], style="published").axes[0].get_xlabel() == "Saliency Score (mean over pairs)"
+    with pytest.raises(InputError, match="draw these runs apart"):
+        hw.figures.saliency([total, mean])
+
+
+def test_the_sets_that_are_asked_for_are_drawn_alone_and_the_published_form_has_no_hatches_and_no_marks():
+    figure = hw.figures.saliency([made(("PopQA", "TriviaQA", "NQ"))], datasets=["NQ"], style="published")
+    (ax,) = figure.axes
+    assert [line.get_marker() for line in ax.lines] == ["", ""]
+    assert not any(area.get_hatch() for area in ax.collections)
+    with pytest.raises(InputError, match="datasets='QA'"):
+        hw.figures.saliency([made()], datasets=["QA"])
+
+
 def test_runs_of_one_model_on_other_sets_share_its_panel():
     figure = hw.figures.saliency([made(("PopQA",)), made(("NQ",))])
     assert len(figure.axes) == 1

@@ -86,7 +86,7 @@ def test_a_probe_on_answers_right_by_coin_flip_is_at_chance(model, coin_flips, t
     pathways = traced(model, given, token)
     low, high = auc_of(pathways)
     assert low - MISS < 0.5 < high + MISS
-    assert not low < 0.5 < high or "not told from chance" in " ".join(pathways.report())
+    assert not low < 0.5 < high or "indistinguishable from chance" in " ".join(pathways.report())
     low, high = auc_of(pathways, "exact answer's length and place")
     assert low <= 0.5 <= high
 

@@ -26,6 +26,12 @@ KINDS = {
     ),
 }  # fmt: skip
 """By kind: the class of the results, what draws several of them, and where a command with several results keeps one."""
+NOTES = {
+    ("heads", "published"): "headwater.figures.head_map:rule_note",
+    ("pathways", "published"): "headwater.figures.pathway_curves:chance_note",
+    ("pathways", "headwater"): "headwater.figures.pathway_curves:chance_note",
+}
+"""What says of a kind and style what the figure does not show by itself."""
 
 
 def figure(
@@ -34,6 +40,8 @@ def figure(
     /,
     *,
     style: Literal["headwater", "published"] = "headwater",
+    datasets: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    title: str | None = None,
     out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
@@ -49,12 +57,17 @@ def figure(
         kind: Which figure.
         runs: Folders of finished runs, one or more, a panel each.
         style: With intervals and counts, or the panels, series and words of the papers.
+        datasets: Question set to draw; repeatable; of saliency alone. Default: all.
+        title: Above all panels. Default: the figure's own.
         out: Path without suffix: written as png, svg and pdf. Default: KIND in this folder.
     """
     result_class, draw, part = KINDS[kind]
     results = [_read(_named(result_class), folder, part) for folder in runs]
-    drawn = _named(draw)(results, style=style)
-    note = _named("headwater.figures.head_map:rule_note")(results) if (kind, style) == ("heads", "published") else ""
+    if datasets and kind != "saliency":
+        raise InputError(f"--set is an option of the figure saliency; {kind} has a panel or a curve for every set.")
+    chosen = {"datasets": datasets} if datasets else {}
+    drawn = _named(draw)(results, style=style, title=title, **chosen)
+    note = _named(NOTES[kind, style])(results) if (kind, style) in NOTES else ""
     files = []
     if is_main():
         import matplotlib as mpl

@@ -153,6 +153,9 @@ def saliency(
     probe: ProbeAt = ProbeAt(),
     target: Literal["cross_entropy", "logit"] = "cross_entropy",
     layer: int | None = None,
+    heads: Literal["mean_abs", "abs_mean"] = "mean_abs",
+    pairs: Literal["sum", "mean"] = "sum",
+    layers: list[int] | None = None,
     load: Load = Load(),
     run: Run = Run(),
 ) -> None:
@@ -168,6 +171,10 @@ def saliency(
     Args:
         target: What figures show: `cross_entropy` of the probe with the true z, or its `logit`. Both are kept.
         layer: Of the probe. Default: the one that does best.
+        heads: `mean_abs` averages |A ∂L/∂A| over heads; `abs_mean` takes the absolute value of the average.
+        pairs: The `sum` over pairs of tokens, as published, or their `mean`, which turns the order of E_Q→E_A and E_Q→*
+            round.
+        layers: Which layers are averaged; repeatable. Default: all up to the probe's.
     """
     from headwater.pathways.attention_saliency import saliency as measure
     from headwater.probes.linear import Probe, fit_probes
@@ -184,7 +191,10 @@ def saliency(
         return probes[probes.best if layer is None else layer]
 
     fitted = processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ
-    measured = measure(loaded, answered, fitted, target=target, progress=run.progress, out=run.part("saliency"))
+    measured = measure(
+        loaded, answered, fitted, target=target, heads=heads, pairs=pairs, layers=layers, progress=run.progress,
+        out=run.part("saliency"),
+    )  # fmt: skip
     _finish({"answers": answered, "saliency": measured}, run)
 
 

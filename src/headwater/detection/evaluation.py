@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from headwater.stats.discrimination import auc
+from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Draws, ends
 
 NAMES = {
@@ -74,9 +74,11 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         return f"{dataset}: no method could be measured."
     best = measured.iloc[0]
     reached = f"AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f}"
+    chance = against_chance(best["low"], best["high"])
+    many = f"of {len(measured)} methods " if len(measured) > 1 else ""
     said = [
-        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; "
-        f"{NAMES[best['method']]} tells them apart best ({reached})."
+        f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
+        f"{NAMES[best['method']]} tells them apart best ({reached}{f'; {chance}' if chance else ''})."
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     said += [
@@ -85,9 +87,9 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         if name in found and np.isfinite(found[name]["gain"])
     ]
     if "question" in found and "probe" in found:
-        low = found["question"]["gain"] >= 0
-        more = "no more than" if low else "more than"
-        said.append(f"The probe tells {more} relation and popularity alone (AUC {found['question']['auc']:.3f}).")
+        alone = found["question"]
+        reached = f"AUC {alone['auc']:.3f}, {alone['low']:.3f} to {alone['high']:.3f}"
+        said.append(f"Relation and popularity alone ({reached}): this {_verdict(alone)} the probe ({_signed(alone)}).")
     notes = table[table["note"] != ""]
     said += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(said)

@@ -3,7 +3,8 @@
 A panel per model; ΔP in percentage points against the layer whose probe is read. A question set has its colour and
 mark; Q-anchored examples are drawn solid, A-anchored ones dashed with open marks. 95 % bands over examples; one legend
 below all panels, with the number of examples in each mode at l*. The published form (Luo et al., ACL 2026, Figure 2)
-has A-anchored examples in colours of their own: orange, red, brown and grey.
+has no marks, and A-anchored examples in colours of their own: orange, red, brown and grey; how many examples there are
+and what the probe tells is said below its legend. A curve of fewer than ten examples is thin, with open marks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
 from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
-from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
+from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
@@ -34,14 +35,19 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import style as shared_look
 from headwater.options import shown as written
+from headwater.pathways.mean_effects import FEWEST
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT, SplitName
+from headwater.pathways.summary import SetAtBest
+from headwater.pathways.tables import PROBE, WRONG_ANSWER
 from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
+from headwater.runs.findings import said_number
 from headwater.runs.result import DRAWINGS
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
 """The published colours of A-anchored examples, by question set."""
 DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
+HOLLOW: dict[str, Any] = {"linewidth": 0.5, "markerfacecolor": "white", "markersize": 3.2}
 SHORT = {"delta_p": "ΔP", "delta_logit": "change of the probe's logit"}
 WHAT = {
     "delta_p": "ΔP without the question's exact words",
@@ -119,7 +125,7 @@ def delta_p(
             ax.set_title(titles[0])
         return apply_title_and_size(ax, title, None)
     with shared_look(ax):
-        below = LINE * (len(names) + (1 if as_published else 4)) + 0.1
+        below = LINE * (len(names) + (1 + len(shown) * len(names) if as_published else 4)) + 0.1
         figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
@@ -133,6 +139,7 @@ def delta_p(
             panel.set_ylabel(_axis_name(value, as_published))
         if as_published:
             legend.legend(*_published_legend(names), loc="upper center", ncols=2, **ROOMY)
+            legend.text(0.5, 0.0, _what_is_told(shown), ha="center", va="bottom", fontsize=6)
         else:
             handles, labels = _legend(shown, names, split_by)
             legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
@@ -223,6 +230,8 @@ def _draw(
         for name in pathways.datasets:
             line = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
             look = look_of(name, mode, names, as_published)
+            if 0 < line["examples"].max() < FEWEST:
+                look |= HOLLOW | {"marker": SETS[places_of_sets(names)[name]][1]}
             bounds = line[f"{value}_low"], line[f"{value}_high"]
             ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
             ax.plot(line["layer"], line[value], **look)
@@ -235,6 +244,7 @@ def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = Fal
     """Return how the line of a question set and mode is drawn beside those of other sets."""
     place = places_of_sets(names)[name]
     color, mark = SETS[place]
+    mark = "" if as_published else mark
     look: dict[str, Any] = {"color": color, "linestyle": DASHES[mode], "marker": mark, "markersize": 2.6}
     if mode == MODES[0]:
         return look
@@ -260,6 +270,29 @@ def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
     handles = [Line2D([], [], **look_of(name, mode, names, as_published=True)) for mode, name in found]
     called = set_names(names)
     return handles, [f"{mode.replace('anchored', 'Anchored')} ({called[name]})" for mode, name in found]
+
+
+def _what_is_told(shown: Sequence[Pathways]) -> str:
+    """A line per panel and question set: how many examples are in each mode at l*, and what the probe there tells."""
+    lines = []
+    for one in shown:
+        for name in one.datasets:
+            view, counts = SetAtBest(one, name), [_count(one, name, mode, BEST_LAYER) for mode in MODES]
+            auc = said_number(*view.baseline(WRONG_ANSWER, PROBE))
+            told = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
+            lines.append(label(f"{model_name(short_name(one.run.model))}, {set_name(name)}: {told}"))
+    return "\n".join(lines)
+
+
+def chance_note(shown: Sequence[Pathways]) -> str:
+    """Name the runs and question sets whose probe is not above chance: their curves are about nothing; "" without."""
+    found = [
+        f"{short_name(one.run.model)}, {name}"
+        for one in shown
+        for name in one.datasets
+        if not SetAtBest(one, name).baseline(WRONG_ANSWER, PROBE)[1] > 0.5
+    ]
+    return f"The probe is not above chance, so that its curves say nothing: {'; '.join(found)}." if found else ""
 
 
 def _counted(shown: Sequence[Pathways]) -> str:

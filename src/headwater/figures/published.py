@@ -27,9 +27,9 @@ MODEL_NAMES = {
     "llama-3.1-70b": "Llama-3.1 70B",
     "llama-3-8b": "Llama-3-8B",
     "llama-3-70b": "Llama-3-70B",
-    "llama-2-7b-chat-hf": "LLaMA-2 7B Chat",
-    "llama-2-13b-chat-hf": "LLaMA-2 13B Chat",
-    "llama-2-70b-chat-hf": "LLaMA-2 70B Chat",
+    "llama-2-7b-chat-hf": "LLaMA 2 7B Chat",
+    "llama-2-13b-chat-hf": "LLaMA 2 13B Chat",
+    "llama-2-70b-chat-hf": "LLaMA 2 70B Chat",
     "llama-3-8b-instruct": "LLaMA-3 8B Instruct",
     "llama-3-70b-instruct": "LLaMA-3 70B Instruct",
 }

@@ -1,8 +1,8 @@
 """Densities of saliency, as published (Luo et al. 2026, Fig. 1): one panel per model, each with its own scales.
 
-A question set has its colour and mark; S(E_Q→E_A) is drawn solid and filled, S(E_Q→*) dashed and hatched. The published
-form has other colours: light blue and light green for S(E_Q→E_A) of the first and the second set, light orange and
-light red for S(E_Q→*); there the second set's lines carry dots. No pair is told apart by colour alone.
+A question set has its colour and mark; S(E_Q→E_A) is drawn solid and filled, S(E_Q→*) dashed and hatched: no pair is
+told apart by colour alone. The published form has neither hatches nor marks, and other colours: light blue and light
+green for S(E_Q→E_A) of the first and the second set, light orange and light red for S(E_Q→*).
 The densities are scipy's `gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks
 there would hide the very peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest
 density. Beyond two sets, each further two get a row of panels of their own.
@@ -30,6 +30,7 @@ from headwater.figures.fonts import label
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
 from headwater.figures.style import DASHED, checked_place, entitle, model_title, new_figure, short_name
 from headwater.figures.style import style as shared_look
+from headwater.options import checked_name
 from headwater.pathways.attention_saliency import Saliency
 from headwater.pathways.saliency_report import LossName
 from headwater.runs.figure_options import Size, apply_title_and_size
@@ -47,13 +48,12 @@ LINES = {
 }
 DASHES: dict[str, Any] = {"saliency_exact_answer": "-", "saliency_all": DASHED}
 HATCHES = {"saliency_exact_answer": "", "saliency_all": "////"}
-MARKS = ("", "o")
-"""Along the line of the first and the second set of a panel, as published."""
 FILLED = {"saliency_exact_answer": 0.3, "saliency_all": 0.12}
 """How strongly an area is filled."""
 SEEN = "attention saliency"
 SPELLED = "$E_Q$: the question's exact words\n$E_A$: the answer's; *: all later tokens"
 TARGET_NAMES = {"cross_entropy": "probe cross-entropy", "logit": "probe logit"}
+PAIRS = {"sum": "total over pairs", "mean": "mean over pairs"}
 MAX_SETS = 4
 
 
@@ -62,6 +62,7 @@ def saliency(
     results: Sequence[Saliency],
     *,
     target: LossName | None = None,
+    datasets: Sequence[str] | None = None,
     log_scale: bool = False,
     style: StyleName = "headwater",
     ax: Axes | None = None,
@@ -73,6 +74,7 @@ def saliency(
     Args:
         results: what `hw.saliency` gave, for one or more models; runs of one model share its panel.
         target: `cross_entropy` or `logit`; default: what the first run asked for.
+        datasets: which question sets; default: all.
         log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
             the values would be crushed against 0.
         style: "headwater", or "published": models, series and axes by their published names, without counts.
@@ -81,13 +83,19 @@ def saliency(
         figsize: width and height of a new figure, in inches.
 
     Raises:
-        InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value; or `ax`
-            was given for several panels.
+        InputError: nothing was given, or a set has no density: fewer than two examples, or all of one value; there is
+            no such set, some runs have sums over pairs and others means, or `ax` was given for several panels.
     """
     listed = list(results)
     if not listed:
         raise InputError("hw.figures.saliency needs at least one result of hw.saliency; the list is empty.")
-    chosen = target or listed[0].target
+    chosen, pairs_by = target or listed[0].target, listed[0].run.options.get("pairs")
+    for other in listed:
+        if other.run.options.get("pairs") != pairs_by:
+            raise InputError(
+                f"One axis cannot show saliency of pairs={pairs_by!r} and of pairs={other.run.options.get('pairs')!r}: "
+                "draw these runs apart."
+            )
     models: dict[str, list[pd.DataFrame]] = {}
     titles: dict[str, str] = {}
     for result in listed:
@@ -95,16 +103,21 @@ def saliency(
         titles[result.run.model] = short_name(result.run.model)
     tables = {model: pd.concat(parts) for model, parts in models.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
+    if datasets is not None:
+        asked = datasets if isinstance(datasets, list | tuple) else [datasets]
+        names = [checked_name("datasets", name, names) for name in asked]
+        tables = {model: table[table["dataset"].isin(names)] for model, table in tables.items()}
     if len(names) > MAX_SETS:
         raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
     as_published = is_published(style)
     names = in_order(names) if as_published else names
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     size = checked_place(ax, len(pairs) * len(tables), figsize)
+    axis = _axis(chosen, pairs_by)
     with shared_look(ax):
         if ax is not None:
             (table,) = tables.values()
-            _alone(ax, table, names, chosen, log_scale, model_title(listed[0].run, SEEN), as_published)
+            _alone(ax, table, names, axis, log_scale, model_title(listed[0].run, SEEN), as_published)
             if as_published:
                 ax.set_title(model_name(*titles.values()))
             return apply_title_and_size(ax, title, None)
@@ -114,7 +127,7 @@ def saliency(
         handles: dict[str, Any] = {}
         for column, (model, table) in enumerate(tables.items()):
             for panel, pair in zip(axes[:, column], pairs, strict=True):
-                found = _panel(panel, table[table["dataset"].isin(pair)], names, chosen, log_scale, as_published)
+                found = _panel(panel, table[table["dataset"].isin(pair)], names, axis, log_scale, as_published)
                 handles |= found
                 panel.set_ylabel("" if column else "Density")
             shown = model_name(titles[model]) if as_published else titles[model]
@@ -145,7 +158,8 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
     if ax is None:
         return saliency([result])
     with shared_look(ax):
-        _alone(ax, result.of(), list(result.datasets), result.target, False, model_title(result.run, SEEN))
+        axis = _axis(result.target, result.run.options.get("pairs"))
+        _alone(ax, result.of(), list(result.datasets), axis, False, model_title(result.run, SEEN))
     return ax
 
 
@@ -153,13 +167,13 @@ def _alone(
     ax: Axes,
     table: pd.DataFrame,
     names: list[str],
-    target: str,
+    axis: str,
     log_scale: bool,
     title: str,
     as_published: bool = False,
 ) -> None:
     """Draw a panel that is a figure: with its legend and title."""
-    handles = _panel(ax, table, names, target, log_scale, as_published)
+    handles = _panel(ax, table, names, axis, log_scale, as_published)
     ax.set(ylabel="Density")
     ax.set_title(title)
     entries = _in_order(handles)
@@ -172,7 +186,7 @@ def _in_order(handles: dict[str, Any]) -> dict[str, Any]:
 
 
 def _panel(
-    ax: Axes, table: pd.DataFrame, names: list[str], target: str, log_scale: bool, as_published: bool = False
+    ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, as_published: bool = False
 ) -> dict[str, Any]:
     """Draw the densities of one model; return the legend's entries and their order, by label."""
     drawn = {
@@ -211,9 +225,9 @@ def _panel(
         ax.xaxis.set_major_formatter(lambda value, _: f"{value / 10.0**exponent:.3g}")
         ax.yaxis.set_major_formatter(lambda density, _: f"{density * 10.0**exponent:.3g}")
     unit = f" / $10^{{{exponent}}}$" if exponent else ""
-    ax.set_xlabel(f"Saliency ({TARGET_NAMES[target]}){unit}")
+    ax.set_xlabel(f"Saliency ({axis}){unit}")
     if as_published:
-        _published_axis(ax)
+        _published_axis(ax, axis)
     return handles
 
 
@@ -223,16 +237,23 @@ def _looks(kind: str, name: str, names: list[str], as_published: bool) -> tuple[
     color, mark = looks_of_sets(names)[name]
     fill, alpha = color, FILLED[kind]
     if as_published:
-        color, mark, fill, alpha = LINES[kind][place], MARKS[place % 2], FILLS[kind][place], 0.45
-    area = {"facecolor": fill, "alpha": alpha, "hatch": HATCHES[kind], "edgecolor": color, "linewidth": 0}
+        color, mark, fill, alpha = LINES[kind][place], "", FILLS[kind][place], 0.45
+    hatch = "" if as_published else HATCHES[kind]
+    area = {"facecolor": fill, "alpha": alpha, "hatch": hatch, "edgecolor": color, "linewidth": 0}
     line = {"color": color, "linestyle": DASHES[kind], "linewidth": 1.1, "marker": mark, "markersize": 2.4}
     return area, line
 
 
-def _published_axis(ax: Axes) -> None:
-    """Name the axis as published; powers of ten stand at the ends of both axes."""
+def _axis(target: str, pairs: object) -> str:
+    """Return what an axis says of the saliency on it."""
+    return ", ".join(filter(None, (PAIRS.get(str(pairs)), TARGET_NAMES[target])))
+
+
+def _published_axis(ax: Axes, axis: str) -> None:
+    """Name the axis as published, where it shows what is published; powers of ten stand at the ends of both axes."""
     power = ax.get_xlabel().partition("{")[2].partition("}")[0]
-    ax.set_xlabel("Saliency Score")
+    means = axis.startswith(PAIRS["mean"])
+    ax.set_xlabel(f"Saliency Score ({PAIRS['mean']})" if means else "Saliency Score")
     if power:
         at: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "fontsize": 6}
         ax.annotate(f"$\\times 10^{{{power}}}$", (1, 0), (0, -14), ha="right", va="top", **at)

@@ -10,9 +10,10 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.3 (Eq. 1); after Wang 
 2. A ∂L/∂A = A ⟨g, v⟩ (`kernels.attention`), g the gradient at the head's output, from `models.gradients`: no gradient
    of a pattern is formed, layers above l* and positions after the probe's token are not run, and positions before the
    first edge are run without gradients, those that all texts begin with once.
-3. S(E_Q→E_A): the mean over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token, i = j
+3. S(E_Q→E_A): the sum over i in E_A, j in E_Q; S(E_Q→*): over all i that can see j, up to the probe's token, i = j
    among them, which the released code of label words sets to 0 (up to 7.5 % of the mean). Both are averaged over the
-   layers up to l*.
+   layers up to l*. The sum is the "total" of the publication, and S(E_Q→*) is then never the smaller one, as E_A is
+   among its rows; the mean over pairs (`pairs="mean"`) divides it by many rows of little flow and turns the two round.
 4. p and the gradient of an example come from coefficients of the probe that were not fitted on it (`Probe.folds`): of
    examples that it has seen a probe of many coordinates is sure and right, whether or not there is anything to know.
 
@@ -143,7 +144,7 @@ def saliency(
     target: LossName = "cross_entropy",
     edges: Literal["exact_answer", "all"] | Sequence[Literal["exact_answer", "all"]] = ("exact_answer", "all"),
     heads: Heads = "mean_abs",
-    pairs: Pairs = "mean",
+    pairs: Pairs = "sum",
     layers: Iterable[int] | int | None = None,
     batch_size: int = 16,
     progress: bool = True,
@@ -151,8 +152,8 @@ def saliency(
 ) -> Saliency:
     """Measure the saliency of the attention edges from the exact question tokens.
 
-    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|, averaged over heads, over pairs of tokens and over the layers up to the
-    probe's (Luo et al., ACL 2026, §2.3).
+    S(i, j) = |A(i, j) · ∂L/∂A(i, j)|, averaged over heads, summed over pairs of tokens and averaged over the layers up
+    to the probe's (Luo et al., ACL 2026, §2.3).
 
     Args:
         model: the model that answered.
@@ -164,7 +165,7 @@ def saliency(
         edges: `exact_answer` (E_Q→E_A), `all` (E_Q→*), or both. E_Q→E_A alone needs gradients at the answer's
             positions only, and is faster; the other column is then NaN.
         heads: `mean_abs` averages |A ∂L/∂A| over heads, `abs_mean` takes the absolute value of the average.
-        pairs: `mean` over pairs of tokens, or their `sum`.
+        pairs: the `sum` over pairs of tokens, or their `mean`, which usually puts S(E_Q→E_A) above S(E_Q→*).
         layers: which layers; default: all up to the probe's.
         batch_size: examples in one run; examples that need about the same positions run together.
         progress: show a bar.

@@ -43,6 +43,8 @@ from headwater.pathways.tables import (
     WRONG_ANSWER,
 )
 from headwater.questions.states import BEFORE
+from headwater.stats.discrimination import against_chance
+from headwater.stats.resample import Draws, interval
 
 
 def report_of(pathways: Traced) -> list[str]:
@@ -65,15 +67,23 @@ def _conclusion(pathways: Traced) -> str:
     verdicts = {name: SetAtBest(pathways, name).verdict(EXACT, WITHIN) for name in pathways.datasets}
     tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
     surviving = [name for name in tested if survives(pathways, name)]
-    untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if name not in tested]
+    untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
     where = ", ".join(surviving) if surviving else "none of the question sets"
     said = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
-    return f"Two modes survive the controls on {where} ({'; '.join([said, *untested])})."
+    unknown = [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]
+    note = (
+        f" {', '.join(unknown)}: the questions have no relations, so two peaks may be two kinds of question; two modes "
+        "can neither be tested nor claimed there."
+        if unknown
+        else ""
+    )
+    return f"Two modes survive the controls on {where} ({'; '.join([said, *untested])}).{note}"
 
 
 def _probe(view: SetAtBest) -> Iterator[str]:
     found = view.baseline(WRONG_ANSWER, PROBE)
-    at_chance = "" if found[1] > 0.5 else " It is not told from chance, and nothing below says much."
+    chance = against_chance(*found[1:])
+    at_chance = f" This is {chance}, and nothing below says much." if chance else ""
     if view.told_by_spans:
         at_chance = (
             " Length and place of the exact answer alone tell them as well: this is no sign that the states know which "
@@ -137,9 +147,10 @@ def _knockout(view: SetAtBest) -> Iterator[str]:
 
 def _modes(view: SetAtBest) -> Iterator[str]:
     q, a = (view.curve(BEST_LAYER, mode) for mode in MODES)
+    n_q, n_a = (view.members(mode) for mode in MODES)
     yield (
-        f"with modes by the probe's own flips, as published, ΔP at l* is {_points(q)} for Q-anchored and {_points(a)} "
-        "for A-anchored examples."
+        f"with modes by the probe's own flips, as published, ΔP at l* is {_points(q)} for {n_q:,} Q-anchored and "
+        f"{_points(a)} for {n_a:,} A-anchored examples (an example counts in both where seeds disagree)."
     )
     for mode in MODES:
         if view.members(mode) < FEWEST:
@@ -168,16 +179,12 @@ def _shape(view: SetAtBest) -> Iterator[str]:
     if found[0] == TWO_PEAKS and TWO_PEAKS not in found[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
     test = view.component(EXACT, WITHIN)
-    if test is not None:
+    if test is not None and test["verdict"] != NO_RELATIONS:
         yield _within(test)
 
 
 def _within(test: pd.Series) -> str:
     """Say what was tested within relations, and what came out."""
-    if test["verdict"] == NO_RELATIONS:
-        return (
-            "the questions have no relations: two peaks may be two kinds of question, and two modes cannot be claimed."
-        )
     if test["verdict"] == TOO_FEW:
         return (
             f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction: two modes within relations cannot "
@@ -195,16 +202,18 @@ def _within(test: pd.Series) -> str:
 
 
 def _direction(view: SetAtBest) -> Iterator[str]:
-    said_wrong = view.modes["predicted_wrong"]
-    flips = (view.modes["mode"] == MODES[0]).groupby(said_wrong).mean()
-    right, wrong = float(flips.get(False, np.nan)), float(flips.get(True, np.nan))
+    rows = view.modes.assign(flips=view.modes["mode"] == MODES[0])
+    right, wrong = (_share(rows[rows["predicted_wrong"] == side], "flips") for side in (False, True))
     note = ""
-    if np.isfinite(right) and np.isfinite(wrong) and max(right, wrong) > 3 * min(right, wrong) + 0.02:
+    if max(right[0], wrong[0]) > 3 * min(right[0], wrong[0]) + 0.02:
         note = (
             " Flips go one way: where a knockout moves every example to one side, the rule of hard flips calls those "
             "already there A-anchored, whatever they depend on."
         )
-    yield f"{right:.0%} of the predictions 'right' flip and {wrong:.0%} of the predictions 'wrong'.{note}"
+    yield (
+        f"{_percent(right)} of the predictions 'right' flip and {_percent(wrong)} of the predictions 'wrong' "
+        f"({(~rows['predicted_wrong']).sum():,} and {rows['predicted_wrong'].sum():,}, over seeds).{note}"
+    )
 
 
 def _awareness(view: SetAtBest) -> Iterator[str]:
@@ -236,14 +245,23 @@ def _swaps(view: SetAtBest) -> Iterator[str]:
 
 
 def _properties(view: SetAtBest) -> Iterator[str]:
-    by_mode = view.modes.groupby("mode")
-    accuracy = by_mode["correct"].mean()
-    if len(accuracy) == 2:
-        text = f"{accuracy[MODES[0]]:.0%} of Q-anchored and {accuracy[MODES[1]]:.0%} of A-anchored answers are right"
+    sides = [view.modes[view.modes["mode"] == mode] for mode in MODES]
+    if all(map(len, sides)):
+        q, a = (_percent(_share(side, "correct")) for side in sides)
+        counts = " and ".join(f"{side['example'].nunique():,}" for side in sides)
+        text = f"{q} of Q-anchored and {a} of A-anchored answers are right ({counts})"
         if "popularity" in view.modes and view.modes["popularity"].notna().any():
-            popularity = by_mode["popularity"].median()
-            text += f"; median popularity {popularity[MODES[0]]:,.0f} and {popularity[MODES[1]]:,.0f}"
+            popular = " and ".join(f"{side['popularity'].median():,.0f}" for side in sides)
+            text += f"; median popularity {popular}"
         yield f"{text}."
+
+
+def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
+    """The share of rows that have something, with its interval over questions."""
+    if rows.empty:
+        return np.nan, np.nan, np.nan
+    found = interval(Draws.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
+    return found.value, found.low, found.high
 
 
 def _against_zero(difference: tuple[float, float, float], above: str, below: str, neither: str) -> str:
@@ -252,11 +270,15 @@ def _against_zero(difference: tuple[float, float, float], above: str, below: str
 
 def _interval(found: tuple[float, float, float]) -> str:
     value, low, high = found
+    if not np.isfinite(value):
+        return "not measured"
     return f"{value:.3f} ({low:.3f} to {high:.3f})" if np.isfinite(low) else f"{value:.3f}"
 
 
 def _percent(found: tuple[float, float, float]) -> str:
     value, low, high = (100 * number for number in found)
+    if not np.isfinite(value):
+        return "not measured"
     return f"{value:.0f} % ({low:.0f} to {high:.0f})" if np.isfinite(low) else f"{value:.0f} %"
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from headwater.stats.dip import critical_dip, dip
+from headwater.stats.discrimination import CHANCE
+from headwater.stats.resample import DRAWS
+from headwater.stats.significance import wilson_interval
 
 LossName: TypeAlias = Literal["cross_entropy", "logit"]
 TARGETS = get_args(LossName)
@@ -32,12 +37,29 @@ def summary_of(rows: pd.DataFrame, column: str) -> dict[str, object] | None:
     }
     at_zero = near_zero["cross_entropy"]
     several = {t: len(p) > 1 and dip(p[column].to_numpy()) > critical_dip(len(p)) for t, p in by_target.items()}
+    flow = by_target["logit"]
     return {
         **medians,
+        "right": int((flow["z"] == 0).sum()),
+        "wrong": int((flow["z"] == 1).sum()),
+        "times": _times(*(flow.loc[flow["z"] == kind, column].to_numpy() for kind in (1, 0))),
         "near_zero": {target: round(float(near.mean()), 4) for target, near in near_zero.items()},
         "saturated": round(float((~near_zero["logit"][at_zero]).mean()), 4) if at_zero.any() else None,
         "several_peaks": several,
     }
+
+
+def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float] | None:
+    """How many times the median of right answers that of wrong ones is, with its 95 % interval over examples."""
+    if min(len(wrong), len(right)) < 2 or not np.median(right):
+        return None
+    rng = np.random.default_rng(0)
+    top, bottom = (
+        np.median(values[rng.integers(len(values), size=(DRAWS, len(values)))], 1) for values in (wrong, right)
+    )
+    drawn = top[bottom > 0] / bottom[bottom > 0]
+    ends = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (0.0, np.inf)
+    return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
 
 
 def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -77,20 +99,31 @@ def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
         if found is None:
             yield f"{name}: {edges} has no value: it was not asked for, or the probe cannot depend on these edges."
             continue
-        right, wrong = found["median_logit_right"], found["median_logit_wrong"]
-        if right and wrong is not None:
-            yield f"{name}: {edges} of the logit is {wrong / right:.2f} times as large for wrong answers as for right."
+        if found["times"] is not None:
+            times, low, high = found["times"]
+            chance = f", {CHANCE}" if low <= 1 <= high else ""
+            yield (
+                f"{name}: {edges} of the logit is {times:.2f} ({low:.2f} to {high:.2f}) times as large for "
+                f"{found['wrong']:,} wrong answers as for {found['right']:,} right ones{chance}."
+            )
         near, saturated = found["near_zero"], found["saturated"]
         why = (
             f", of which {saturated:.0%} have a probe that is sure and right and a flow like the others"
             if saturated
             else ""
         )
+        n = found["right"] + found["wrong"]
+        entropy, logit = (_percent(near[target], n) for target in TARGETS)
         yield (
-            f"{name}: {near['cross_entropy']:.1%} of the examples are near zero in {edges} of the cross-entropy{why}; "
-            f"{near['logit']:.1%} with the logit."
+            f"{name}: {entropy} of {n:,} examples are near zero in {edges} of the cross-entropy{why}; {logit} with the "
+            "logit."
         )
         entropy, logit = (
             "more than one peak" if several else "one peak" for several in found["several_peaks"].values()
         )
         yield f"{name}: by the dip test {edges} has {entropy} with the cross-entropy and {logit} with the logit."
+
+
+def _percent(share: float, n: int) -> str:
+    low, high = (100 * float(end) for end in wilson_interval(np.array(share * n), np.array(n)))
+    return f"{share:.1%} ({low:.0f} to {high:.0f})"

@@ -121,7 +121,7 @@ def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[E
         InputError: as `question_frame`, or examples are no pairs of a question and its answer.
     """
     if examples is not None or prompt is not None:
-        return question_frame(model, prompt=prompt, examples=_checked(examples or ()))
+        return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))
     frame = question_frame(model, examples=EXAMPLES)
     tokens, _ = encode(model.tokenizer, frame.before, model.bos)  # type: ignore[arg-type]
     return frame if ROOM * len(tokens) <= model.shape.n_ctx else question_frame(model)

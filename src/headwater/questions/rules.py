@@ -6,9 +6,11 @@
 2. The property is the noun behind a possessive ("Ann's job"); else the verb behind "who"; else the nouns behind "what",
    "which", "how many", or behind the verb that follows them ("what is the capital of ..."), and what stands behind the
    entity ("In what city was she born?").
-3. The answer is what stands in quotation marks; else a date; else the first name that is not the question's; else a
-   number; else the first noun phrase behind "is", "was", ...; short answers are taken whole. "I think" and the like do
-   not belong to it. Whether it is right does not matter.
+3. The answer: short ones are taken whole; to "Is ...?" it is yes or no, to "when" and "how many" the first date or
+   number that is not the question's, to "this or that" the one that is named. Of a sentence with a verb one side only
+   repeats the question: the answer is the first title, name or noun phrase of the other side that says something new;
+   of occupations, sports, genres and other kinds a noun phrase before any name. "I think" and the like do not belong to
+   it. Whether it is right does not matter.
 
 `headwater.questions.agreement` says how often these are the words that a question set names itself. Rules know nothing:
 titles without a capital, questions of several clauses and other languages are beyond them.
@@ -17,22 +19,46 @@ titles without a capital, questions of several clauses and other languages are b
 from __future__ import annotations
 
 import re
+from difflib import SequenceMatcher
+from functools import lru_cache
+from unicodedata import combining, normalize
 
 from headwater.questions.extract import EXTRACTORS
 from headwater.questions.words import Span
 
-ASKING = frozenset("who whom whose what which when where why how".split())  # noqa: SIM905
-COPULAS = frozenset("is are was were be been being".split())  # noqa: SIM905
-AUXILIARIES = COPULAS | frozenset(
-    "'s do does did has have had can could will would shall should may might must".split()  # noqa: SIM905
-)
-ARTICLES = frozenset("a an the this that these those his her its their".split())  # noqa: SIM905
-LINKS = frozenset("of for in on at by to from with about into as".split())  # noqa: SIM905
-JOINING = frozenset("of the de la le von van der den al bin and & du da del di".split())  # noqa: SIM905
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ASKING = _words("who whom whose what which when where why how")
+COPULAS = _words("is are was were be been being")
+AUXILIARIES = COPULAS | _words("'s do does did has have had can could will would shall should may might must")
+ARTICLES = _words("a an the this that these those his her its their")
+LINKS = _words("of for in on at by to from with about into as")
+JOINING = _words("of the de la le von van der den al bin and & du da del di")
 """Small words that may stand inside a name."""
-ENDS = LINKS | frozenset("who which that where when and or but because so".split())  # noqa: SIM905
-FILLERS = ARTICLES | frozenset("it he she they there this that yes no i we you".split())  # noqa: SIM905
+SHORTENED = _words("St Mt Dr Mr Mrs Ms Jr Sr")
+ENDS = LINKS | _words(
+    "who which that where when and or but because so during after before between under over through within"
+)
+FILLERS = ARTICLES | _words("it he she they there this that yes no i we you")
 """Words that begin an answer with a capital and name nothing."""
+SMALL = ARTICLES | AUXILIARIES | ENDS | JOINING | FILLERS | {"not"}
+GENERAL = _words(
+    "city country state county town province member part place both two one first type kind example term genre "
+    "subgenre game form located known name made written given found original"
+)
+"""Words that lead to an answer and are none."""
+PARTICIPLES = _words("written known made born found held set created")
+ADVERBS = GENERAL - {"member", "part", "place"} | _words(
+    "currently also often usually approximately about around actually"
+)
+KINDS = _words(
+    "occupation profession job sport genre type types kind color colour material animal instrument activity "
+    "nationality relation"
+)
+"""What is asked for by these has no name of its own."""
 MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 DATES = re.compile(
     rf"(?:\d{{1,2}}(?:st|nd|rd|th)? )?\b(?:{MONTHS})\b(?: \d{{1,2}}\b)?(?:,? \d{{3,4}})|\b\d{{1,2}} (?:{MONTHS})\b"
@@ -42,14 +68,17 @@ COUNTED = (
     "nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million|billion"
 )
 NUMBERS = re.compile(rf"\d[\d,.:/-]*\d%?|\d%?|\b(?:{COUNTED})\b(?:[ -](?:{COUNTED}))*", re.IGNORECASE)
+AMOUNTS = re.compile(rf"(?:{NUMBERS.pattern})(?:(?:st|nd|rd|th)(?: century)?|s\b)?", re.IGNORECASE)
 QUOTED = re.compile(r"[\"“”«]([^\"“”«»]+)[\"”»]|(?<!\w)['‘]([^'’‘]+)['’](?!\w)")
 WORDS = re.compile(r"[^\W_]+(?:[-.’'][^\W\d_]+)*\.?(?=\s|$|[^\w])|&|'s\b", re.UNICODE)
 OPINIONS = re.compile(
     r"^I (?:think|believe|guess|suppose|would say)(?: that)?,? |,? I (?:think|believe|guess|suppose|would say)$"
 )
 """What says of an answer that somebody gives it."""
-SHORT = 3
-"""An answer of so many words and no verb is taken whole."""
+SHORT, LONG = 3, 8
+"""An answer of so many words and no verb is taken whole; a longer one where none of them is in the question."""
+ALIKE = 0.8
+"""From here on two words are one, spelled differently (`difflib`'s ratio)."""
 
 
 class _Word(str):
@@ -139,7 +168,7 @@ def _names(words: list[_Word]) -> list[Span]:
     run: list[_Word] = []
     for word in words:
         starts = word.is_name and word.lower() not in ASKING
-        touches = bool(run) and word.start - run[-1].end <= 1
+        touches = bool(run) and word.start - run[-1].end <= 1 + (run[-1] in SHORTENED)
         if touches and (starts or word in JOINING or word == "'s" or word[0].isdigit()):
             run.append(word)
             continue
@@ -221,30 +250,120 @@ def _behind(words: list[_Word], lower: list[str], free: list[bool]) -> list[Span
 def _answer(question: str, answer: str) -> str | None:
     """Return the exact words of an answer, found in one way in right and wrong ones."""
     text = OPINIONS.sub("", answer.strip().rstrip(".!? "))
-    words = _Word.all(text)
+    text = re.sub(r"\s+\([^()]*\)?$", "", text)
+    words, asked = _Word.all(text), _Word.all(question)
     if not words:
         return None
-    if quoted := _quoted(text):
-        return text[slice(*quoted[0])]
-    verb = next((n for n, word in enumerate(words) if word.lower() in COPULAS), None)
-    if verb is None and len(words) <= SHORT:
-        first = 1 if words[0].lower() in ARTICLES and len(words) > 1 else 0
-        return text[words[first].start :]
-    if date := DATES.search(text):
-        return date[0]
-    behind = words if verb is None or verb + 1 == len(words) else words[verb + 1 :]
-    asked = {word.lower() for word in _Word.all(question)} | JOINING | FILLERS
-    for known in (asked, FILLERS):  # of names that the question has too, the answer may choose one
-        for start, end in (span for part in (behind, words) for span in _names(part)):
-            if not all(word.lower() in known for word in _Word.all(text[start:end])):
-                return text[start:end]
-    if number := NUMBERS.search(text):
-        return number[0]
-    phrase: list[_Word] = []
-    for word in behind:
-        if word.lower() in ARTICLES and not phrase:
+    lower = [word.lower() for word in asked]
+    if words[0].lower() in ("yes", "no") and lower and lower[0] in AUXILIARIES:
+        return text[words[0].start : words[0].end]
+    verb = next((n for n, word in enumerate(words) if word.lower() in AUXILIARIES and word != "'s"), None)
+    known = _Known(lower)
+    is_new = [not known(word) for word in words]
+    if verb is None and (len(words) <= SHORT or (len(words) <= LONG and all(is_new))):
+        begin = next((n for n, word in enumerate(words) if word.lower() not in ARTICLES | {"in", "on", "at"}), 0)
+        return text[words[begin].start : words[-1].end]
+    chosen = (name for name in _named(text, words) if f"{name} or " in question or f" or {name}" in question)
+    if "or" in lower and (first := next(chosen, None)):
+        return first
+    for place in (_date, _amount) if {"when", "year", "date"} & {*lower} else (_amount,) if "how" in lower else ():
+        if found := place(text, asked):
+            return found
+    sides = [words] if verb is None else [words[verb + 1 :], words[:verb]]
+    is_passive = verb is not None and any(word == "by" for word in sides[0][:3])
+    comes_behind = is_passive or KINDS & {*lower} or lower[:1] in (["in"], ["where"])
+    if verb is not None and not comes_behind and _tells(words[:verb], is_new[:verb]):
+        sides.reverse()
+    sides = [part for part in sides if part]
+    for known_now in (known, _Known([])):  # of what the question has too, the answer may choose one
+        for part in sides if not KINDS & {*lower} else ():
+            if name := _new_name(
+                text, part, known_now, is_behind=verb is not None and part[0].start > words[verb].start
+            ):
+                return name
+        for part in sides:
+            if phrase := _new_phrase(text, part, known_now):
+                return phrase
+    return None
+
+
+class _Known:
+    """Whether a word says nothing new: it is small, general, or near enough to one of the question."""
+
+    def __init__(self, asked: list[str]):
+        self.asked = [_folded(word) for word in asked]
+
+    def __call__(self, word: str) -> bool:
+        says_nothing = (word.lower() in SMALL | GENERAL and word != "May") or _is_participle(word)
+        return says_nothing or any(_alike(one, _folded(word)) for one in self.asked)
+
+
+def _is_participle(word: str) -> bool:
+    return word.islower() and word.endswith("ed")
+
+
+@lru_cache(maxsize=100_000)
+def _alike(one: str, other: str) -> bool:
+    """Whether two words are one, perhaps misspelled."""
+    near = min(len(one), len(other)) > 3 and one[0] == other[0] and abs(len(one) - len(other)) < 3
+    return one == other or (near and SequenceMatcher(None, one, other).ratio() > ALIKE)
+
+
+def _folded(word: str) -> str:
+    """A word without capitals and accents, and without the ending of a plural."""
+    plain = "".join(letter for letter in normalize("NFKD", word.lower()) if not combining(letter))
+    return plain[:-1] if plain.endswith("s") and len(plain) > 3 else plain
+
+
+def _tells(words: list[_Word], is_new: list[bool]) -> bool:
+    """Whether what is in front of the verb is the answer, rather than what the question has."""
+    content = [new for word, new in zip(words, is_new, strict=True) if word.lower() not in SMALL]
+    names = any(word.is_name and new for word, new in zip(words, is_new, strict=True))
+    return names and 2 * sum(content) > len(content)
+
+
+def _date(text: str, asked: list[_Word]) -> str | None:
+    return date[0] if (date := DATES.search(text)) else None
+
+
+def _amount(text: str, asked: list[_Word]) -> str | None:
+    """The first number that the question does not have, with what is counted in it."""
+    found = (match[0].rstrip(",.:/-") for match in AMOUNTS.finditer(text))
+    return next((amount for amount in found if not any(amount == word for word in asked)), None)
+
+
+def _named(text: str, words: list[_Word]) -> list[str]:
+    return [text[start:end] for start, end in _names(words)]
+
+
+def _new_name(text: str, words: list[_Word], known: _Known, is_behind: bool) -> str | None:
+    """The first title in quotation marks or name that says something new, with the noun that it describes."""
+    low, high = words[0].start, words[-1].end
+    for start, end in (*((low + start, low + end) for start, end in _quoted(text[low:high])), *_names(words)):
+        own = [word for word in words if start <= word.start < end]
+        if not own or all(known(word) for word in own):
             continue
-        if phrase and (word.lower() in ENDS | AUXILIARIES or text[phrase[-1].end : word.start].strip()):
-            break
-        phrase.append(word)
-    return text[phrase[0].start : phrase[-1].end] if phrase else None
+        if own[0].lower() in ARTICLES | FILLERS and len(own) > 1:
+            start = own[1].start
+        before = next((word.lower() for word in reversed(words) if word.end < start), "")
+        behind = next((word for word in words if word.start == end + 1), None)
+        describes = before in ("a", "an") or (before == "the" and is_behind and len(own) == 1)
+        if behind is not None and describes and behind.islower() and behind not in ENDS | SMALL:
+            return _new_phrase(text, [word for word in words if word.start >= start], known)
+        return text[start:end]
+    return None
+
+
+def _new_phrase(text: str, words: list[_Word], known: _Known) -> str | None:
+    """The first noun phrase that says something new, without what stands in front of its first such word."""
+    phrase: list[_Word] = []
+    for word in [*words, None]:
+        gap = text[phrase[-1].end : word.start] if phrase and word is not None else ""
+        ends = word is None or (gap.strip(" \"'“”") and not (gap in (".", ",") and word[0].isdigit()))
+        if phrase and (ends or (word is not None and word.lower() in ENDS | AUXILIARIES | PARTICIPLES)):
+            if not all(known(one) for one in phrase):
+                return text[phrase[0].start : phrase[-1].end]
+            phrase = []
+        if word is not None and (phrase or not (word.lower() in SMALL | ADVERBS or _is_participle(word))):
+            phrase.append(word)
+    return None

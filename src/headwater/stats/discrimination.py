@@ -62,6 +62,14 @@ def auc(
     return np.asarray(_sum_of_products(counted, below) / _or_nan(pairs))
 
 
+CHANCE, BELOW = "indistinguishable from chance", "below chance"
+
+
+def against_chance(low: float, high: float) -> str:
+    """Say of the interval of an AUC what it means: `CHANCE` where it holds 0.5, `BELOW`, or "" above it."""
+    return "" if low > 0.5 else BELOW if high < 0.5 else CHANCE
+
+
 def _middle(before: Counts, left: Int[ndarray, " _"], right: Int[ndarray, " _"]) -> Float[ndarray, "*draw _"]:
     """Return how many others lie below values, those as high as they counted half."""
     below = np.take(before, left, axis=-1)
