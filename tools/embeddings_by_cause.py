@@ -71,7 +71,7 @@ def main(name: str) -> None:
     effect = pd.DataFrame({relation: heads["effect"] for relation, heads in found.items()})
     attention = pd.DataFrame({relation: heads["attention"] for relation, heads in found.items()})
     sources = torch.cat([tokens.source for tokens in usable])
-    agreement = compare_embeddings(weights_of(model), sources, None).set_index("embedding")["agreement"]
+    agreement = compare_embeddings(weights_of(model), sources, None)[1].set_index("embedding")["agreement"]
     named = {("", "", "attention alone"): attention}
     everywhere = effect.sum(axis=1)
     named["", "", "strongest over other relations"] = effect.rsub(everywhere, axis=0)

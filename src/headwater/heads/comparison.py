@@ -228,7 +228,9 @@ def compare_heads(
     given = load_relations(relations)
     shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
     usable = {name: _usable(shared, weights, k, multi_token) for name, weights in compared.items()}
-    chosen, _ = chosen_embedding(first, next(iter(usable.values())), embedding or "auto")
+    chosen: str = embedding or "auto"
+    if chosen == "auto":
+        chosen, _ = chosen_embedding(first, next(iter(usable.values())), chosen)
     options = {
         "models": {name: f"{one.fingerprint} {one.tokenizer_digest} {one.dtype}" for name, one in compared.items()},
         "relations": relations_digest(given),

@@ -28,7 +28,9 @@ TOKENS = 512
 """How many source tokens are compared, evenly spaced; all where there are fewer."""
 
 
-def compare_embeddings(weights: WeightSource, tokens: Int[Tensor, "token"], embedding: str | None) -> pd.DataFrame:
+def compare_embeddings(
+    weights: WeightSource, tokens: Int[Tensor, "token"], embedding: str | None
+) -> tuple[str, pd.DataFrame]:
     """Compare what heads could read with what the first block writes, and choose.
 
     Args:
@@ -37,8 +39,8 @@ def compare_embeddings(weights: WeightSource, tokens: Int[Tensor, "token"], embe
         embedding: "auto" for the best one, None for the published one, or the name of one.
 
     Returns:
-        A row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed) and `chosen`. Where
-        "layer0" was chosen no row is.
+        The chosen one, and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed)
+        and `chosen`. Where "layer0" was chosen no row is.
     """
     tokens = tokens.unique()
     tokens = tokens[:: -(-len(tokens) // TOKENS)]
@@ -54,7 +56,7 @@ def compare_embeddings(weights: WeightSource, tokens: Int[Tensor, "token"], embe
         best = max(agreement, key=lambda kind: agreement[kind] + LEVEL * (kind == published))
         embedding = published if pd.isna(agreement[published]) else best
     rows = [(kind, value, kind == embedding) for kind, value in agreement.items()]
-    return pd.DataFrame(rows, columns=["embedding", "agreement", "chosen"])
+    return embedding, pd.DataFrame(rows, columns=["embedding", "agreement", "chosen"])
 
 
 def _read(weights: WeightSource, tokens: Int[Tensor, "token"], kind: str) -> Float[Tensor, "token d_model"]:

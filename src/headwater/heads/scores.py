@@ -175,7 +175,14 @@ EXPECTED_FROM = 0.5
 """Where a first glance leaves this share of a relation's items, most are hits."""
 
 
-def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, items: bool = False) -> LayerScores:
+def score_layer(
+    maps: OVMaps,
+    suite: SuitePairs,
+    *,
+    null_from: float | None,
+    items: bool = False,
+    mean_target: Float[Tensor, "relation d_model"] | None = None,
+) -> LayerScores:
     """Score one layer's heads.
 
     Args:
@@ -184,8 +191,10 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
         null_from: the score from which on the moments under shuffled targets are wanted too: 0 for all heads and
             relations (many times the price of the scores); None for none.
         items: whether the hits of single items are wanted too.
+        mean_target: what `mean_targets` returns, where it is known: all layers share it.
     """
     with torch.inference_mode(), full_float32():
+        mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
         glance = ov_blocked.first_glance(maps, suite.pair_source, suite.pair_target, suite.pair_k)
         hits, moments = _hits_and_moments(maps, suite, glance.left.cpu(), null_from)
         found = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
@@ -196,7 +205,7 @@ def score_layer(maps: OVMaps, suite: SuitePairs, *, null_from: float | None, ite
             suppression=shares[1],
             beyond_copying=shares[2],
             suppression_beyond_copying=shares[3],
-            margin=_margin(maps, suite, glance.own),
+            margin=_margin(maps, suite, glance.own, mean_target),
             moments=None if null_from is None else moments[0],
             suppression_moments=None if null_from is None else moments[1],
             hits=found[:2] if items else None,
@@ -224,22 +233,28 @@ def _hits_and_moments(
     return hits, moments
 
 
-def _margin(maps: OVMaps, suite: SuitePairs, own: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
+def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Float[Tensor, "relation d_model"]:
+    """Each relation's mean target column of W_U, in float64: items count alike, and so do the targets of an item."""
+    targets, weights = (sent(one, W_U.device) for one in (suite.pair_target, suite.pair_weight))
+    # Relation by relation: the columns of all targets at once would be larger than W_U itself in small vocabularies.
+    means = [weights[pairs] @ W_U.T.index_select(0, targets[pairs]).double() for pairs in suite.pairs_of]
+    return torch.stack(means)
+
+
+def _margin(
+    maps: OVMaps,
+    suite: SuitePairs,
+    own: Float[Tensor, "head pair"],
+    mean_target: Float[Tensor, "relation d_model"],
+) -> Float[Tensor, "head relation"]:
     """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1."""
-    pair_relation, device = suite.item_relation[suite.pair_item], maps.x.device
-    place, relation, targets = sent_together([suite.pair_source, pair_relation, suite.pair_target], device)
-    weights = sent(suite.pair_weight, device)
-    scale = weights / maps.x.double().square().mean(1).sqrt()[place]
-    own_mean = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=device)
+    device, size = maps.x.device, (len(suite.k), len(maps.x))
+    place, relation = sent_together([suite.pair_source, suite.item_relation[suite.pair_item]], device)
+    scale = sent(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
+    own_mean = torch.zeros(maps.n_heads, size[0], dtype=torch.float64, device=device)
     own_mean.index_add_(1, relation, own.double() * scale)
-    mean_source, mean_target = (
-        torch.zeros(len(suite.k), maps.x.shape[1], dtype=torch.float64, device=device).index_add_(0, relation, rows)
-        for rows in (
-            maps.x[place].double() * scale[:, None],
-            ov_blocked.columns_of(maps, targets).T.double() * weights[:, None],
-        )
-    )
-    z = ov_blocked.head_values(maps, mean_source)[ov_blocked.value_heads(maps, device)]
+    share = torch.zeros(size, dtype=torch.float64, device=device).index_put_((relation, place), scale, accumulate=True)
+    z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, device)]
     every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
     return (own_mean - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
 
@@ -328,7 +343,9 @@ class LayerScorer:
     def __call__(self, layer: int) -> dict[str, Tensor]:
         """Return what `LayerScores` holds of one layer, by name."""
         with torch.inference_mode():
-            scores = score_layer(self._maps(layer), self.suite, null_from=self.null_from, items=self.items)
+            maps = self._maps(layer)
+            shared = self._mean_target
+            scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
     def moments(self, layer: int, wanted: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
@@ -362,6 +379,10 @@ class LayerScorer:
     @cached_property
     def _longest(self) -> float:
         return longest_column(self._unembedding)
+
+    @cached_property
+    def _mean_target(self) -> Tensor:
+        return mean_targets(self._unembedding, self.suite)
 
     @cached_property
     def _first(self) -> Tensor:

@@ -43,10 +43,8 @@ def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | Non
             says where it agrees badly.
     """
     sources = torch.cat([relation.source for relation, _ in usable])
-    embeddings = compare_embeddings(weights, sources, embedding)
-    chosen = embeddings[embeddings["chosen"]]
-    name = str(embedding) if chosen.empty else str(chosen["embedding"].iloc[0])
-    if embedding is None and (chosen["agreement"] < LOW).any():
+    name, embeddings = compare_embeddings(weights, sources, embedding)
+    if embedding is None and (embeddings.loc[embeddings["chosen"], "agreement"] < LOW).any():
         said = " ".join(sentences_of_embedding(name, embeddings))
         warnings.warn(f"{weights.name}: {said}", AgreementWarning, stacklevel=4)
     return name, embeddings
