@@ -12,7 +12,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.patching.claims import random_sets
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
-from headwater.stats.claims import Evidence, claim_of, split_half
+from headwater.stats.claims import ClaimEffects, claim_of, split_half
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -41,7 +41,7 @@ def noise(n=20, n_layers=3, n_heads=12):
 def test_the_row_is_what_the_definitions_say():
     rng = chance.rng()
     effects, placebos, other = rng.normal(1, 1, 30), rng.normal(0, 1, (200, 30)), rng.normal(1, 1, 10)
-    claim = claim_of(Evidence(effects, placebos, other, None, effects[:5]))
+    claim = claim_of(ClaimEffects(effects, placebos, other, None, effects[:5]))
     row = claim.table.iloc[0]
     sizes = np.abs(placebos.mean(1))
     assert list(claim.table.columns) == COLUMNS
@@ -145,7 +145,7 @@ def test_of_effects_whose_sign_is_a_coin_at_most_one_in_twenty_holds():
     """All 64 signs of six effects, beside random sets that do next to nothing: margin and p stop none of them."""
     rng = chance.rng()
     sizes, placebos = rng.uniform(9, 11, 6), rng.normal(0, 0.05, (20, 6))
-    claims = [claim_of(Evidence(sizes * signs, placebos)) for signs in product((1, -1), repeat=6)]
+    claims = [claim_of(ClaimEffects(sizes * signs, placebos)) for signs in product((1, -1), repeat=6)]
     held = [claim.holds for claim in claims]
     assert sum(held) <= 0.05 * 64
     assert held[0]

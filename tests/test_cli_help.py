@@ -54,6 +54,7 @@ CALLS = {
     "heads": ("headwater.heads.classify:classify_heads",),
     "compare": ("headwater.heads.comparison:compare_heads",),
     "behaviour": ("headwater.heads.behaviour:attention_behaviour", LOAD),
+    "evidence": ("headwater.causes.evidence:evidence", LOAD),
     "relations": ("headwater.heads.relations:load_relations", "headwater.heads.coverage:relation_coverage"),
     "pathways": (*QUESTIONS, "headwater.pathways.trace:trace_pathways", "headwater.detection.detection:detect"),
     "saliency": (
@@ -74,7 +75,13 @@ CALLS = {
     "reproduce membership": ("headwater.reference.membership:reproduce_membership", LOAD),
 }  # fmt: skip
 """The functions that a command hands its options on to."""
-OTHER_NAMES = {"data": "source", "method": "methods", "extract": "extractor", "as_json": "json"}
+OTHER_NAMES = {
+    "relation": "relations",
+    "data": "source",
+    "method": "methods",
+    "extract": "extractor",
+    "as_json": "json",
+}
 NOT_OFFERED = {
     "load": {"what", "tokenizer", "revision", "trust_remote_code", "pickled", "merge_adapters", "bos"},
     "classify_heads": {"norm_gain", "attention", "every_excess"},

@@ -338,6 +338,9 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "HookedModel.tokenize": lambda: (g.model.tokenize, {"inputs": CLEAN}),
         "HookedModel.token_strings": lambda: (g.model.token_strings, {"tokens": [3, 4]}),
         "classify_heads": lambda: (hw.classify_heads, {"model": g.model, "relations": g.relation, **QUIET}),
+        "evidence": lambda: (hw.evidence, {"model": g.model, "relations": g.relation, **QUIET}),
+        "relation_prompts": lambda: (hw.relation_prompts, {"model": g.model, "relation": g.relation}),
+        "head_margins": lambda: (hw.head_margins, {"model": g.model, "relations": g.relation}),
         "compare_heads": lambda: (
             hw.compare_heads,
             {"models": {"a": g.model, "b": g.model}, "relations": g.relation, **QUIET},

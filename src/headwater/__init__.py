@@ -10,6 +10,11 @@ from headwater.rooms import lazy_exports
 from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from headwater.causes.evidence import evidence as evidence
+    from headwater.causes.prompts import RelationPrompts as RelationPrompts
+    from headwater.causes.prompts import relation_prompts as relation_prompts
+    from headwater.causes.results import Evidence as Evidence
+    from headwater.causes.results import EvidenceSuite as EvidenceSuite
     from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.circuit_runs import CircuitRuns as CircuitRuns
     from headwater.circuits.circuit_runs import run_circuits as run_circuits
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from headwater.heads.comparison import HeadComparison as HeadComparison
     from headwater.heads.comparison import compare_heads as compare_heads
     from headwater.heads.head_map import HeadMap as HeadMap
+    from headwater.heads.margins import head_margins as head_margins
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
     from headwater.lenses.direct_attribution import DirectAttribution as DirectAttribution

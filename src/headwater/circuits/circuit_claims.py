@@ -18,7 +18,7 @@ from numpy import ndarray
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed
 from headwater.runs.findings import plain_text
-from headwater.stats.claims import Evidence, Judgement, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import ClaimEffects, Judgement, claim_of, notes_of_few, notes_of_seen
 
 
 def claim_on_runs(
@@ -58,7 +58,7 @@ def claim_on_runs(
     held_out = None if seen is None else np.delete(own, list(seen))
     notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
     beside = None if other is None else _effects(other, _chosen(other, "circuit", circuit), metric)[0]
-    evidence = Evidence(own, drawn, beside, effects.T, held_out)
+    evidence = ClaimEffects(own, drawn, beside, effects.T, held_out)
     what = f"The circuit {plain_text(name)} of {n_edges:,} edges"
     if len(drawn):
         what += f", {overlap:.0%} of which its random circuits share on average,"

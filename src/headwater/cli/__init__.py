@@ -44,7 +44,7 @@ app = App(
 )
 app.register_install_completion_command()
 COMMANDS: tuple[Callable[..., int | None], ...] = (
-    heads.heads, heads.compare, heads.behaviour, heads.relations,
+    heads.heads, heads.compare, heads.behaviour, heads.evidence, heads.relations,
     pathways.pathways, pathways.saliency, pathways.detect,
     patching.patch, patching.knockout, patching.edges, patching.circuit,
     likelihood.memorization, likelihood.score, figures.figure, figures.demo,

@@ -213,6 +213,54 @@ def behaviour(
     run.report(result.findings() | {"files": files}, lambda found, console: _show_behaviour(found, said, console))
 
 
+def evidence(
+    model: Model = None,
+    relation: Annotated[list[str] | None, ANY_TEXT] = None,
+    /,
+    *,
+    template: Annotated[str, ANY_TEXT] = "auto",
+    embedding: Literal["auto", "raw", "mlp0", "embed+mlp0", "layer0"] = "auto",
+    pairs: int = 12,
+    draws: int = 200,
+    seed: int = 0,
+    load: Load = Load(),
+    run: Run = Run(),
+) -> None:
+    """Say which head a relation's weights name, and whether that head carries the answer in the running model.
+
+    Runs the model on prompts for each relation, split in two halves by source: heads are chosen on one half and
+    measured on the other, beside three baselines and shuffled targets.
+
+    **Examples**
+
+    `headwater evidence smollm2 country_to_capital --out runs/capital`
+
+    `headwater evidence`
+
+    `headwater evidence path/to/checkpoint country_to_capital verb_to_past --json`
+
+    Args:
+        relation: Names of relations of headwater's suite, or files. Of one everything is said; of several, or of the
+            whole suite, the default, a line each.
+        template: A text with one {source} behind a space, after which the target comes. Default: "auto", of sentences,
+            examples and chat the one with the largest logit difference.
+        embedding: What heads from layer 1 on read for a token. Default: "auto", as in `headwater heads`.
+        pairs: At most so many pairs of prompts of each relation.
+        draws: How often targets are shuffled, and how many random sets of heads are silenced.
+        seed: Of the halves, pairs, examples, draws and intervals.
+    """
+    from headwater.causes.evidence import evidence as find
+
+    asked = None if relation is None else relation[0] if len(relation) == 1 else relation
+    result = find(
+        load.model(model), asked, template=template, embedding=embedding, pairs=pairs, draws=draws, seed=seed,
+        progress=run.progress, out=run.out,
+    )  # fmt: skip
+    said = "\n".join(result.report())
+    files = run.write(result, "evidence")
+    run.report(result.findings() | {"files": files}, lambda _, console: console.print(plain(said), soft_wrap=True))
+
+
 def relations(
     model: Model = None,
     *,

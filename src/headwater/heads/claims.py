@@ -27,7 +27,7 @@ from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.sweep import Sweep
 from headwater.patching.values import Recipe, TensorLike, ValueName
 from headwater.runs.claim import Claim
-from headwater.stats.claims import Evidence, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 
 CLAIMED = "claimed"
 MOST_PLACEBOS = 1000
@@ -86,7 +86,7 @@ def claim(
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     name = metric_of_a_claim(metric).name
-    drawn = _random_sets(model, chosen, placebos, seed)
+    drawn = random_sets(model, chosen, placebos, seed)
     run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
     sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}
     swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
@@ -97,7 +97,7 @@ def claim(
     seen = [] if chosen_on is None else _coinciding(model, swept, chosen_on)
     held_out = None if chosen_on is None else np.delete(effects[0], seen)
     notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
-    evidence = Evidence(effects[0], effects[1:], beside, effects.T, held_out)
+    evidence = ClaimEffects(effects[0], effects[1:], beside, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
@@ -112,7 +112,7 @@ def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
     return [(layer, head) for layer, head in found]
 
 
-def _random_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
+def random_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
     """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
     generator, found = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
     for _ in range(REDRAWS * n):

@@ -343,7 +343,7 @@ class LayerScorer:
     def __call__(self, layer: int) -> dict[str, Tensor]:
         """Return what `LayerScores` holds of one layer, by name."""
         with torch.inference_mode():
-            maps = self._maps(layer)
+            maps = self.maps(layer)
             shared = self._mean_target
             scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
         return {name: value for name, value in vars(scores).items() if value is not None}
@@ -353,10 +353,11 @@ class LayerScorer:
         found = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
         with torch.inference_mode(), full_float32():
             hits = torch.zeros(*wanted.shape[:2], len(self.suite.pair_item), dtype=torch.bool)
-            _sweep(self._maps(layer), self.suite, wanted, hits, found)
+            _sweep(self.maps(layer), self.suite, wanted, hits, found)
         return dict(zip(MOMENTS, found, strict=True))
 
-    def _maps(self, layer: int) -> OVMaps:
+    def maps(self, layer: int) -> OVMaps:
+        """Return a layer's heads with what they read for the sources."""
         factors = self.read_layer(layer)
         x = self._later_embeddings if layer > 0 else self._raw_embeddings
         if self.options["norm_gain"]:

@@ -24,7 +24,7 @@ from headwater.patching.prompts import places_among
 from headwater.patching.sweep_axes import tokens_by_role
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
-from headwater.stats.claims import Evidence, claim_of, notes_of_few
+from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 
 MATCH = ("layer", "site")
 
@@ -197,7 +197,7 @@ def claim_on(
                 f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
                 f"({', '.join(map(str, shared[:8]))})"
             )
-    evidence = Evidence(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
+    evidence = ClaimEffects(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
     what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=drawing.seed, notes=notes)
     asked = {"cells": here.names(chosen), "metric": here.metric, "value": value, "margin": margin, **vars(drawing)}

@@ -236,15 +236,15 @@ def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
 
 
 def _told_apart(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
-    """Number sets that would be called the same; refuse those that are the same.
+    """Number sets that would be called the same; sets of different names may be equal, one without a name may not.
 
     Raises:
-        InputError: two sets have the same parts, or a name stands twice.
+        InputError: two sets in a list have the same parts.
     """
     found: list[ComponentSet] = []
     for one in sets:
-        if same := [other for other in found if other.parts == one.parts]:
-            raise InputError(f"The sets {shown(same[0].name)} and {shown(one.name)} are the same.")
+        if any(other.parts == one.parts and other.name == one.name for other in found):
+            raise InputError(f"The set {shown(one.name)} was given twice: give it once, or name both.")
         count = sum(other.name.split(" #")[0] == one.name for other in found)
         found.append(ComponentSet(f"{one.name} #{count + 1}", one.members, one.parts) if count else one)
     return tuple(found)

@@ -203,7 +203,17 @@ class Sweep(Result):
         said = [sentence for part in parts for sentence in strongest(part, value, direction)]
         if self.engine == Gradients.name:
             said.append("These effects are linear estimates from gradients, not runs with the edit.")
-        return said + self.notes_on_averages(self.table, value)
+        return [*said, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
+
+    def _equal_sets(self) -> list[str]:
+        """Say which ablated sets have the same members under two names."""
+        names: dict[str, str] = {}
+        equal = []
+        for one in self.run.options.get("sets", []):  # type: ignore[attr-defined]
+            members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
+            if (first := names.setdefault(members, one["name"])) != one["name"]:
+                equal.append(f"The sets {first!r} and {one['name']!r} have the same members.")
+        return equal
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
         """Warn of what makes the means over examples another thing than they seem, and return it."""

@@ -51,7 +51,7 @@ Effects = Float[ndarray, " example"]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ClaimEffects:
     """The effects that a claim is judged by; NaN where a prompt has none."""
 
     effects: Effects
@@ -96,7 +96,7 @@ class Judgement:
 
 
 def claim_of(
-    evidence: Evidence,
+    evidence: ClaimEffects,
     *,
     what: str = "The set",
     margin: float | None = None,
@@ -188,7 +188,7 @@ def _means(parts: Float[ndarray, "example part"]) -> Float[ndarray, " part"]:
     return np.where(counts > 0, np.nansum(parts, 0) / np.maximum(counts, 1), np.nan)
 
 
-def _failures(row: dict[str, Any], evidence: Evidence) -> list[str]:
+def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
     """Say what a claim does not hold by."""
     sign = 1.0 if row["effect"] >= 0 else -1.0
     near = row["low"] if sign > 0 else -row["high"]

@@ -1,0 +1,283 @@
+"""From weights to a cause: does what a head's parameters say it can write predict which head carries it in the run?
+
+For each relation, on items split once by source (`prompts`):
+
+1. weights     the margin of every head, on the first half: how far its OV map puts a source's target above the other
+               targets (`heads.margins`); and the same with shuffled targets.
+2. can it      the gap of the logit difference on the second half. Where its interval is not above 0 the model does not
+               tell the targets apart, and nothing more is measured.
+3. who looks   each head's attention from the last position to the source, on the first half.
+4. who moves   the effect of each head's z at the last position: estimated on both halves, exact on the second half for
+               the strongest and for all heads that are named.
+5. the test    margin × attention names one head. Is it the one that moves most, and what share of the largest effect
+               has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
+
+For one relation also: when the answer passes to the last position, who writes it, what silencing costs (`detail`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.calls import checked_call
+from headwater.causes.detail import one_relation
+from headwater.causes.naming import Choice, judged, names_of
+from headwater.causes.prompts import (
+    Candidate,
+    RelationPrompts,
+    candidates,
+    chosen_prompts,
+    differences,
+    halves_of,
+    mean_of,
+    measured_candidates,
+)
+from headwater.causes.relation import Head, attention_to_source, estimated_effects, exact_effects, strongest
+from headwater.causes.results import Evidence, EvidenceSuite
+from headwater.errors import InputError
+from headwater.heads.margins import layer_margins
+from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
+from headwater.heads.relations import Relations, load_relations
+from headwater.heads.scoring import chosen_embedding, relations_digest
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.loading import weights_of
+from headwater.models.weights.effective_embedding import EmbeddingName
+from headwater.options import checked_count, checked_seed
+from headwater.runs.analysis import Run, run_or_resume
+
+OTHERS = 8
+"""So many further relations, for the baselines, where one alone is asked for."""
+MEASURED = 12
+"""So many heads at a time, in the order of their estimates, are measured exactly besides those that are named."""
+LEADERS = 4
+"""So many heads are measured exactly on the first half: the strongest of them names the relation's family."""
+BORDER = 4
+"""More are measured where one of the last so many reaches half of the largest effect."""
+
+
+@checked_call
+def evidence(
+    model: HookedModel,
+    relations: Relations = None,
+    *,
+    template: str = "auto",
+    embedding: EmbeddingName | Literal["auto"] = "auto",
+    pairs: int = 12,
+    draws: int = 200,
+    seed: int = 0,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> Evidence | EvidenceSuite:
+    """Say which head a relation's weights name, and whether that head carries the answer in the running model.
+
+    Args:
+        model: the model.
+        relations: the name of one relation, or a relation: everything about it (`Evidence`). Several, or by default the
+            whole suite: a row for each (`EvidenceSuite`).
+        template: what asks for a target; see `relation_prompts`.
+        embedding: what heads from layer 1 on read; see `classify_heads`.
+        pairs: at most so many pairs of prompts in the second half of a relation; the first half has eight at most.
+        draws: how often targets are shuffled, and how many random sets of heads are silenced.
+        seed: of the halves, pairs, examples, draws and intervals.
+        progress: show bars.
+        out: a folder for the result. It keeps finished relations: an interrupted call, repeated, goes on from there.
+
+    Raises:
+        InputError: there is no such relation, too few of its words are one token for this model, or an option cannot
+            be used.
+        ModelError: the model's weights cannot be read.
+        RunFolderError: `out` holds another run.
+    """
+    check_model(model)
+    pairs, draws, seed = checked_count("pairs", pairs, least=6), checked_count("draws", draws), checked_seed(seed)
+    given = load_relations(relations)
+    single = len(given) == 1 and not isinstance(relations, list | tuple)
+    tokenized = list(tokenize_relations(given, model.tokenizer))
+    if single:
+        tokenized += unrelated(tokenized[0], tokenize_relations(load_relations(None), model.tokenizer), seed)
+    weights = weights_of(model, None)
+    usable = [(tokens, 1) for tokens in tokenized if tokens.targets]
+    chosen, _ = chosen_embedding(weights, usable, embedding) if usable else (str(embedding), None)
+    options: dict[str, Any] = {
+        "relations": relations_digest([tokens.relation for tokens in tokenized]),
+        "one": given[0].name if single else None,
+        "template": template,
+        "embedding": chosen,
+        "pairs": pairs,
+        "draws": draws,
+    }
+    work = partial(_measure, model, tokenized, len(given), options, seed)
+    result_class: type[Any] = Evidence if single else EvidenceSuite
+    with model.held():
+        return run_or_resume(  # type: ignore[no-any-return]
+            result_class, "evidence", model, options, work, out=out, seed=seed, progress=progress
+        )
+
+
+def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) -> list[TokenRelation]:
+    """Return relations that share hardly a word with this one, drawn at random: at most a tenth of its tokens."""
+    own = {*tokens.source.tolist(), *(target for accepted in tokens.targets for target in accepted)}
+    far = []
+    for one in suite:
+        words = {*one.source.tolist(), *(target for accepted in one.targets for target in accepted)}
+        if one.usable and one.relation.name != tokens.relation.name and len(own & words) <= len(own) / 10:
+            far.append(one)
+    order = np.random.default_rng(seed).permutation(len(far))
+    return [far[place] for place in order[:OTHERS]]
+
+
+def _measure(
+    model: HookedModel, tokenized: Sequence[TokenRelation], n: int, options: Mapping[str, Any], seed: int, run: Run
+) -> Evidence | EvidenceSuite:
+    """Do what the first lines of this file say; the first `n` relations are those that were asked for."""
+    tried, reasons = {}, dict[int, str]()
+    for number, tokens in enumerate(tokenized):
+        template = options["template"] if number < n else "auto"
+        try:
+            tried[number] = candidates(model, tokens, template, options["pairs"], seed)
+        except InputError as error:
+            reasons[number] = str(error)
+    with run.bar("Can it, who looks", "relation", len(tried)) as bar:
+        pieces = run.pieces("choose", list(tried), lambda i: _choose(model, tokenized[i], tried[i]), bar)
+        known = dict(zip(tried, pieces, strict=True))
+    prompts = {i: chosen_prompts(tokenized[i], tried[i], known[i]["candidates"]) for i in known}
+    choices = _choices(model, tokenized, known, options, seed, run)
+    named = {i: names_of(one, [choices[j] for j in choices if j != i]) for i, one in choices.items() if i < n}
+    with run.bar("Who moves it", "relation", len(named)) as bar:
+        pieces = run.pieces("measure", list(named), lambda i: _effects(model, prompts[i], known[i], named[i]), bar)
+        measured = dict(zip(named, pieces, strict=True))
+    ways, rows, strength = [], [], torch.full((n, 1 + options["draws"]), torch.nan, dtype=torch.float64)
+    for i in range(n):
+        if i in measured:
+            effects, sources = measured[i]["effects"].numpy(), prompts[i].second.item.numpy()
+            frame, drawn = judged(choices[i], named[i], _pairs(measured[i]["heads"]), effects, sources, seed)
+            ways.append(frame.assign(relation=tokenized[i].relation.name))
+            strength[i] = torch.from_numpy(drawn)
+        family = choices[i].family if i in choices else None
+        rows.append(_row(tokenized[i], prompts.get(i), known.get(i), family, reasons.get(i, "")))
+    suite = EvidenceSuite.of(rows, ways, strength, run.record)
+    if options["one"] is None:
+        return suite
+    others = [prompts[i] for i in choices if i >= n]
+    return one_relation(
+        model, suite, prompts.get(0), choices.get(0), known.get(0), measured.get(0), others, options, seed, run
+    )
+
+
+def _choose(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
+    """Choose the prompt; and where the model can do the relation, see who looks and who seems to move it."""
+    measured = measured_candidates(model, tried)
+    prompts = chosen_prompts(tokens, tried, measured)
+    second = estimated_effects(model, prompts.second)
+    _, correct = differences(model, prompts.second)
+    found = {"candidates": measured, "correct": torch.from_numpy(correct)}
+    found["gap"] = torch.from_numpy(second.gap)
+    if not mean_of(second.gap, prompts.second.item.tolist()).low > 0:
+        return found
+    first = estimated_effects(model, prompts.first)
+    leaders = strongest(first.effect, LEADERS)
+    exact = exact_effects(model, prompts.first, leaders).mean(0)
+    return found | {
+        "share": torch.from_numpy(first.effect / first.gap.mean()),
+        "estimate": torch.from_numpy(second.effect),
+        "leader": torch.tensor(leaders[int(exact.argmax())]),
+        "attention": torch.from_numpy(attention_to_source(model, prompts.first)),
+    }
+
+
+def _choices(
+    model: HookedModel,
+    tokenized: Sequence[TokenRelation],
+    known: Mapping[int, Mapping[str, Tensor]],
+    options: Mapping[str, Any],
+    seed: int,
+    run: Run,
+) -> dict[int, Choice]:
+    """Return what each relation that the model can do is chosen by; margins are of its first half's items."""
+    can = [i for i, piece in known.items() if "share" in piece]
+    if not can:
+        return {}
+    generator, halves, orders = np.random.default_rng(seed), [], []
+    for i in can:
+        tokens = tokenized[i]
+        items = halves_of(tokens, seed)[0]
+        targets = tuple(tokens.targets[item] for item in items)
+        halves.append(replace(tokens, source=tokens.source[items], targets=targets, words=()))
+        drawn = [generator.permutation(len(items)) for _ in range(options["draws"])]
+        orders.append(torch.from_numpy(np.stack(drawn)))
+    weights, _scoring = weights_of(model, None), {"embedding": options["embedding"], "norm_gain": False}
+    with run.bar("What weights write", "layer", weights.shape.n_layers) as bar:
+
+        def margins(_: object) -> dict[str, Tensor]:
+            layers = []
+            for layer in layer_margins(
+                weights, halves, {"embedding": options["embedding"], "norm_gain": False}, orders
+            ):
+                layers.append(layer)
+                bar.update(1)
+            return {"margins": torch.stack(layers)}  # layer × head × relation × draw
+
+        (piece,) = run.pieces("weights", [None], margins)
+    found = {}
+    for number, i in enumerate(can):
+        own = piece["margins"][:, :, number].permute(2, 0, 1).double().numpy()
+        attention, share = known[i]["attention"].numpy(), known[i]["share"].numpy()
+        found[i] = Choice(tokenized[i].relation.name, own, attention, share, _pairs(known[i]["leader"][None])[0])
+    return found
+
+
+def _effects(
+    model: HookedModel, prompts: RelationPrompts, known: Mapping[str, Tensor], named: Mapping[str, Sequence[Head]]
+) -> dict[str, Tensor]:
+    """Measure the named heads exactly on the second half, and the strongest by attribution until no other is near.
+
+    Attribution can hide a strong head (a saturated one): heads are added, twelve at a time in the order of their
+    estimates, until the last twelve reach less than half of the largest effect.
+    """
+    estimate = known["estimate"].numpy()
+    ranked = strongest(estimate, estimate.size)
+    heads = list(dict.fromkeys([*ranked[:MEASURED], *(head for some in named.values() for head in some)]))
+    effects = exact_effects(model, prompts.second, heads)
+    last = effects[:, :MEASURED]
+    left = [head for head in ranked if head not in heads]
+    while left and last.mean(0)[-BORDER:].max() >= effects.mean(0).max() / 2:
+        last = exact_effects(model, prompts.second, left[:MEASURED])
+        heads, effects, left = [*heads, *left[:MEASURED]], np.concatenate([effects, last], 1), left[MEASURED:]
+    return {"heads": torch.tensor(heads), "effects": torch.from_numpy(effects)}
+
+
+def _pairs(heads: Tensor) -> list[Head]:
+    return [(int(layer), int(head)) for layer, head in heads.tolist()]
+
+
+def _row(
+    tokens: TokenRelation,
+    prompts: RelationPrompts | None,
+    known: Mapping[str, Tensor] | None,
+    family: Head | None,
+    reason: str,
+) -> dict[str, Any]:
+    """The part of a relation's row that says whether the model can do it."""
+    given = tokens.relation
+    row: dict[str, Any] = {"relation": given.name, "category": given.category, "items": len(tokens.targets)}
+    if prompts is None or known is None:
+        return row | {"can": False, "reason": reason}
+    gap = mean_of(known["gap"].numpy(), prompts.second.item.tolist())
+    row |= {
+        "prompt": prompts.kind,
+        "pairs": len(prompts.second),
+        "gap": gap.value,
+        "gap_low": gap.low,
+        "gap_high": gap.high,
+    }
+    row |= {"accuracy": known["correct"].double().mean().item()}
+    if family is None:
+        said = f"the interval of its gap holds 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
+        return row | {"can": False, "reason": said}
+    return row | {"can": True, "reason": "", "family": f"{family[0]}.{family[1]}"}

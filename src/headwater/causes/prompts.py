@@ -1,0 +1,278 @@
+"""Prompts that ask a model for a relation's targets, in two halves that share no source.
+
+1. The relation's sources are dealt into two halves at random. Everything that is chosen is chosen on the first half,
+   and every number that is reported is of the second.
+2. Each half is made into pairs of prompts that differ in the source alone: an item, and another one whose targets it
+   does not accept. The other's first target is the foil of the logit difference.
+3. Candidates for the prompt: the relation's own sentences (`templates.json`); four examples in front of the first of
+   them, or in front of "Input: {source} Output:"; and for a model with a chat template that sentence as the beginning
+   of the assistant's answer. Examples are items of the first half that no prompt asks for.
+4. On the first half, of at most eight pairs, the candidate with the largest mean logit difference of target and foil is
+   taken. Accuracy does not choose: a model may prefer a third word always, and yet know the two apart.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from torch import Tensor
+
+from headwater.calls import checked_call
+from headwater.errors import InputError
+from headwater.heads.prompts import SourcePrompts, checked_templates, source_prompts
+from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
+from headwater.heads.relations import Relation, load_relations
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.tokens import ChatText, chat_text
+from headwater.options import checked_count, checked_seed
+from headwater.stats.resample import Draws, Interval, interval
+
+GENERIC = "Input: {source} Output:"
+INSTRUCTION = "Complete the sentence with the right word."
+SHOTS = 4
+CHOSEN_ON = 8
+"""At most so many pairs of the first half."""
+FEWEST_PAIRS = 6
+HALVES = "first", "second"
+
+
+@dataclass(frozen=True, eq=False)
+class PairedPrompts:
+    """Pairs of prompts of one half; the prompts of a pair differ in one token, the source."""
+
+    clean: Int[Tensor, "pair position"]
+    corrupted: Int[Tensor, "pair position"]
+    answer: Int[Tensor, "pair"]
+    foil: Int[Tensor, "pair"]
+    source: int
+    """The position of the source, the same in all prompts."""
+    accepted: tuple[tuple[int, ...], ...]
+    item: Int[Tensor, "pair"]
+    """Which item of the relation each clean prompt asks for."""
+
+    def __len__(self) -> int:
+        return len(self.clean)
+
+    def few(self, n: int) -> "PairedPrompts":
+        """Return the first pairs alone."""
+        cut = {name: getattr(self, name)[:n] for name in ("clean", "corrupted", "answer", "foil", "accepted", "item")}
+        return PairedPrompts(source=self.source, **cut)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RelationPrompts:
+    """What `relation_prompts` returns."""
+
+    tokens: TokenRelation
+    template: str
+    """The chosen prompt, with `{source}` in it and the examples before it."""
+    kind: str
+    """What it is: "completion", "few-shot", "chat", or "given"."""
+    first: PairedPrompts
+    """Pairs to choose on."""
+    second: PairedPrompts
+    """Pairs to measure on."""
+    templates: pd.DataFrame
+    """A row per candidate: `kind, template, pairs, difference, low, high, accuracy, chosen`: the logit difference of
+    target and foil on pairs of the first half, with its 95 % interval."""
+    table: pd.DataFrame = field(init=False)
+    """A row per pair: `half, source, target, other_source, other_target`."""
+
+    def __post_init__(self) -> None:
+        words, rows = self.tokens.words, []
+        other = {int(source): word for source, (word, _) in zip(self.tokens.source, words, strict=True)}
+        spelled = zip(self.tokens.targets, words, strict=True)
+        target = {id_: word for ids, (_, said) in spelled for id_, word in zip(ids, said, strict=True)}
+        for half, pairs in zip(HALVES, (self.first, self.second), strict=True):
+            for row, item in enumerate(pairs.item.tolist()):
+                beside = other[int(pairs.corrupted[row, pairs.source])]
+                asked = words[item][0], target[int(pairs.answer[row])], beside, target[int(pairs.foil[row])]
+                rows.append((half, *asked))
+        columns = ["half", "source", "target", "other_source", "other_target"]
+        object.__setattr__(self, "table", pd.DataFrame(rows, columns=columns))
+
+    @property
+    def relation(self) -> Relation:
+        """The relation."""
+        return self.tokens.relation
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.first)} and {len(self.second)} pairs"
+        return f"RelationPrompts({self.relation.name}, {self.kind}: {self.template[-60:]!r}, {sizes})"
+
+
+@checked_call
+def relation_prompts(
+    model: HookedModel,
+    relation: "Relation | str",
+    *,
+    template: str = "auto",
+    pairs: int = 12,
+    seed: int = 0,
+) -> RelationPrompts:
+    """Make prompts that ask for a relation's targets, in two halves that share no source.
+
+    Args:
+        model: the model.
+        relation: the name of a relation of headwater's suite, or a relation.
+        template: a text with one `{source}` behind a space, after which the target comes, read as it is written; or
+            "auto": of the candidates the one with the largest logit difference of target and foil on the first half.
+        pairs: at most so many pairs in the second half; the first half has eight at most.
+        seed: of the halves, the pairs and the examples.
+
+    Raises:
+        InputError: too few of the relation's words are one token for this model, or the template cannot be used.
+    """
+    check_model(model)
+    pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
+    if isinstance(relation, str):
+        (relation,) = load_relations(relation)
+    (tokens,) = tokenize_relations([relation], model.tokenizer)
+    tried = candidates(model, tokens, template, pairs, seed)
+    return chosen_prompts(tokens, tried, measured_candidates(model, tried))
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A prompt that could ask for a relation's targets, and its pairs."""
+
+    kind: str
+    template: str
+    first: PairedPrompts
+    second: PairedPrompts
+
+
+def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: int, seed: int) -> list[Candidate]:
+    """Return the prompts that can be tried; see `relation_prompts`. The model is not run.
+
+    Raises:
+        InputError: there is none, with the reason.
+    """
+    halves, found = halves_of(tokens, seed), []
+    enough = len(halves[0]) >= SHOTS + FEWEST_PAIRS
+    for kind, text in _templates(model, tokens, halves[0], template) if enough else ():
+        try:
+            prompts = source_prompts(model, tokens, [text], bos=False if isinstance(text, ChatText) else None)
+        except InputError:
+            if template != "auto":
+                raise
+            continue
+        asked = halves[0][SHOTS:]  # the first ones are the examples
+        both = [paired(prompts, tokens, asked, CHOSEN_ON), paired(prompts, tokens, halves[1], pairs)]
+        if min(map(len, both)) >= FEWEST_PAIRS:
+            found.append(Candidate(kind, text, *both))
+    if not found:
+        kept, given = len(tokens.targets), len(tokens.relation.pairs)
+        raise InputError(
+            f"{tokens.relation.name}: {kept} of its {given} pairs are single tokens for {model.name}, "
+            f"which leaves fewer than {FEWEST_PAIRS} pairs of prompts in a half."
+        )
+    return found
+
+
+MEASURES = ["pairs", "difference", "low", "high", "accuracy"]
+
+
+def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float[Tensor, "candidate measure"]:
+    """Return `MEASURES` of each candidate, on the pairs of the first half."""
+    rows = []
+    for one in tried:
+        difference, correct = differences(model, one.first)
+        mean = mean_of(difference, one.first.item.tolist())
+        rows.append((len(one.first), mean.value, mean.low, mean.high, correct.mean()))
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def chosen_prompts(
+    tokens: TokenRelation, tried: Sequence[Candidate], measured: Float[Tensor, "candidate measure"]
+) -> RelationPrompts:
+    """Take the candidate with the largest mean difference."""
+    best = int(measured[:, 1].argmax())
+    templates = pd.DataFrame(measured.numpy(), columns=MEASURES).astype({"pairs": int})
+    templates.insert(0, "kind", [one.kind for one in tried])
+    templates.insert(1, "template", [str(one.template) for one in tried])
+    templates["chosen"] = templates.index == best
+    one = tried[best]
+    return RelationPrompts(tokens, str(one.template), one.kind, one.first, one.second, templates)
+
+
+def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval:
+    """Return the mean over pairs with its bootstrap interval over sources."""
+    return interval(Draws.of(sources).mean(values))
+
+
+def differences(model: HookedModel, pairs: PairedPrompts) -> tuple[Float[ndarray, " pair"], ndarray]:
+    """Return logit(answer) - logit(foil) at the end of the clean prompts, and whether an accepted token is first."""
+    with torch.inference_mode():
+        logits = model.run(pairs.clean, keep="last").squeeze(1).float().cpu()
+    rows = torch.arange(len(logits))
+    first = logits.argmax(-1).tolist()
+    correct = [token in accepted for token, accepted in zip(first, pairs.accepted, strict=True)]
+    return (logits[rows, pairs.answer] - logits[rows, pairs.foil]).double().numpy(), np.array(correct)
+
+
+def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
+    """Deal the items into two halves: those of a source stay together, and each source counts once."""
+    firsts = {int(source): item for item, source in reversed(list(enumerate(tokens.source)))}
+    items = np.random.default_rng(seed).permutation(sorted(firsts.values())).tolist()
+    return items[: len(items) // 2], items[len(items) // 2 :]
+
+
+def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], n: int) -> PairedPrompts:
+    """Pair each item with the next one, in a ring, whose first target it does not accept, and that does not accept its.
+
+    Args:
+        prompts: a prompt for some of the relation's items, all of one length.
+        tokens: the relation.
+        items: those to be asked for, in this order.
+        n: at most so many pairs.
+    """
+    row_of = {item: row for row, item in enumerate(prompts.item.tolist())}
+    there = [item for item in items if item in row_of]
+    both = []
+    for place, item in enumerate(there[:n]):
+        others = there[place + 1 :] + there[:place]
+        disjoint = (one for one in others if not set(tokens.targets[one]) & set(tokens.targets[item]))
+        if (other := next(disjoint, None)) is not None:
+            both.append((item, other))
+    clean, corrupted = ([row_of[one] for one in side] for side in zip(*both, strict=True)) if both else ([], [])
+    places = prompts.source[[*clean, *corrupted]].unique().tolist()
+    answer, foil = (torch.tensor([tokens.targets[one[side]][0] for one in both]) for side in range(2))
+    accepted = tuple(tokens.targets[item] for item, _ in both)
+    rows = prompts.batch.tokens
+    asked = torch.tensor([item for item, _ in both])
+    return PairedPrompts(rows[clean], rows[corrupted], answer, foil, places[0] if places else 0, accepted, asked)
+
+
+def _templates(
+    model: HookedModel, tokens: TokenRelation, items: Sequence[int], template: str
+) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of each prompt that is tried."""
+    if template != "auto":
+        yield "given", checked_templates(template)[0]
+        return
+    sentences = own_templates().get(tokens.relation.name, ())
+    for sentence in sentences:
+        yield "completion", sentence
+    words = [tokens.words[item] for item in items[:SHOTS]]
+    for sentence in (*sentences[:1], GENERIC):
+        examples = [f"{sentence.replace('{source}', source)} {targets[0]}\n" for source, targets in words]
+        yield "few-shot", "".join(examples) + sentence
+    if sentences:
+        messages = [{"role": "user", "content": INSTRUCTION}, {"role": "assistant", "content": sentences[0]}]
+        if (written := chat_text(model.tokenizer, messages)) is not None and written.count("{source}") == 1:
+            yield "chat", written
+
+
+@lru_cache
+def own_templates() -> dict[str, list[str]]:
+    """Return the sentences that are tried for the relations of headwater's suite."""
+    found = json.loads((files("headwater.causes") / "templates.json").read_text(encoding="utf-8"))
+    return {str(name): list(sentences) for name, sentences in found.items()}

@@ -1,0 +1,281 @@
+"""What `hw.evidence` returns: of several relations a row each (`EvidenceSuite`), of one everything (`Evidence`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from torch import Tensor
+
+from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+from headwater.stats.resample import Draws, Interval, interval
+from headwater.stats.significance import q_values
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from headwater.runs.figure_options import Size
+
+LARGEST_P = 0.05
+COLUMNS = [
+    "relation",
+    "category",
+    "items",
+    "prompt",
+    "pairs",
+    "gap",
+    "gap_low",
+    "gap_high",
+    "accuracy",
+    "can",
+    "reason",
+]
+COLUMNS += ["family"]
+
+
+def holds(row: Mapping[Any, Any], ways: pd.DataFrame) -> bool:
+    """Whether a relation's weights name its cause: p at most 5 %, and a share greater than that of each baseline."""
+    beside = ways[ways["way"].isin(BASELINES)].dropna(subset=["share"])
+    return bool(row["p_value"] <= LARGEST_P and len(beside) == len(BASELINES) and (beside["difference_low"] > 0).all())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EvidenceSuite(Result):
+    """What `hw.evidence` returns of several relations."""
+
+    table: pd.DataFrame
+    """A row per relation: `relation, category, items` (of single tokens), `prompt` (kind), `pairs`, `gap, gap_low,
+    gap_high` (logits), `accuracy`, `can`, `reason` (why not), `family` (its strongest head on the first half), `layer,
+    head` (that margin × attention name), `rank`, `share, low, high` (of the largest effect, on the second half),
+    `p_value` (shuffled targets), and `holds`: p is at most 5 % and the share is greater than each baseline's."""
+    ways: pd.DataFrame
+    """A row per relation and way of naming a head; see `headwater.causes.naming.judged`."""
+    strength: Float[Tensor, "relation draw"]
+    """Of the targets as they are, and of each draw of shuffled ones; see `headwater.causes.naming`."""
+    run: RunRecord
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[dict[str, Any]], ways: Sequence[pd.DataFrame], strength: Tensor, run: RunRecord
+    ) -> EvidenceSuite:
+        """Put the relations' rows and ways together."""
+        columns = ["relation", "way", "layer", "head", "heads", "rank", "share", "low", "high", "difference"]
+        columns += ["difference_low", "difference_high", "p_value"]
+        every = pd.concat(ways, ignore_index=True)[columns] if ways else pd.DataFrame(columns=columns)
+        ours = every.loc[
+            every["way"] == NAMED, ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
+        ]
+        table = pd.DataFrame(rows).reindex(columns=COLUMNS)
+        table = table.merge(ours, on="relation", how="left")
+        of_relation = dict(tuple(every.groupby("relation")))
+        table["holds"] = [
+            bool(row["can"]) and holds(row, of_relation[row["relation"]]) for row in table.to_dict("records")
+        ]
+        return cls(table, every, strength, run)
+
+    @property
+    def measured(self) -> pd.DataFrame:
+        """The rows of the relations that the model can do."""
+        return self.table[self.table["can"]]
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per family: relations with the same strongest head are one finding.
+
+        `family, relations, named`: how many of them name their strongest head; `share`, the mean share of the largest
+        effect; the same of each other way, as columns; `p_value` of the mean strength against shuffled targets,
+        `q_value` over families; largest families first.
+        """
+        rows = []
+        means = self.ways.pivot(index="relation", columns="way", values="share") if len(self.ways) else pd.DataFrame()
+        for family, of_family in self.measured.groupby("family", sort=False):
+            p = shuffled_p(self.strength.numpy()[of_family.index].mean(0))
+            share = of_family["share"].mean()
+            shares = means.loc[of_family["relation"]].mean()
+            row = {"family": family, "relations": len(of_family), "named": int((of_family["rank"] == 1).sum())}
+            row |= {"share": share} | {way: shares.get(way, np.nan) for way in WAYS if way != NAMED}
+            rows.append(row | {"p_value": p})
+        columns = ["family", "relations", "named", "share", *(way for way in WAYS if way != NAMED), "p_value"]
+        table = pd.DataFrame(rows, columns=columns)
+        table["q_value"] = q_values(table["p_value"].to_numpy(dtype=float)) if len(table) else []
+        return table.sort_values("relations", ascending=False, ignore_index=True)
+
+    def compared(self, seed: int = 0) -> pd.DataFrame:
+        """Return by how much weights and attention name better than each other way: a mean over families.
+
+        `way, share` (a mean over families of the mean over their relations), `difference, low, high`: of the share of
+        weights and attention, with a bootstrap interval over families.
+        """
+        summary, rows = self.summary(), []
+        draws = Draws.of(range(len(summary)), seed=seed) if len(summary) else None
+        for way in WAYS[1:]:
+            ahead: Interval | None = None
+            if draws is not None:
+                ahead = interval(draws.mean((summary["share"] - summary[way]).to_numpy(dtype=float)))
+            numbers = (np.nan,) * 3 if ahead is None else (ahead.value, ahead.low, ahead.high)
+            rows.append((way, summary[way].mean() if len(summary) else np.nan, *numbers))
+        return pd.DataFrame(rows, columns=["way", "share", "difference", "low", "high"])
+
+    def report(self) -> list[str]:
+        """Return in how many relations and families weights name the cause, beside the baselines."""
+        said = [
+            f"{self.run.model} can do {len(self.measured)} of {len(self.table)} relations: there the gap of the logit "
+            "difference between two sources is above 0 (95 % interval)."
+        ]
+        if not len(self.measured):
+            return said
+        summary, n = self.summary(), len(self.measured)
+        first = int((self.measured["rank"] == 1).sum())
+        third = int((self.measured["rank"] <= 3).sum())
+        said.append(
+            f"The head that the margin of its weights × its attention to the source names moves most in {first} of {n} "
+            f"relations and is among the first three in {third}; its mean share of the largest effect is "
+            f"{summary['share'].mean():.2f} over {len(summary)} families (relations with one strongest head are one)."
+        )
+        for row in self.compared().to_dict("records"):
+            if row["way"] in (*BASELINES, "shuffled targets"):
+                verdict = "is greater" if row["low"] > 0 else "is not clearly greater"
+                said.append(
+                    f"The share {verdict} than that of what is named by {row['way']}: {row['share']:.2f}, a difference "
+                    f"of {row['difference']:.2f} ({row['low']:.2f} to {row['high']:.2f} over families)."
+                )
+        found = summary[summary["q_value"] <= LARGEST_P]
+        said.append(
+            f"Against shuffled targets {len(found)} of {len(summary)} families pass a false-discovery rate of 5 %; "
+            f"{int(self.table['holds'].sum())} of {n} relations also beat every baseline by themselves."
+        )
+        return said
+
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+        """Draw, relation by relation, the named head's share of the largest effect, beside the three baselines."""
+        return self._drawn(ax, title, figsize)
+
+    def __repr__(self) -> str:
+        return f"EvidenceSuite({self.run.model}: {len(self.measured)} of {len(self.table)} relations measured)"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Evidence(Result):
+    """What `hw.evidence` returns of one relation."""
+
+    table: pd.DataFrame
+    """A row per head, the largest product first: `layer, head`; of the weights `score, excess, q_value` (as
+    `classify_heads`), `margin` (logits, first half); `attention` from the last position to the source (first half);
+    `product` of the two; `estimate`, the estimated share of the gap that it moves, and `effect, low, high`, that share
+    measured exactly on the second half (NaN where its estimate was too small to be measured); `direct`, the share of
+    the gap that it writes into the logits itself (second half)."""
+    can: pd.DataFrame
+    """One row: whether the model can do the relation; the row of `EvidenceSuite.table`."""
+    templates: pd.DataFrame
+    """The prompts that were tried; see `RelationPrompts`."""
+    when: pd.DataFrame
+    """A row per role ("source", "last") and layer: `share, low, high` of the gap that its residual stream carries."""
+    ways: pd.DataFrame
+    """A row per way of naming a head; see `headwater.causes.naming.judged`."""
+    cost: pd.DataFrame
+    """What silencing costs: `heads` (names), `what` ("named", "named together", "largest effect", "random", "named
+    together, on RELATION"), `cost` in logits of the difference, `low, high`, `share` of the difference."""
+    run: RunRecord
+
+    @property
+    def relation(self) -> str:
+        """The name of the relation."""
+        return str(self.can["relation"].iloc[0])
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the model can do the relation, so that there is something to say."""
+        return bool(self.can["can"].iloc[0])
+
+    def way(self, name: str) -> dict[str, Any]:
+        """Return the row of `ways` of that name."""
+        return dict(self.ways[self.ways["way"] == name].iloc[0])
+
+    def summary(self) -> pd.DataFrame:
+        """Return a row per way of naming a head, without those that name none; see `ways`."""
+        columns = ["way", "layer", "head", "rank", "share", "low", "high", "difference", "difference_low"]
+        return self.ways.loc[self.ways["heads"] > 0, columns].reset_index(drop=True)
+
+    @property
+    def passes(self) -> int | None:
+        """The first layer before which the last position carries half of the gap; None where none does."""
+        last = self.when[(self.when["role"] == "last") & (self.when["share"] >= 0.5)]
+        return None if last.empty else int(last["layer"].min())
+
+    @property
+    def verdict(self) -> str:
+        """What agrees and what does not, as a sentence."""
+        if not self.is_measured:
+            return f"{self.relation} was not measured on {self.run.model}: {self.can['reason'].iloc[0]}."
+        ours, head = self.way(NAMED), _head(self.way(NAMED))
+        if bool(self.can["holds"].iloc[0]):
+            return (
+                f"The weights name the cause: head {head} has {_share(ours)} of the largest effect, more than what any "
+                f"baseline names (p = {ours['p_value']:.3f} against shuffled targets)."
+            )
+        beaten = [row for row in self.ways.to_dict("records") if row["way"] in BASELINES]
+        level = [f"{r['way']} ({r['share']:.2f})" for r in beaten if r["heads"] and not r["difference_low"] > 0]
+        why = [f"its share is not clearly greater than that of what is named by {', '.join(level)}"] if level else []
+        if not all(row["heads"] for row in beaten):
+            why.append("no relation of another family could be compared")
+        if not ours["p_value"] <= LARGEST_P:
+            why.append(f"shuffled targets do as well (p = {ours['p_value']:.2f})")
+        return (
+            f"That the weights name the cause is not shown: head {head} has {_share(ours)} of the largest effect, but "
+            f"{', and '.join(why)}."
+        )
+
+    def report(self) -> list[str]:
+        """Return what weights, attention, patching, attribution and silencing say of this relation's heads."""
+        if not self.is_measured:
+            return [self.verdict]
+        can = self.can.iloc[0]
+        said = [
+            f"{self.run.model} on {self.relation}, asked by a {can['prompt']} prompt: the logit difference between two "
+            f"sources changes by {can['gap']:.1f} ({can['gap_low']:.1f} to {can['gap_high']:.1f}; n = {can['pairs']} "
+            f"pairs that chose nothing); a right word is first in {can['accuracy']:.0%}."
+        ]
+        if self.passes is not None:
+            said.append(f"From layer {self.passes} on half of that or more is carried by the last position.")
+        top = self.table.dropna(subset=["effect"]).nlargest(3, "effect").to_dict("records")
+        moved = ", ".join(f"{_head(row)} {row['effect']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in top)
+        said.append(f"Share of the gap moved by single heads at the last position: {moved}.")
+        said.append(f"Most attention to the source: {self._largest('attention')}.")
+        if self.table["direct"].notna().any():
+            said.append(f"Most of the gap written directly: {self._largest('direct')}.")
+        for row in self.ways.dropna(subset=["share"]).to_dict("records"):
+            head = f"head {_head(row)}" if pd.notna(row["layer"]) else f"{row['heads']} heads, mean"
+            said.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")
+        for row in self.cost.to_dict("records"):
+            said.append(
+                f"Silenced at the last position, {row['what']} ({row['heads']}): costs {row['cost']:.2f} logits "
+                f"({row['low']:.2f} to {row['high']:.2f})."
+            )
+        return [*said, self.verdict]
+
+    def _largest(self, column: str) -> str:
+        return ", ".join(f"{_head(row)} {row[column]:.2f}" for row in self.table.nlargest(3, column).to_dict("records"))
+
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+        """Draw five panels: what weights write, who looks, who moves it, when, what silencing costs.
+
+        On axes of one's own: the share of the largest effect of the head that each way names.
+        """
+        return self._drawn(ax, title, figsize)
+
+    def __repr__(self) -> str:
+        return f"Evidence({self.run.model}, {self.relation}: {self.verdict})"
+
+
+def _head(row: Mapping[Any, Any]) -> str:
+    return f"{row['layer']}.{row['head']}"
+
+
+def _share(row: Mapping[Any, Any]) -> str:
+    return f"{row['share']:.2f} ({row['low']:.2f} to {row['high']:.2f})"
