@@ -89,6 +89,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Let the interpreter clear what it imported; extension modules report what it does not as leaks."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_fixture_setup(fixturedef, request):
     """Give a fixture that tests share chance of its own: which test asks for it first must not matter."""

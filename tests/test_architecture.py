@@ -23,7 +23,7 @@ from tests.forking import printed_afresh
 
 SOURCE = Path(__file__).parents[1] / "src" / "headwater"
 TIERS = """
-axes colors errors names version waiting
+axes colors errors version waiting
 foreign_names
 calls rooms options registry progress
 kernels stats data
@@ -33,7 +33,7 @@ probes
 patching questions
 lenses
 heads circuits pathways likelihood
-detection
+detection causes
 reference
 figures
 views

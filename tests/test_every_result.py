@@ -81,7 +81,8 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
             model, heads, "country_to_nationality", relations=few, template=CITIZEN, shots=0, draws=2, **quiet
         ),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
-        hw.evidence(model, "country_to_capital", pairs=6, draws=4, **quiet), hw.evidence(model, few, pairs=6, draws=4, **quiet),
+        hw.evidence(model, "country_to_capital", pairs=6, draws=4, **quiet),
+        hw.evidence(model, few, pairs=6, draws=4, **quiet),
         sweep, sweep.claim({"layer": 5, "position": 10}, match="site"),
         composition_scores(model, **quiet), singular_vectors(model, 1, 7),
         hw.lens(model, list(PROMPTS), top_k=2, **quiet),
