@@ -54,7 +54,7 @@ CALLS = {
     "heads": ("headwater.heads.classify:classify_heads",),
     "compare": ("headwater.heads.comparison:compare_heads",),
     "behaviour": ("headwater.heads.behaviour:attention_behaviour", LOAD),
-    "evidence": ("headwater.causes.evidence:evidence", LOAD),
+    "evidence": ("headwater.causes.weights_to_cause:evidence", LOAD),
     "relations": ("headwater.heads.relations:load_relations", "headwater.heads.coverage:relation_coverage"),
     "pathways": (*QUESTIONS, "headwater.pathways.trace:trace_pathways", "headwater.detection.detection:detect"),
     "saliency": (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.causes.evidence import unrelated
+from headwater.causes.weights_to_cause import unrelated
 from headwater.causes.naming import BASELINES, NAMED, Choice, judged, names_of
 from headwater.causes.prompts import relation_prompts
 from headwater.causes.relation import attention_to_source, estimated_effects, exact_effects
@@ -268,7 +268,7 @@ def test_relations_beside_one_share_hardly_a_word_with_it():
 
 
 def test_an_interrupted_suite_goes_on_and_another_run_is_refused(three_movers, suite, tmp_path, monkeypatch):
-    from headwater.causes import evidence as module
+    from headwater.causes import weights_to_cause as module
 
     out, calls = tmp_path / "run", []
     measure = module._effects

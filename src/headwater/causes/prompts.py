@@ -180,7 +180,7 @@ def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: 
 MEASURES = ["pairs", "difference", "low", "high", "accuracy"]
 
 
-def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float[Tensor, "candidate measure"]:
+def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float[Tensor, "row column"]:
     """Return `MEASURES` of each candidate, on the pairs of the first half."""
     rows = []
     for one in tried:
@@ -191,7 +191,7 @@ def measured_candidates(model: HookedModel, tried: Sequence[Candidate]) -> Float
 
 
 def chosen_prompts(
-    tokens: TokenRelation, tried: Sequence[Candidate], measured: Float[Tensor, "candidate measure"]
+    tokens: TokenRelation, tried: Sequence[Candidate], measured: Float[Tensor, "row column"]
 ) -> RelationPrompts:
     """Take the candidate with the largest mean difference."""
     best = int(measured[:, 1].argmax())

@@ -249,7 +249,7 @@ def evidence(
         draws: How often targets are shuffled, and how many random sets of heads are silenced.
         seed: Of the halves, pairs, examples, draws and intervals.
     """
-    from headwater.causes.evidence import evidence as find
+    from headwater.causes.weights_to_cause import evidence as find
 
     asked = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = find(

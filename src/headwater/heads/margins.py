@@ -128,7 +128,7 @@ def _values_and_readers(
 
 def _margins(
     z: Float[Tensor, "head item d_head"], readers: Float[Tensor, "head d_head item"], orders: Int[Tensor, "draw item"]
-) -> Float[Tensor, "head draw_and_own"]:
+) -> Float[Tensor, "head column"]:
     n = z.shape[1]
     every = einsum(z.mean(1), readers.mean(-1), "head d_head, head d_head -> head")[:, None]
     own = einsum(z, readers, "head item d_head, head d_head item -> head item").mean(-1, keepdim=True)
