@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.causes.weights_to_cause import unrelated
 from headwater.causes.naming import BASELINES, NAMED, Choice, judged, names_of
 from headwater.causes.prompts import relation_prompts
 from headwater.causes.relation import attention_to_source, estimated_effects, exact_effects
+from headwater.causes.weights_to_cause import unrelated
 from headwater.errors import InputError
 from headwater.heads.margins import head_margins, layer_margins
 from headwater.heads.relation_tokens import tokenize_relations

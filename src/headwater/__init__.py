@@ -10,11 +10,11 @@ from headwater.rooms import lazy_exports
 from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from headwater.causes.weights_to_cause import evidence as evidence
     from headwater.causes.prompts import RelationPrompts as RelationPrompts
     from headwater.causes.prompts import relation_prompts as relation_prompts
     from headwater.causes.results import Evidence as Evidence
     from headwater.causes.results import EvidenceSuite as EvidenceSuite
+    from headwater.causes.weights_to_cause import evidence as evidence
     from headwater.circuits.circuit import Circuit as Circuit
     from headwater.circuits.circuit_runs import CircuitRuns as CircuitRuns
     from headwater.circuits.circuit_runs import run_circuits as run_circuits

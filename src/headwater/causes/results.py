@@ -89,7 +89,7 @@ class EvidenceSuite(Result):
         """Return a row per family: relations with the same strongest head are one finding.
 
         `family, relations, named`: how many of them name their strongest head; `share`, the mean share of the largest
-        effect; the same of each other way, as columns; `p_value` of the mean strength against shuffled targets,
+        effect; the same of each other way, in a column of its name; `p_value` of the mean strength against shuffled targets,
         `q_value` over families; largest families first.
         """
         rows = []
@@ -99,9 +99,9 @@ class EvidenceSuite(Result):
             share = of_family["share"].mean()
             shares = means.loc[of_family["relation"]].mean()
             row = {"family": family, "relations": len(of_family), "named": int((of_family["rank"] == 1).sum())}
-            row |= {"share": share} | {way: shares.get(way, np.nan) for way in WAYS if way != NAMED}
+            row |= {"share": share} | {_column(way): shares.get(way, np.nan) for way in WAYS[1:]}
             rows.append(row | {"p_value": p})
-        columns = ["family", "relations", "named", "share", *(way for way in WAYS if way != NAMED), "p_value"]
+        columns = ["family", "relations", "named", "share", *map(_column, WAYS[1:]), "p_value"]
         table = pd.DataFrame(rows, columns=columns)
         table["q_value"] = q_values(table["p_value"].to_numpy(dtype=float)) if len(table) else []
         return table.sort_values("relations", ascending=False, ignore_index=True)
@@ -117,9 +117,9 @@ class EvidenceSuite(Result):
         for way in WAYS[1:]:
             ahead: Interval | None = None
             if draws is not None:
-                ahead = interval(draws.mean((summary["share"] - summary[way]).to_numpy(dtype=float)))
+                ahead = interval(draws.mean((summary["share"] - summary[_column(way)]).to_numpy(dtype=float)))
             numbers = (np.nan,) * 3 if ahead is None else (ahead.value, ahead.low, ahead.high)
-            rows.append((way, summary[way].mean() if len(summary) else np.nan, *numbers))
+            rows.append((way, summary[_column(way)].mean() if len(summary) else np.nan, *numbers))
         return pd.DataFrame(rows, columns=["way", "share", "difference", "low", "high"])
 
     def report(self) -> list[str]:
@@ -271,6 +271,10 @@ class Evidence(Result):
 
     def __repr__(self) -> str:
         return f"Evidence({self.run.model}, {self.relation}: {self.verdict})"
+
+
+def _column(way: str) -> str:
+    return way.replace("'", "").replace(" ", "_")
 
 
 def _head(row: Mapping[Any, Any]) -> str:

@@ -394,7 +394,7 @@ def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run:
     """Put the outcomes, in the order of the questions, into tables."""
     used = [row for row in rows if isinstance(row, dict)]
     lost = [place for place, row in enumerate(rows) if isinstance(row, Dropped)]
-    said = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype=object)
+    said = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype="str")
     dropped = questions.table.loc[lost, ["dataset", "id", "question"]].reset_index(drop=True)
     dropped = dropped.assign(answer=said["answer"], cause=said["cause"])
     if not used:
