@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwater.causes.naming import Choice
 from headwater.causes.prompts import PairedPrompts, RelationPrompts, differences, mean_of
-from headwater.causes.relation import Head, both_sides, metric_of, silenced
+from headwater.causes.relation import Head, both_sides, metric_of, replaced
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import ModelError
 from headwater.heads.claims import random_sets
@@ -140,14 +140,12 @@ def _cost(
     random = random_sets(model, named, draws, seed)
     sets = {f"named {_name(head)}": [head] for head in named} | {"largest": [strongest_head]}
     sets |= {f"random {number}": list(one) for number, one in enumerate(random)}
-    lost = -silenced(model, pairs, sets)
+    lost = -replaced(model, pairs, sets, "zero")
     difference, items = differences(model, pairs)[0].mean(), pairs.item.tolist()
     rows = []
-    for number, (name, heads) in enumerate(sets.items()):
-        if name.startswith("random"):
-            break
-        what = "named" if name.startswith("named") else "largest effect"
-        rows.append(_row(what, ", ".join(map(_name, heads)), mean_of(lost[:, number], items), difference))
+    for number, head in enumerate([*named, strongest_head]):
+        what = "named" if number < len(named) else "largest effect"
+        rows.append(_row(what, _name(head), mean_of(lost[:, number], items), difference))
     rows.insert(len(named), _silenced_together(model, pairs, named, "named together"))
     sizes = lost[:, len(named) + 1 :].mean(0)
     if len(sizes):
@@ -158,7 +156,7 @@ def _cost(
 
 
 def _silenced_together(model: HookedModel, pairs: PairedPrompts, heads: list[Head], what: str) -> dict[str, Any]:
-    lost = -silenced(model, pairs, {"set": heads})[:, 0]
+    lost = -replaced(model, pairs, {"set": heads}, "zero")[:, 0]
     difference = differences(model, pairs)[0].mean()
     return _row(what, ", ".join(map(_name, heads)), mean_of(lost, pairs.item.tolist()), difference)
 

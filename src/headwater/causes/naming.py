@@ -34,8 +34,6 @@ from headwater.stats.resample import Draws, interval
 NAMED = "weights and attention"
 BASELINES = ("attention", "other relations' weights", "other relations' effect")
 WAYS = (NAMED, "weights", *BASELINES, "shuffled targets", "effect")
-
-
 ByHead = Float[ndarray, "layer head"]
 
 
@@ -101,7 +99,8 @@ def judged(
         targets. And the strength of the targets as they are, and of each draw of shuffled ones.
     """
     means = Draws.of(sources.tolist(), seed=seed).mean(effects)  # draw × head; the first row is the data
-    shares = means / means.max(1, keepdims=True)
+    largest = means.max(1, keepdims=True)
+    shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
     place = {head: number for number, head in enumerate(heads)}
     rank = np.argsort(np.argsort(-means[0], kind="stable"), kind="stable") + 1
     of_way = {way: np.array([place[head] for head in some], dtype=int) for way, some in named.items()}
@@ -114,11 +113,11 @@ def judged(
             continue
         theirs = shares[:, chosen].mean(1)
         share, ahead = interval(theirs), interval(ours - theirs)
-        one = len(set(chosen.tolist())) == 1
-        row: dict[str, object] = (
-            {"way": way, "layer": heads[chosen[0]][0], "head": heads[chosen[0]][1]} if one else {"way": way}
-        )
-        row |= {"heads": len(set(chosen.tolist())), "rank": float(np.median(rank[chosen]))}
+        different = len(set(chosen.tolist()))
+        row: dict[str, object] = {"way": way}
+        if different == 1:
+            row |= dict(zip(("layer", "head"), heads[chosen[0]], strict=True))
+        row |= {"heads": different, "rank": float(np.median(rank[chosen]))}
         row |= {"share": share.value, "low": share.low, "high": share.high, "difference": ahead.value}
         rows.append(row | {"difference_low": ahead.low, "difference_high": ahead.high})
     table = pd.DataFrame(rows)

@@ -12,6 +12,7 @@
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -229,12 +230,15 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
     """Pair each item with the next one, in a ring, whose first target it does not accept, and that does not accept its.
 
     Args:
-        prompts: a prompt for some of the relation's items, all of one length.
+        prompts: a prompt for some of the relation's items; those of another length than most are left out.
         tokens: the relation.
         items: those to be asked for, in this order.
         n: at most so many pairs.
     """
-    row_of = {item: row for row, item in enumerate(prompts.item.tolist())}
+    # The same number of tokens on both sides of the source, so that the prompts of a pair align.
+    places = list(zip(prompts.source.tolist(), prompts.batch.lengths.tolist(), strict=True))
+    usual = Counter(places).most_common(1)[0][0]
+    row_of = {item: row for row, item in enumerate(prompts.item.tolist()) if places[row] == usual}
     there = [item for item in items if item in row_of]
     both = []
     for place, item in enumerate(there[:n]):
@@ -243,12 +247,11 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
         if (other := next(disjoint, None)) is not None:
             both.append((item, other))
     clean, corrupted = ([row_of[one] for one in side] for side in zip(*both, strict=True)) if both else ([], [])
-    places = prompts.source[[*clean, *corrupted]].unique().tolist()
     answer, foil = (torch.tensor([tokens.targets[one[side]][0] for one in both]) for side in range(2))
     accepted = tuple(tokens.targets[item] for item, _ in both)
-    rows = prompts.batch.tokens
+    rows = prompts.batch.tokens[:, : usual[1]]
     asked = torch.tensor([item for item, _ in both])
-    return PairedPrompts(rows[clean], rows[corrupted], answer, foil, places[0] if places else 0, accepted, asked)
+    return PairedPrompts(rows[clean], rows[corrupted], answer, foil, usual[0], accepted, asked)
 
 
 def _templates(

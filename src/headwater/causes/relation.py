@@ -60,11 +60,11 @@ def estimated_effects(model: HookedModel, pairs: PairedPrompts) -> Estimates:
 def exact_effects(model: HookedModel, pairs: PairedPrompts, heads: Heads) -> Float[ndarray, "pair head"]:
     """Return the effect of each of some heads on each pair, by running what comes after it again."""
     sets = {f"{layer}.{head}": [(layer, head)] for layer, head in heads}
-    return -silenced(model, pairs, sets, "other run")
+    return -replaced(model, pairs, sets, "other run")
 
 
-def silenced(
-    model: HookedModel, pairs: PairedPrompts, sets: dict[str, list[tuple[int, int]]], values: str = "zero"
+def replaced(
+    model: HookedModel, pairs: PairedPrompts, sets: dict[str, list[Head]], values: str
 ) -> Float[ndarray, "pair set"]:
     """Return how the difference changes when z of each set of heads is replaced at the last position."""
     clean, corrupted = both_sides(pairs)
@@ -80,7 +80,7 @@ def attention_to_source(model: HookedModel, pairs: PairedPrompts) -> Float[ndarr
     return torch.stack([one.squeeze(-2)[..., pairs.source].double().mean(0) for one in looked]).numpy()
 
 
-def strongest(values: Float[ndarray, "layer head"], n: int) -> list[tuple[int, int]]:
+def strongest(values: Float[ndarray, "layer head"], n: int) -> list[Head]:
     """Return the n heads with the largest values, the largest first."""
     flat = np.argsort(-values, axis=None, kind="stable")[:n]
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(flat, values.shape), strict=True)]

@@ -89,8 +89,8 @@ class EvidenceSuite(Result):
         """Return a row per family: relations with the same strongest head are one finding.
 
         `family, relations, named`: how many of them name their strongest head; `share`, the mean share of the largest
-        effect; the same of each other way, in a column of its name; `p_value` of the mean strength against shuffled targets,
-        `q_value` over families; largest families first.
+        effect; the same of each other way, in a column of its name; `p_value` of the mean strength against shuffled
+        targets, `q_value` over families; largest families first.
         """
         rows = []
         means = self.ways.pivot(index="relation", columns="way", values="share") if len(self.ways) else pd.DataFrame()
@@ -241,6 +241,12 @@ class Evidence(Result):
             f"sources changes by {can['gap']:.1f} ({can['gap_low']:.1f} to {can['gap_high']:.1f}; n = {can['pairs']} "
             f"pairs that chose nothing); a right word is first in {can['accuracy']:.0%}."
         ]
+        tried = self.templates.set_index("kind")["difference"]
+        if can["prompt"] != "chat" and "chat" in tried:
+            said.append(
+                f"That prompt is without the chat template, with which the difference was smaller ({tried['chat']:.1f} "
+                f"in place of {tried[can['prompt']].max():.1f}, first half): a chat may do otherwise."
+            )
         if self.passes is not None:
             said.append(f"From layer {self.passes} on half of that or more is carried by the last position.")
         top = self.table.dropna(subset=["effect"]).nlargest(3, "effect").to_dict("records")

@@ -165,9 +165,8 @@ def _measure(
     if options["one"] is None:
         return suite
     others = [prompts[i] for i in choices if i >= n]
-    return one_relation(
-        model, suite, prompts.get(0), choices.get(0), known.get(0), measured.get(0), others, options, seed, run
-    )
+    parts = prompts.get(0), choices.get(0), known.get(0), measured.get(0)
+    return one_relation(model, suite, *parts, others, options, seed, run)
 
 
 def _choose(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
@@ -176,8 +175,7 @@ def _choose(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate
     prompts = chosen_prompts(tokens, tried, measured)
     second = estimated_effects(model, prompts.second)
     _, correct = differences(model, prompts.second)
-    found = {"candidates": measured, "correct": torch.from_numpy(correct)}
-    found["gap"] = torch.from_numpy(second.gap)
+    found = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(second.gap)}
     if not mean_of(second.gap, prompts.second.item.tolist()).low > 0:
         return found
     first = estimated_effects(model, prompts.first)
@@ -211,14 +209,12 @@ def _choices(
         halves.append(replace(tokens, source=tokens.source[items], targets=targets, words=()))
         drawn = [generator.permutation(len(items)) for _ in range(options["draws"])]
         orders.append(torch.from_numpy(np.stack(drawn)))
-    weights, _scoring = weights_of(model, None), {"embedding": options["embedding"], "norm_gain": False}
+    weights, scoring = weights_of(model, None), {"embedding": options["embedding"], "norm_gain": False}
     with run.bar("What weights write", "layer", weights.shape.n_layers) as bar:
 
         def margins(_: object) -> dict[str, Tensor]:
             layers = []
-            for layer in layer_margins(
-                weights, halves, {"embedding": options["embedding"], "norm_gain": False}, orders
-            ):
+            for layer in layer_margins(weights, halves, scoring, orders):
                 layers.append(layer)
                 bar.update(1)
             return {"margins": torch.stack(layers)}  # layer × head × relation × draw
@@ -269,13 +265,8 @@ def _row(
     if prompts is None or known is None:
         return row | {"can": False, "reason": reason}
     gap = mean_of(known["gap"].numpy(), prompts.second.item.tolist())
-    row |= {
-        "prompt": prompts.kind,
-        "pairs": len(prompts.second),
-        "gap": gap.value,
-        "gap_low": gap.low,
-        "gap_high": gap.high,
-    }
+    row |= {"prompt": prompts.kind, "pairs": len(prompts.second)}
+    row |= {"gap": gap.value, "gap_low": gap.low, "gap_high": gap.high}
     row |= {"accuracy": known["correct"].double().mean().item()}
     if family is None:
         said = f"the interval of its gap holds 0 ({gap.low:.2f} to {gap.high:.2f} logits)"

@@ -45,7 +45,7 @@ MAPS = {
 }
 ROLE_LOOKS = {"source": (ORANGE, "s"), "last": (BLUE, "o")}
 OURS = "named", "named together"
-PANELS, WIDTH, HEIGHT = 5, 10.0, 5.2
+WIDTH, HEIGHT = 10.0, 5.2
 LINE = 0.17
 """Inches of a relation's line."""
 
@@ -83,8 +83,9 @@ def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
             ax.set_title(model_title(found.run, found.relation))
             return ax
         figure = new_figure(WIDTH, HEIGHT)
-        axes = list(figure.subplots(2, 3).ravel())
-        axes[PANELS].remove()
+        grid = figure.add_gridspec(2, 3)
+        places = [(0, slice(0, 1)), (0, slice(1, 2)), (0, slice(2, 3)), (1, slice(0, 1)), (1, slice(1, 3))]
+        axes = [figure.add_subplot(grid[place]) for place in places]
         named = found.way(NAMED)
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
             _map(found.table, column, place)
