@@ -83,14 +83,14 @@ def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
             ax.set_title(model_title(found.run, found.relation))
             return ax
         figure = new_figure(WIDTH, HEIGHT)
-        grid = figure.add_gridspec(2, 3)
-        places = [(0, slice(0, 1)), (0, slice(1, 2)), (0, slice(2, 3)), (1, slice(0, 1)), (1, slice(1, 3))]
-        axes = [figure.add_subplot(grid[place]) for place in places]
+        above, below = figure.subfigures(2, 1)  # each row is laid out by itself: the names of costs are long
+        axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
         named = found.way(NAMED)
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
             _map(found.table, column, place)
             place.set_title(title)
-            place.plot(named["layer"], named["head"], "o", ms=8, mfc="none", mec=INK, mew=1.2)
+            for color, width in (("white", 2.6), (INK, 1.2)):  # seen on dark cells and on light ones
+                place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
         _when(found.when, axes[3])
         _cost(found.cost, axes[4])
         entitle(figure, model_title(found.run, f"{found.relation}, from weights to a cause"))
@@ -136,7 +136,7 @@ def _when(when: pd.DataFrame, ax: Axes) -> None:
     ax.set(xlabel="Before layer", ylabel="Share of gap")
     whole_numbers(ax.xaxis)
     ax.set_title("when: residual stream patched")
-    ax.legend(loc="center left")
+    ax.legend()
 
 
 def _cost(cost: pd.DataFrame, ax: Axes) -> None:
