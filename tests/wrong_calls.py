@@ -339,6 +339,14 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "HookedModel.token_strings": lambda: (g.model.token_strings, {"tokens": [3, 4]}),
         "classify_heads": lambda: (hw.classify_heads, {"model": g.model, "relations": g.relation, **QUIET}),
         "evidence": lambda: (hw.evidence, {"model": g.model, "relations": g.relation, **QUIET}),
+        "Evidence.save": lambda: (
+            hw.evidence(g.model, g.relation, pairs=6, draws=2, **QUIET).save,
+            {"folder": g.folder / "evidence"},
+        ),
+        "EvidenceSuite.compared": lambda: (
+            hw.evidence(g.model, [g.relation], pairs=6, draws=2, **QUIET).compared,
+            {"seed": 0},
+        ),
         "relation_prompts": lambda: (hw.relation_prompts, {"model": g.model, "relation": g.relation}),
         "head_margins": lambda: (hw.head_margins, {"model": g.model, "relations": g.relation}),
         "compare_heads": lambda: (

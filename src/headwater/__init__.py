@@ -10,7 +10,6 @@ from headwater.rooms import lazy_exports
 from headwater.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from headwater.causes.prompts import RelationPrompts as RelationPrompts
     from headwater.causes.prompts import relation_prompts as relation_prompts
     from headwater.causes.results import Evidence as Evidence
     from headwater.causes.results import EvidenceSuite as EvidenceSuite

@@ -32,7 +32,7 @@ from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation, load_relations
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import ChatText, chat_text
-from headwater.options import checked_count, checked_seed
+from headwater.options import checked_count, checked_seed, shown
 from headwater.stats.resample import Draws, Interval, interval
 
 GENERIC = "Input: {source} Output:"
@@ -133,9 +133,10 @@ def relation_prompts(
     """
     check_model(model)
     pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
-    if isinstance(relation, str):
-        (relation,) = load_relations(relation)
-    (tokens,) = tokenize_relations([relation], model.tokenizer)
+    given = load_relations(relation)
+    if len(given) != 1:
+        raise InputError(f"relation={shown(relation)} stands for {len(given)} relations: name one.")
+    (tokens,) = tokenize_relations(given, model.tokenizer)
     tried = candidates(model, tokens, template, pairs, seed)
     return chosen_prompts(tokens, tried, measured_candidates(model, tried))
 

@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
+from headwater.errors import InputError
+from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.resample import Draws, Interval, interval
@@ -113,6 +115,7 @@ class EvidenceSuite(Result):
         weights and attention, with a bootstrap interval over families.
         """
         summary, rows = self.summary(), []
+        seed = checked_seed(seed)
         draws = Draws.of(range(len(summary)), seed=seed) if len(summary) else None
         for way in WAYS[1:]:
             ahead: Interval | None = None
@@ -194,7 +197,14 @@ class Evidence(Result):
         return bool(self.can["can"].iloc[0])
 
     def way(self, name: str) -> dict[str, Any]:
-        """Return the row of `ways` of that name."""
+        """Return the row of `ways` of that name.
+
+        Raises:
+            InputError: there is no such way, or the model cannot do the relation.
+        """
+        checked_name("name", name, WAYS)
+        if not self.is_measured:
+            raise InputError(self.verdict)
         return dict(self.ways[self.ways["way"] == name].iloc[0])
 
     def summary(self) -> pd.DataFrame:

@@ -29,6 +29,7 @@ from headwater.calls import checked_call
 from headwater.causes.detail import one_relation
 from headwater.causes.naming import Choice, judged, names_of
 from headwater.causes.prompts import (
+    FEWEST_PAIRS,
     Candidate,
     RelationPrompts,
     candidates,
@@ -44,7 +45,7 @@ from headwater.errors import InputError
 from headwater.heads.margins import layer_margins
 from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
 from headwater.heads.relations import Relations, load_relations
-from headwater.heads.scoring import chosen_embedding, relations_digest
+from headwater.heads.scoring import checked_scoring, chosen_embedding, relations_digest
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import EmbeddingName
@@ -53,6 +54,7 @@ from headwater.runs.analysis import Run, run_or_resume
 
 OTHERS = 8
 """So many further relations, for the baselines, where one alone is asked for."""
+MOST_DRAWS = 10_000
 MEASURED = 12
 """So many heads at a time, in the order of their estimates, are measured exactly besides those that are named."""
 LEADERS = 4
@@ -95,7 +97,9 @@ def evidence(
         RunFolderError: `out` holds another run.
     """
     check_model(model)
-    pairs, draws, seed = checked_count("pairs", pairs, least=6), checked_count("draws", draws), checked_seed(seed)
+    checked_scoring(None, 0.15, embedding)
+    pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
+    draws = checked_count("draws", draws, most=MOST_DRAWS)
     given = load_relations(relations)
     single = len(given) == 1 and not isinstance(relations, list | tuple)
     tokenized = list(tokenize_relations(given, model.tokenizer))

@@ -83,7 +83,8 @@ def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
             ax.set_title(model_title(found.run, found.relation))
             return ax
         figure = new_figure(WIDTH, HEIGHT)
-        above, below = figure.subfigures(2, 1)  # each row is laid out by itself: the names of costs are long
+        # Each row is laid out by itself: the names of costs are long.
+        above, below = figure.subfigures(2, 1)  # type: ignore[misc]
         axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
         named = found.way(NAMED)
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
