@@ -85,7 +85,7 @@ def layer_margins(
     weights: WeightSource,
     relations: Sequence[TokenRelation],
     options: Mapping[str, object],
-    orders: Sequence[Int[Tensor, "draw item"]] | None = None,
+    orders: Sequence[Int[Tensor, "draw _"]] | None = None,
 ) -> Iterator[Float[Tensor, "head relation draw"]]:
     """Yield the margins of each layer's heads, on the CPU; the first draw is the relation as it is.
 
