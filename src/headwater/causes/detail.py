@@ -73,8 +73,9 @@ def one_relation(
         cost = _cost(model, pairs.few(FEW), named, choice.family, options["draws"], seed)
         bar.update(1)
         for control in others[:CONTROLS]:
-            what = f"named together, on {control.relation.name}"
-            cost.append(_silenced_together(model, control.second.few(FEW), named, what))
+            beside = control.second.few(FEW)
+            lost, difference = _lost(model, beside, [named])
+            cost.append(_row(f"named together, on {control.relation.name}", named, lost[:, 0], beside, difference))
             bar.update(1)
     return Evidence(heads, suite.table, templates, when, suite.ways, pd.DataFrame(cost, columns=COST), suite.run)
 
@@ -137,33 +138,32 @@ def _cost(
     model: HookedModel, pairs: PairedPrompts, named: list[Head], strongest_head: Head, draws: int, seed: int
 ) -> list[dict[str, Any]]:
     """What the logit difference loses when heads write nothing at the last position, beside random ones."""
-    random = random_sets(model, named, draws, seed)
-    sets = {f"named {_name(head)}": [head] for head in named} | {"largest": [strongest_head]}
-    sets |= {f"random {number}": list(one) for number, one in enumerate(random)}
-    lost = -replaced(model, pairs, sets, "zero")
-    difference, items = differences(model, pairs)[0].mean(), pairs.item.tolist()
-    rows = []
-    for number, head in enumerate([*named, strongest_head]):
-        what = "named" if number < len(named) else "largest effect"
-        rows.append(_row(what, _name(head), mean_of(lost[:, number], items), difference))
-    rows.insert(len(named), _silenced_together(model, pairs, named, "named together"))
-    sizes = lost[:, len(named) + 1 :].mean(0)
-    if len(sizes):
+    asked = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
+    random = [list(one) for one in random_sets(model, named, draws, seed)]
+    lost, difference = _lost(model, pairs, [*(heads for _, heads in asked), *random])
+    rows = [_row(what, heads, one, pairs, difference) for (what, heads), one in zip(asked, lost.T, strict=False)]
+    if random:
+        sizes = lost[:, len(asked) :].mean(0)
         value, (low, high) = sizes.mean(), np.quantile(sizes, [0.025, 0.975])
         what = f"random, {len(sizes)} sets of {len(named)} of the same layers"
         rows.append({"what": what, "heads": "", "cost": value, "low": low, "high": high, "share": value / difference})
     return rows
 
 
-def _silenced_together(model: HookedModel, pairs: PairedPrompts, heads: list[Head], what: str) -> dict[str, Any]:
-    lost = -replaced(model, pairs, {"set": heads}, "zero")[:, 0]
-    difference = differences(model, pairs)[0].mean()
-    return _row(what, ", ".join(map(_name, heads)), mean_of(lost, pairs.item.tolist()), difference)
+def _lost(
+    model: HookedModel, pairs: PairedPrompts, sets: Sequence[list[Head]]
+) -> tuple[Float[ndarray, "pair set"], float]:
+    """What the difference of each pair loses without each set, and the mean difference of the run as it is."""
+    lost = -replaced(model, pairs, {str(number): heads for number, heads in enumerate(sets)}, "zero")
+    return lost, differences(model, pairs)[0].mean()
 
 
-def _row(what: str, heads: str, cost: Any, difference: float) -> dict[str, Any]:
-    share = cost.value / difference
-    return {"what": what, "heads": heads, "cost": cost.value, "low": cost.low, "high": cost.high, "share": share}
+def _row(
+    what: str, heads: list[Head], lost: Float[ndarray, " pair"], pairs: PairedPrompts, difference: float
+) -> dict[str, Any]:
+    cost = mean_of(lost, pairs.item.tolist())
+    row = {"what": what, "heads": ", ".join(map(_name, heads)), "cost": cost.value, "low": cost.low, "high": cost.high}
+    return row | {"share": cost.value / difference}
 
 
 def _name(head: Head) -> str:

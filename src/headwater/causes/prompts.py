@@ -123,7 +123,7 @@ def relation_prompts(
     Args:
         model: the model.
         relation: the name of a relation of headwater's suite, or a relation.
-        template: a text with one `{source}` behind a space, after which the target comes, read as it is written; or
+        template: a text with one `{source}` after a space, after which the target comes, read as it is written; or
             "auto": of the candidates the one with the largest logit difference of target and foil on the first half.
         pairs: at most so many pairs in the second half; the first half has eight at most.
         seed: of the halves, the pairs and the examples.
@@ -228,7 +228,7 @@ def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
 
 
 def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], n: int) -> PairedPrompts:
-    """Pair each item with the next one, in a ring, whose first target it does not accept, and that does not accept its.
+    """Pair each item with the next one, in a ring, that shares no accepted target with it.
 
     Args:
         prompts: a prompt for some of the relation's items; those of another length than most are left out.

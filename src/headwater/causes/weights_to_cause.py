@@ -238,7 +238,7 @@ def _effects(
     """Measure the named heads exactly on the second half, and the strongest by attribution until no other is near.
 
     Attribution can hide a strong head (a saturated one): heads are added, twelve at a time in the order of their
-    estimates, until the last twelve reach less than half of the largest effect.
+    estimates, until none of the last four reaches half of the largest effect.
     """
     estimate = known["estimate"].numpy()
     ranked = strongest(estimate, estimate.size)

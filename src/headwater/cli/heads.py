@@ -242,7 +242,7 @@ def evidence(
     Args:
         relation: Names of relations of headwater's suite, or files. Of one everything is said; of several, or of the
             whole suite, the default, a line each.
-        template: A text with one {source} behind a space, after which the target comes. Default: "auto", of sentences,
+        template: A text with one {source} after a space, after which the target comes. Default: "auto", of sentences,
             examples and chat the one with the largest logit difference.
         embedding: What heads from layer 1 on read for a token. Default: "auto", as in `headwater heads`.
         pairs: At most so many pairs of prompts of each relation.
