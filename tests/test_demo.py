@@ -21,6 +21,7 @@ from headwater.demo.tour import MODELS
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
+from headwater.heads.claims import matched_sets
 from headwater.heads.head_map import HeadMap
 from headwater.models import loading, packaged
 from headwater.runs.record import RunRecord
@@ -276,14 +277,18 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
 
 
 def test_random_sets_have_as_many_other_heads_of_each_layer_and_no_set_twice():
+    def model(n_layers, n_heads):
+        return SimpleNamespace(shape=SimpleNamespace(n_layers=n_layers, n_heads=n_heads))
+
     named = [(3, 0), (3, 2), (5, 1)]
-    sets = real.random_sets(named, n_heads=6, n=20)
-    assert len(sets) == len({tuple(one) for one in sets.values()}) == 20
-    for one in sets.values():
+    sets = matched_sets(model(6, 6), named, 20, 0)
+    assert len(sets) == len({tuple(sorted(one)) for one in sets}) == 20
+    for one in sets:
         assert sorted(layer for layer, _ in one) == [3, 3, 5]
         assert not set(one) & set(named)
-    assert len(real.random_sets([(0, 0), (0, 1)], n_heads=5, n=20)) == 3
-    assert real.random_sets([(0, 0), (0, 1)], n_heads=3, n=20) == {}
+    assert len(matched_sets(model(1, 5), [(0, 0), (0, 1)], 20, 0)) == 3
+    with pytest.raises(HeadwaterError, match="the model has no 2 others"):
+        matched_sets(model(1, 3), [(0, 0), (0, 1)], 20, 0)
 
 
 def sweep_of(cells):

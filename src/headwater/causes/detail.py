@@ -14,7 +14,7 @@ from headwater.causes.prompts import PairedPrompts, RelationPrompts, differences
 from headwater.causes.relation import Head, both_sides, metric_of, replaced
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import ModelError
-from headwater.heads.claims import random_sets
+from headwater.heads.claims import matched_sets
 from headwater.heads.classify import classify_heads
 from headwater.lenses.direct_attribution import direct_logit_attribution
 from headwater.models.hooked import HookedModel
@@ -139,7 +139,7 @@ def _cost(
 ) -> list[dict[str, Any]]:
     """What the logit difference loses when heads write nothing at the last position, beside random ones."""
     asked = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
-    random = [list(one) for one in random_sets(model, named, draws, seed)]
+    random = [list(one) for one in matched_sets(model, named, draws, seed)]
     lost, difference = _lost(model, pairs, [*(heads for _, heads in asked), *random])
     rows = [_row(what, heads, one, pairs, difference) for (what, heads), one in zip(asked, lost.T, strict=False)]
     if random:

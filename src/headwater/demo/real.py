@@ -6,11 +6,8 @@ text but for the chat; each finding has its control beside it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from headwater.demo import numbers as of
 from headwater.demo.steps import Seen, Step
@@ -117,28 +114,14 @@ def named_by_weights(heads: HeadMap) -> list[tuple[int, int]]:
     return [(int(layer), int(head)) for layer, head in zip(rows["layer"], rows["head"], strict=True)]
 
 
-def random_sets(named: list[tuple[int, int]], n_heads: int, n: int) -> dict[str, list[tuple[int, int]]]:
-    """Draw different sets of as many other heads of the same layers; fewer than n where there are no more."""
-    rng = np.random.default_rng(0)
-    drawn: set[tuple[tuple[int, int], ...]] = set()
-    many = Counter(layer for layer, _ in named)
-    for _ in range(50 * n):
-        sets = [
-            (layer, int(head))
-            for layer, count in many.items()
-            for head in rng.permutation([head for head in range(n_heads) if (layer, head) not in named])[:count]
-        ]
-        if len(sets) == len(named) and len(drawn) < n:
-            drawn.add(tuple(sorted(sets)))
-    return {f"random {number}": list(one) for number, one in enumerate(sorted(drawn), start=1)}
-
-
 def _silenced(seen: Seen, options: dict[str, Any]) -> Result:
+    from headwater.heads.claims import matched_sets
     from headwater.patching.ablation import ablate
 
     heads: Any = seen.found["written"]
     named = named_by_weights(heads)
-    sets = {of.NAMED: named, **random_sets(named, seen.real.shape.n_heads, RANDOM_SETS)}
+    random = matched_sets(seen.real, named, RANDOM_SETS, 0)
+    sets = {of.NAMED: named} | {f"random {number}": list(one) for number, one in enumerate(random, start=1)}
     clean, _, metric = _capital_prompts(plain)
     return ablate(seen.real, clean, metric=metric, sets=sets, **options)
 

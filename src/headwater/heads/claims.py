@@ -86,7 +86,7 @@ def claim(
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     name = metric_of_a_claim(metric).name
-    drawn = random_sets(model, chosen, placebos, seed)
+    drawn = matched_sets(model, chosen, placebos, seed)
     run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
     sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}
     swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
@@ -112,7 +112,7 @@ def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
     return [(layer, head) for layer, head in found]
 
 
-def random_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
+def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
     """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
     generator, found = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
     for _ in range(REDRAWS * n):
