@@ -43,6 +43,7 @@ from headwater.causes.relation import Head, attention_to_source, estimated_effec
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import InputError
 from headwater.heads.margins import layer_margins
+from headwater.heads.prompts import checked_templates
 from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
 from headwater.heads.relations import Relations, load_relations
 from headwater.heads.scoring import checked_scoring, chosen_embedding, relations_digest
@@ -98,6 +99,8 @@ def evidence(
     """
     check_model(model)
     checked_scoring(None, 0.15, embedding)
+    if template != "auto":
+        checked_templates(template)
     pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
     draws = checked_count("draws", draws, most=MOST_DRAWS)
     given = load_relations(relations)
@@ -147,9 +150,14 @@ def _measure(
             tried[number] = candidates(model, tokens, template, options["pairs"], seed)
         except InputError as error:
             reasons[number] = str(error)
-    with run.bar("Can it, who looks", "relation", len(tried)) as bar:
-        pieces = run.pieces("choose", list(tried), lambda i: _choose(model, tokenized[i], tried[i]), bar)
-        known = dict(zip(tried, pieces, strict=True))
+    known = dict[int, dict[str, Tensor]]()
+    for stage, some in (("choose", [i for i in tried if i < n]), ("others", [i for i in tried if i >= n])):
+        # Others are compared with a relation that the model can do: without one they would be measured for nothing.
+        if not some or (stage == "others" and not any("share" in piece for piece in known.values())):
+            continue
+        with run.bar("Can it, who looks", "relation", len(some)) as bar:
+            pieces = run.pieces(stage, some, lambda i: _choose(model, tokenized[i], tried[i]), bar)
+            known |= dict(zip(some, pieces, strict=True))
     prompts = {i: chosen_prompts(tokenized[i], tried[i], known[i]["candidates"]) for i in known}
     choices = _choices(model, tokenized, known, options, seed, run)
     named = {i: names_of(one, [choices[j] for j in choices if j != i]) for i, one in choices.items() if i < n}
