@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
 from headwater.likelihood.gradient_norms import gradient_norms
 from headwater.models.bridge_check import Sites, compare_with_reference
-from headwater.models.edits import makes
+from headwater.models.edits import replace_hook
 from headwater.models.gradients import refuse_cut_texts
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -196,7 +196,7 @@ def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited
     model.read_only = sites.read_only
     model.run([IDS], [(name, lambda activation, hook: kept.append(activation))])
     assert len(kept) == 1
-    for edit in (lambda activation, hook: activation / 2, makes(lambda activation, hook: activation / 2)):
+    for edit in (lambda activation, hook: activation / 2, replace_hook(lambda activation, hook: activation / 2)):
         with pytest.raises(InterventionError, match=r"resid_mid of Llama.* can be read but not edited in layer 1"):
             model.run([IDS], [(name, edit)])
 

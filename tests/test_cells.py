@@ -5,8 +5,7 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.patching.cells import Cells, Kind
-from headwater.patching.variants import NEVER
+from headwater.patching.edits import NEVER, CellTable, CellTemplate
 from tests.tiny import tiny_model
 
 PAIRS = ([[5, 8, 13, 21, 6], [7, 6, 30, 8, 5]], [[5, 8, 14, 21, 7], [7, 9, 30, 8, 11]])
@@ -14,11 +13,11 @@ PAIRS = ([[5, 8, 13, 21, 6], [7, 6, 30, 8, 5]], [[5, 8, 14, 21, 7], [7, 9, 30, 8
 
 @pytest.fixture
 def kinds():
-    return [Kind({"layer": layer}, ()) for layer in range(3)]
+    return [CellTemplate({"layer": layer}, ()) for layer in range(3)]
 
 
 def test_kinds_that_several_examples_share_are_held_once(kinds):
-    cells = Cells.of([(0, kinds), (1, kinds[1:]), (3, [kinds[2], Kind({"layer": 2}, ())])])
+    cells = CellTable.of([(0, kinds), (1, kinds[1:]), (3, [kinds[2], CellTemplate({"layer": 2}, ())])])
     assert cells.kinds[:3] == tuple(kinds)
     assert len(cells.kinds) == 4
     assert [(cell.example, cell.labels["layer"]) for cell in cells] == [
@@ -27,13 +26,13 @@ def test_kinds_that_several_examples_share_are_held_once(kinds):
 
 
 def test_parts_and_examples_are_the_cells_that_stand_there(kinds):
-    cells = Cells.of([(0, kinds), (1, kinds[1:]), (3, kinds[:1])])
+    cells = CellTable.of([(0, kinds), (1, kinds[1:]), (3, kinds[:1])])
     assert cells.among(range(1, 3)) == range(3, 5)
     assert cells.among(range(2, 3)) == range(5, 5)
     part = cells.part(range(2, 5))
     assert [(cell.example, cell.labels["layer"]) for cell in part] == [(0, 2), (1, 1), (1, 2)]
     assert part.used == kinds[1:]
-    assert np.array_equal(Cells.unedited(3).example, [0, 1, 2])
+    assert np.array_equal(CellTable.unedited(3).example, [0, 1, 2])
 
 
 def test_a_sweep_of_two_examples_is_the_sweeps_of_each():

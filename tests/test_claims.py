@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.patching.claims import random_sets
+from headwater.patching.summaries import random_sets
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import ClaimEffects, claim_of, split_half

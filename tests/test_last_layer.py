@@ -10,7 +10,7 @@ import headwater as hw
 from headwater.circuits.exact import Rows
 from headwater.circuits.pairs import Pairs, plan_of, source_in
 from headwater.models.blocks import Blocks
-from headwater.models.edits import looks
+from headwater.models.edits import read_hook
 from headwater.models.sites import SITES
 from headwater.patching.walk import Walk
 from tests.own_models import own_model
@@ -51,7 +51,7 @@ def test_attention_where_it_is_read_is_that_of_all_positions_there(family, kept,
         whole = rows.attention(layer, entering, whole=True)
         torch.testing.assert_close(rows.attention(layer, entering), whole[:, kept], rtol=1e-5, atol=1e-6)
         seen: list[torch.Tensor] = []
-        look = looks(lambda activation, hook: seen.append(activation))
+        look = read_hook(lambda activation, hook: seen.append(activation))
         with rows.runs.model.hooks([(SITES["z"].hook_name(layer), look)]):
             watched = rows.attention(layer, entering)
     torch.testing.assert_close(watched, whole[:, kept], rtol=1e-5, atol=1e-6)

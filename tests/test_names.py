@@ -15,7 +15,7 @@ from headwater.lenses import direct_attribution
 from headwater.likelihood import answering, contexts, framed, profile, statistics
 from headwater.models.sites import SITES
 from headwater.models.weights.effective_embedding import KINDS
-from headwater.patching import activation_patching, averages, claims, metrics, sides, sweep_axes, values
+from headwater.patching import activation_patching, axes, metrics, prompt_pair, replacements, summaries
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways import attention_saliency, interventions, modes
 from headwater.questions import asking, formats, states
@@ -25,24 +25,24 @@ MULTI_TOKEN = [name for name in relation_tokens.MULTI_TOKEN if name]
 TAKEN = {
     hw.patch: {
         "sites": SITES,
-        "direction": sides.DIRECTIONS,
+        "direction": prompt_pair.DIRECTIONS,
         "values": senders.KINDS,
         "method": activation_patching.METHODS,
-        "over": sweep_axes.AXES,
-        "spans": sweep_axes.SPANS,
+        "over": axes.AXES,
+        "spans": axes.SPANS,
     },
-    hw.patching.Sweep.plot: {"value": averages.MEASURES, "normalize": averages.NORMALIZE},
-    hw.patching.Sweep.claim: {"match": claims.MATCH},
-    hw.knockout: {"variant": VARIANTS, "over": sweep_axes.AXES},
+    hw.patching.Sweep.plot: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
+    hw.patching.Sweep.claim: {"match": summaries.MATCH},
+    hw.knockout: {"variant": VARIANTS, "over": axes.AXES},
     hw.ablate: {"values": senders.KINDS},
     hw.edit: {"values": senders.KINDS},
     hw.edges: {
-        "direction": sides.DIRECTIONS,
+        "direction": prompt_pair.DIRECTIONS,
         "method": edge_effects.METHODS,
         "values": senders.KINDS,
         "quadrature": edge_effects.QUADRATURES,
     },
-    hw.path_patch: {"direction": sides.DIRECTIONS, "values": senders.KINDS, "through": carried.THROUGH},
+    hw.path_patch: {"direction": prompt_pair.DIRECTIONS, "values": senders.KINDS, "through": carried.THROUGH},
     hw.circuit_curve: {"by": result.RANKED_BY},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
     hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
@@ -109,7 +109,7 @@ def test_a_metric_by_name_is_one_of_those_that_there_are():
 def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type_and_no_other():
     model, pair = hw.load(), (" Paris is in", " Rome is in")
     alone = []
-    for name in values.VALUES:
+    for name in replacements.VALUES:
         try:
             hw.patch(model, *pair, sites="z", layers=0, values=name, dataset=list(pair), metric=hw.rank(" France"))
         except hw.HeadwaterError as error:
@@ -117,4 +117,4 @@ def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type
                 alone.append(name)
         else:
             alone.append(name)
-    assert set(alone) == set(get_args(values.ValueName))
+    assert set(alone) == set(get_args(replacements.ValueName))

@@ -614,14 +614,14 @@ def test_the_batch_size_changes_nothing(models, batch_size):
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(models, tmp_path, monkeypatch):
     from headwater.patching import plan
-    from headwater.patching.runners import Wave
+    from headwater.patching.walk_runner import WalkRunner
 
     monkeypatch.setattr(plan, "WAVE_TOKENS", 60)
     model = models("gpt2")
     clean, corrupted = random_pairs([8, 7, 6])
     options = {"sites": ["resid_pre", "z"], "metric": hw.logit_difference(5, 9), "progress": False}
     expected = hw.patch(model, clean, corrupted, **options)
-    measured, plain = [], Wave.measure
+    measured, plain = [], WalkRunner.measure
 
     def dies_in_the_third_wave(self, cells):
         if len(measured) == 2:
@@ -630,12 +630,12 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(
         return plain(self, cells)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Wave, "measure", dies_in_the_third_wave)
+        patched.setattr(WalkRunner, "measure", dies_in_the_third_wave)
         with pytest.raises(KeyboardInterrupt):
             hw.patch(model, clean, corrupted, out=tmp_path / "run", **options)
     assert len(list((tmp_path / "run" / "pieces").iterdir())) == 2
     again = []
-    monkeypatch.setattr(Wave, "measure", lambda self, cells: again.append(cells) or plain(self, cells))
+    monkeypatch.setattr(WalkRunner, "measure", lambda self, cells: again.append(cells) or plain(self, cells))
     resumed = hw.patch(model, clean, corrupted, out=tmp_path / "run", **options)
     assert not set(again) & set(measured)
     pd.testing.assert_frame_equal(resumed.table, expected.table)

@@ -9,7 +9,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.positions import Prompt, positions_of, roles_of
-from headwater.patching.prompts import role_spots
+from headwater.patching.prompts import spans_by_role
 from tests.same_table import assert_same_table
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -265,10 +265,10 @@ def test_pairs_whose_roles_do_not_match_are_refused(model, options, message):
 
 def test_a_list_may_go_on_with_the_corrupted_prompts():
     prompts = [Prompt((0, 1), (" a", " b"), ((0, 2), (2, 4)), " a b"), Prompt((0, 2), (" a", " c"))]
-    spots = role_spots({"x": [0, 1], "y": ({1}, {0})}, *prompts, 0, 1)
+    spots = spans_by_role({"x": [0, 1], "y": ({1}, {0})}, *prompts, 0, 1)
     assert (spots["x"].base, spots["x"].other) == ((0,), (1,))
     assert (spots["y"].base, spots["y"].other) == ((1,), (0,))
-    mirrored = role_spots({"x": [0, 1]}, prompts[1], prompts[0], 0, 1, base_side=1)
+    mirrored = spans_by_role({"x": [0, 1]}, prompts[1], prompts[0], 0, 1, base_side=1)
     assert (mirrored["x"].base, mirrored["x"].other) == ((1,), (0,))
 
 

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_digest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models.edits import looks
+from headwater.models.edits import read_hook
 from headwater.models.weights import fingerprint
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -367,7 +367,7 @@ def test_hooks_around_an_analysis_are_part_of_the_run(tmp_path):
     for others in ((), ((site, lambda a, hook: a / 3),), (halved, halved), (("blocks.0.hook_resid_mid", halved[1]),)):
         with pytest.raises(RunFolderError, match="hooks of the model"):
             table(*others)
-    watched = (site, looks(lambda a, hook: None))
+    watched = (site, read_hook(lambda a, hook: None))
     assert table(watched, out=tmp_path / "plain").equals(plain)
 
 

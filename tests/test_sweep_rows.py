@@ -12,11 +12,11 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.sites import SITES, Site, Stage, register_site
-from headwater.patching import rows
+from headwater.patching import writing
+from headwater.patching.edits import Replace
 from headwater.patching.metrics import METRICS
-from headwater.patching.rows import Rows, Stretch, Values, write_patterns
-from headwater.patching.values import VALUES, Source
-from headwater.patching.variants import Replace
+from headwater.patching.replacements import VALUES, Replacement
+from headwater.patching.writing import EditedRows, ReplacementValues, TokenSpanEdit, write_patterns
 from tests.tiny import tiny_model
 
 CLEAN, CORRUPTED = [[5, 33, 12, 40, 7, 21]], [[5, 33, 12, 44, 7, 21]]
@@ -171,7 +171,7 @@ def test_a_metric_that_needs_answers_is_not_made_of_its_name():
         hw.patch(hw.load(), " a", " b", sites="z", metric="rank", progress=False)
 
 
-class Halved(Source):
+class Halved(Replacement):
     """Half of what the edited run has there itself."""
 
     def values(self, wanted):
@@ -205,7 +205,7 @@ def test_values_of_ones_own_stand_in_figure_record_and_suggestions(loaded, tmp_p
     assert "halved" in sweep.plot().get_title(loc="left")
     plt.close("all")
     pd.testing.assert_frame_equal(again.table, sweep.table, check_dtype=False)
-    other = type("Halved", (Source,), {"values": lambda self, wanted: wanted.other})
+    other = type("Halved", (Replacement,), {"values": lambda self, wanted: wanted.other})
     with VALUES.with_row("halved", other), pytest.raises(hw.HeadwaterError, match="another run"):
         hw.patch(model, CLEAN, values="halved", out=tmp_path, **options)
 
@@ -222,7 +222,7 @@ def write_one(held, stretch, example, columns, values, site, layer):
                 ordered = torch.zeros(1, length)
                 ordered[:, columns[known]] = standing[known]
                 at = (torch.tensor([values.examples[example]]), torch.tensor([position]), torch.tensor([head]))
-                place = Rows(site.name, layer, *at, torch.tensor([edit.sample]))
+                place = EditedRows(site.name, layer, *at, torch.tensor([edit.sample]))
                 weights = values.change(ordered, weights[None, :length], place)[0]
             written = weights[columns.clamp_min(0)].masked_fill(~known, 0.0)
             chosen = torch.ones_like(known) if edit.keys is None else torch.isin(columns, torch.tensor(edit.keys))
@@ -232,7 +232,7 @@ def write_one(held, stretch, example, columns, values, site, layer):
 @pytest.mark.parametrize("at_once", [1 << 22, 40])
 @pytest.mark.parametrize("changed", [False, True])
 def test_patterns_written_together_are_those_written_one_by_one(changed, at_once, monkeypatch):
-    monkeypatch.setattr(rows, "PATTERNS_AT_ONCE", at_once)
+    monkeypatch.setattr(writing, "PATTERNS_AT_ONCE", at_once)
     site, layer, lengths, starts = SITES["pattern"], 1, [7, 9, 7], [2, 5, 3, 2]
     examples, width, before = [0, 1, 2, 2], 5, 5
     columns = torch.full((4, before + width), -1)
@@ -246,7 +246,7 @@ def test_patterns_written_together_are_those_written_one_by_one(changed, at_once
         [(Replace(site, range(3), None, None, None, source_layer=0), [2]), (Replace(site, range(3), (4,), (0,)), [2])],
     ]
     stretches = [
-        Stretch(edit, np.array([examples[i] for i in at]), starts[at[0]], width, np.array(at))
+        TokenSpanEdit(edit, np.array([examples[i] for i in at]), starts[at[0]], width, np.array(at))
         for own in edits
         for edit, at in own
     ]
@@ -255,7 +255,7 @@ def test_patterns_written_together_are_those_written_one_by_one(changed, at_once
     def change(activation, other, place):
         return activation * activation.sum(-1, keepdim=True) + other + place.head[:, None] * place.example[:, None]
 
-    values = Values(by_site, change if changed else None, [4, 5, 6], lengths)
+    values = ReplacementValues(by_site, change if changed else None, [4, 5, 6], lengths)
     held = torch.rand(4, 4, width, before + width).masked_fill(columns[:, None, None] < 0, 0.0)
     together, alone = held.clone(), held.clone()
     write_patterns(together, stretches, columns, values, site, layer)

@@ -72,8 +72,6 @@ if TYPE_CHECKING:
     from headwater.patching.changes import add as add
     from headwater.patching.changes import noise as noise
     from headwater.patching.changes import scale as scale
-    from headwater.patching.dataset_values import mean as mean
-    from headwater.patching.dataset_values import resample as resample
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout
@@ -84,6 +82,8 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import logit_difference as logit_difference
     from headwater.patching.metrics import probability as probability
     from headwater.patching.metrics import rank as rank
+    from headwater.patching.replacements import mean as mean
+    from headwater.patching.replacements import resample as resample
     from headwater.patching.sweep import Sweep as Sweep
     from headwater.pathways.attention_saliency import Saliency as Saliency
     from headwater.pathways.attention_saliency import saliency as saliency

@@ -19,7 +19,7 @@ from torch import Tensor
 from headwater.circuits.graph import Graph
 from headwater.circuits.senders import Exchanged, Recorded, changed_by_layer, hook_names, written
 from headwater.errors import ModelError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
 from headwater.models.rotary import original_length
@@ -27,7 +27,7 @@ from headwater.models.sites import SITES, hook_name
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference
-from headwater.patching.runners import CannotStepError, Wave
+from headwater.patching.walk_runner import CannotStepError, WalkRunner
 
 READ = ("q", "k", "v", "mlp_in")
 """Where the gradients at receivers are taken. A HookedTransformer has no hook at `mlp_in`."""
@@ -93,7 +93,7 @@ class BothRuns:
         try:
             held = sloped_names(self.model) if sloped else ()
             with torch.inference_mode(False) if sloped else contextlib.nullcontext():
-                self.wave = Wave(plan, range(example, example + 1), hook_names(self.graph), held)
+                self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), held)
         except CannotStepError as error:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]
@@ -140,7 +140,7 @@ class BothRuns:
         if place.at is None:
             return changes
         alone = torch.zeros_like(changes)
-        at = sent(torch.tensor(place.at), changes.device)
+        at = to_device(torch.tensor(place.at), changes.device)
         alone[:, at - place.start] = self.changes[:, at - self.start]
         return alone
 

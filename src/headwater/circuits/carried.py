@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.circuits.exact import Rows
 from headwater.circuits.graph import Indices
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 
 ThroughName: TypeAlias = Literal["direct", "mlps"]
 THROUGH = get_args(ThroughName)
@@ -73,7 +73,7 @@ class Carried:
             changed[self._set[self._sender == mlp]] = False
             after, entering = after.clone(), rows.read_by_mlp(layer)
             for part in changed.nonzero()[:, 0].split(rows.at_once):
-                some = sent(part, after.device)
+                some = to_device(part, after.device)
                 after[some] += rows.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
         self._before, self._layer = self._add(after, mlp, mlp + 1), layer + 1
 
@@ -93,4 +93,6 @@ class Carried:
         if not bool(mine.any()):
             return changes
         device = changes.device
-        return changes.index_add(0, sent(self._set[mine], device), self.changes[sent(self._sender[mine], device)])
+        return changes.index_add(
+            0, to_device(self._set[mine], device), self.changes[to_device(self._sender[mine], device)]
+        )

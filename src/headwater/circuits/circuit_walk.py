@@ -34,7 +34,7 @@ from headwater.circuits.head_shares import HeadShares
 from headwater.circuits.outside import Outside
 from headwater.circuits.reach import leads_to_logits, on_a_path
 from headwater.errors import NumericsError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
 
@@ -149,7 +149,7 @@ class _Projection:
         if self.by_weights:
             return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
         made = self.receivers.projected(inputs)[kind]
-        return made[torch.arange(len(heads), device=made.device), :, sent(heads, made.device)]
+        return made[torch.arange(len(heads), device=made.device), :, to_device(heads, made.device)]
 
     @cached_property
     def _factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -206,7 +206,7 @@ class _Batch:
         states = self.outside.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
         logits = len(self.graph.receivers) - 1
         mixed = self._mixed(range(logits, logits + 1), self.outside.entering[-1], kept)
-        states[sent(mixed.circuit, states.device)] = mixed.inputs
+        states[to_device(mixed.circuit, states.device)] = mixed.inputs
         return states
 
     def _heads(self, layer: int) -> None:
@@ -225,7 +225,7 @@ class _Batch:
             heads = self.graph.receivers.head[mixed.receiver[mine]]
             if len(heads):
                 made = projection.of(kind, mixed.inputs[mine], torch.from_numpy(heads)).to(given[kind])
-                given[kind][sent(place[mine], made.device), :, sent(heads, made.device)] = made
+                given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
         z = projection.receivers.heads_of(given)
         changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
@@ -241,7 +241,7 @@ class _Batch:
         kept = self.walk.rows.leaving(layer)
         inputs = outside[kept].expand(len(rows), -1, -1).clone()
         mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
-        inputs[sent(np.searchsorted(rows, mixed.circuit), inputs.device)] = mixed.inputs
+        inputs[to_device(np.searchsorted(rows, mixed.circuit), inputs.device)] = mixed.inputs
         changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
         if not isinstance(kept, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, kept, changes)
@@ -273,7 +273,7 @@ class _Batch:
             carried = np.zeros((len(found), reach), dtype=np.float32)
             carried[row, slot] = 1
             now = self.now[one, :reach][:, kept].flatten(1)
-            _product(sent(carried, now.device).to(now), now, inputs.flatten(1), mine)
+            _product(to_device(carried, now.device).to(now), now, inputs.flatten(1), mine)
         return Mixed(circuits[order], entered[order], inputs.add_(outside))
 
     def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
@@ -288,7 +288,7 @@ class _Batch:
         """Keep what senders from a first one on write now, less what they write outside, where they are heard."""
         row, sender = np.nonzero(heard)
         into, slot, row_there, sender_there = (
-            sent(one, self.now.device) for one in (rows[row], self.slot[first + sender], row, sender)
+            to_device(one, self.now.device) for one in (rows[row], self.slot[first + sender], row, sender)
         )
         self.now[into, slot] = changes[row_there, sender_there].to(self.now)
 
@@ -299,7 +299,7 @@ def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], i
     if (np.diff(rows) == step).all():
         torch.mm(a, b, out=into[int(rows[0]) : int(rows[-1]) + 1 : step])
     else:
-        into[sent(rows, into.device)] = a @ b
+        into[to_device(rows, into.device)] = a @ b
 
 
 def _near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:

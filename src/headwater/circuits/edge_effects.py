@@ -39,12 +39,11 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
-from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
-from headwater.patching.plan import Plan
+from headwater.patching.plan import Plan, check_call
+from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
-from headwater.patching.sides import DirectionName
-from headwater.patching.values import Recipe, Source, ValueName
+from headwater.patching.replacements import Replacement, ReplacementSpec, ValueName
 from headwater.runs.analysis import Run, run_or_resume
 
 QUADRATURES = ("midpoints", "published")
@@ -61,7 +60,7 @@ def edges(
     senders: str | Iterable[str] | None = None,
     receivers: str | Iterable[str] | None = None,
     direction: DirectionName = "noise",
-    values: ValueName | Recipe | Any = OTHER_RUN,
+    values: ValueName | ReplacementSpec | Any = OTHER_RUN,
     dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,
@@ -203,7 +202,7 @@ class Asked:
     """Which edges of which pairs, resolved to tokens and numbers."""
 
     plan: Plan
-    source: Source
+    source: Replacement
     graph: Graph
     chosen: Indices
     places: Places
@@ -215,7 +214,7 @@ class Asked:
         return len(self.plan.base), len(self.places), len(self.chosen), len(self.plan.metrics)
 
 
-def refuse_without_path(source: Source, method: str) -> None:
+def refuse_without_path(source: Replacement, method: str) -> None:
     """Refuse gradients on the way between two embeddings where what senders are exchanged for has none.
 
     Raises:

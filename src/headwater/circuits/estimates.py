@@ -30,13 +30,13 @@ from headwater.circuits.both_runs import BothRuns, Place, sloped_names
 from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.blocks import Blocks
-from headwater.models.edits import Hook, makes
+from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
-from headwater.patching.variants import LOGITS
+from headwater.patching.edits import LOGITS
 
 SMALLEST = 1e-6
 """A gradient at the last residual stream below this is none."""
@@ -102,13 +102,13 @@ class Slopes:
             self.held[name] = activation.view_as(activation)
             return self.held[name]
 
-        hooks: list[Hook] = [(first, makes(begin))]
-        hooks += [(name, makes(partial(fork, name=name))) for name in sloped_names(runs.model)[1:]]
+        hooks: list[Hook] = [(first, replace_hook(begin))]
+        hooks += [(name, replace_hook(partial(fork, name=name))) for name in sloped_names(runs.model)[1:]]
         prompt = runs.plan.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
         answers = runs.plan.only_answers
-        return logits if answers is None else logits[:, :, sent(answers[runs.example], logits.device)]
+        return logits if answers is None else logits[:, :, to_device(answers[runs.example], logits.device)]
 
     def _totals_of(self, logits: Float[Tensor, "step kept d_vocab_or_answer"]) -> list[Tensor]:
         """Return each metric, summed over the runs."""

@@ -31,13 +31,13 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import ModelError, NumericsError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.blocks import SharedPrefix
-from headwater.models.edits import Hook, makes
+from headwater.models.edits import Hook, replace_hook
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
-from headwater.patching.runners import TILE_TOKENS
-from headwater.patching.variants import LOGITS
+from headwater.patching.edits import LOGITS
+from headwater.patching.whole_runs import TILE_TOKENS
 
 MOST_ROWS = 1 << 20
 """Rows at once, whatever was asked for."""
@@ -56,7 +56,7 @@ class Rows:
         self.n_layers = runs.graph.n_layers
         tokens = tile_tokens or TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
         self.at_once = min(MOST_ROWS, max(1, tokens // (self.stop - start)))
-        self.kept = sent(torch.tensor(runs.kept) - start, runs.model.device)
+        self.kept = to_device(torch.tensor(runs.kept) - start, runs.model.device)
         """The places of the rows that are read."""
         self._masks: dict[int, Tensor] = {}
 
@@ -171,7 +171,7 @@ class Receivers:
     @property
     def hooks(self) -> list[Hook]:
         """What watches and exchanges the layer's q, k, v and z, for as long as it is attached."""
-        return [(SITES[site].hook_name(self.layer), makes(_exchanged(self, site))) for site in (*KINDS, "z")]
+        return [(SITES[site].hook_name(self.layer), replace_hook(_exchanged(self, site))) for site in (*KINDS, "z")]
 
     def exchanged(self, site: str, activation: Tensor) -> Tensor | None:
         """Keep what passes through a site, and put in its place what is given, if anything is."""
@@ -208,7 +208,7 @@ class Receivers:
     ) -> Float[Tensor, "row position head d_head"]:
         """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
         heads = torch.arange(z.shape[2], device=z.device)
-        reads = (heads if kind == "q" else heads // self.group) == sent(head, z.device)[:, None]
+        reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]
         return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
 
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
@@ -346,7 +346,7 @@ class Exact:
     @staticmethod
     def _of(changes: Tensor, rows: Int[Tensor, " row"]) -> Tensor:
         """Take rows of what lies on the model's device by their numbers on the host."""
-        return changes[sent(rows, changes.device)]
+        return changes[to_device(rows, changes.device)]
 
     def _through_heads(
         self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]

@@ -35,14 +35,11 @@ from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
-from headwater.patching.call import check_call, metric_options, prompt_options
-from headwater.patching.cells import Cells
-from headwater.patching.dataset_values import Resample
+from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Plan
-from headwater.patching.prompts import Prompts, first_difference, read_pairs
-from headwater.patching.values import Source, asked_source, recorded
-from headwater.patching.variants import LOGITS
+from headwater.patching.plan import Plan, check_call, metric_options
+from headwater.patching.prompts import Prompts, first_difference, prompt_options, read_pairs
+from headwater.patching.replacements import Replacement, Resample, build_replacement, described_replacement
 
 KEPT_FLOATS = 1 << 29
 """About how many numbers the runs of pairs may hold that are kept between batches."""
@@ -57,7 +54,7 @@ class Outcome:
     """What was asked for, resolved: pairs, metrics, and what lies outside of circuits."""
 
     plan: Plan
-    source: Source | None
+    source: Replacement | None
     """What gives the values outside of circuits; None where it is the other prompt's run."""
     options: dict[str, Any]
     """What of it decides a result."""
@@ -89,7 +86,7 @@ class Outcome:
             raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; circuits are read at the logits.")
         options = {**prompt_options(first, second), "values": "other run"}
         given: dict[str, Any] = {"clean": _ids(first), "corrupted": None if second is None else _ids(second)}
-        source: Source | None = None
+        source: Replacement | None = None
         if isinstance(values, str) and values == "other run":
             if second is None:
                 raise InputError(
@@ -100,7 +97,7 @@ class Outcome:
                 raise InputError("dataset= was given, but values='other run' takes nothing from it; use 'mean'.")
         else:
             sites = tuple(SITES[name] for name in ("resid_pre", "z", "mlp_out"))
-            source = asked_source(model, values, dataset, base=first, other=None, sites=sites, seed=seed)
+            source = build_replacement(model, values, dataset, base=first, other=None, sites=sites, seed=seed)
             if source.changes or source.samples:
                 raise InputError(
                     "Outside of a circuit values cannot depend on what they replace: use 'zero', 'mean', ..."
@@ -108,11 +105,11 @@ class Outcome:
             refuse_other_kinds(source)
             pool = source.given.dataset
             given |= {"values": values, "dataset": None if pool is None else _ids(pool)}
-            options |= prompt_options(first, pool) | {"values": recorded(source), "seed": seed}
+            options |= prompt_options(first, pool) | {"values": described_replacement(source), "seed": seed}
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
         second = first if source is not None or second is None else second
-        cells = Cells.unedited(len(first))
+        cells = CellTable.unedited(len(first))
         plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
         return cls(plan, source, options | {"metrics": metric_options(plan)}, given)
 

@@ -27,14 +27,12 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_name
-from headwater.patching.call import metric_options, prompt_options
-from headwater.patching.cells import Cells
+from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Plan
-from headwater.patching.prompts import Prompts, read_pairs
-from headwater.patching.sides import DIRECTIONS
-from headwater.patching.values import Source, asked_source
-from headwater.patching.variants import LOGITS
+from headwater.patching.plan import Plan, metric_options
+from headwater.patching.prompt_pair import DIRECTIONS
+from headwater.patching.prompts import Prompts, prompt_options, read_pairs
+from headwater.patching.replacements import Replacement, build_replacement
 from headwater.runs.analysis import Run
 
 OTHER_RUN = "other run"
@@ -62,17 +60,17 @@ def plan_of(
     if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
         raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
     base, other = (first, second) if direction == "noise" or second is None else (second, first)
-    cells = Cells.unedited(len(base))
+    cells = CellTable.unedited(len(base))
     return Plan(model, base, other, base is first, cells, metrics, batch_size=batch_size)
 
 
-def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Source:
+def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Replacement:
     """Resolve what senders' outputs are exchanged for.
 
     Raises:
         InputError: there is no such kind, it is not defined for senders, or the prompts do not allow it.
     """
-    source = asked_source(plan.model, values, dataset, base=plan.base, other=plan.other, sites=(), seed=seed)
+    source = build_replacement(plan.model, values, dataset, base=plan.base, other=plan.other, sites=(), seed=seed)
     refuse_other_kinds(source)
     return source
 
@@ -83,7 +81,7 @@ def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
     return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.base_is_clean else 1)
 
 
-def options_of(plan: Plan, source: Source) -> dict[str, object]:
+def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
     """What of the pairs decides a result."""
     clean, corrupted = (plan.base, plan.other) if plan.base_is_clean else (plan.other, plan.base)
     kind = source.given.kind
@@ -103,7 +101,7 @@ class Pairs:
         sloped: whether gradients in the base runs will be taken.
     """
 
-    def __init__(self, plan: Plan, source: Source, fingerprint: str, sloped: bool = False):
+    def __init__(self, plan: Plan, source: Replacement, fingerprint: str, sloped: bool = False):
         self._sloped = sloped
         self._weights = LoadedWeights(plan.model, fingerprint)
         self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source, self._weights)

@@ -15,7 +15,7 @@ from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.places import Places
 from headwater.errors import InputError
 from headwater.options import checked_count, checked_name
-from headwater.patching.averages import summarize
+from headwater.patching.summaries import summarize
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html

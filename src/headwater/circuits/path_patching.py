@@ -36,12 +36,11 @@ from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_name, checked_seed
-from headwater.patching.call import check_call
 from headwater.patching.metrics import Measures
-from headwater.patching.plan import Plan
+from headwater.patching.plan import Plan, check_call
+from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
-from headwater.patching.sides import DirectionName
-from headwater.patching.values import Recipe, Source, ValueName
+from headwater.patching.replacements import Replacement, ReplacementSpec, ValueName
 from headwater.runs.analysis import Run, run_or_resume
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
@@ -59,7 +58,7 @@ def path_patch(
     metric: Measures,
     through: ThroughName = "direct",
     direction: DirectionName = "noise",
-    values: ValueName | Recipe | Any = OTHER_RUN,
+    values: ValueName | ReplacementSpec | Any = OTHER_RUN,
     dataset: Prompts | None = None,
     over: str | None = None,
     positions: Where | None = None,
@@ -138,7 +137,7 @@ class Asked:
     """Which paths of which pairs, resolved to tokens and numbers."""
 
     plan: Plan
-    source: Source
+    source: Replacement
     graph: Graph
     senders: Mapping[str, Indices]
     receivers: Mapping[str, Indices]

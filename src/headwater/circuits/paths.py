@@ -27,8 +27,8 @@ from headwater.circuits.carried import Carried
 from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
 from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices
 from headwater.errors import NumericsError
-from headwater.kernels.devices import sent
-from headwater.models.edits import makes
+from headwater.kernels.devices import to_device
+from headwater.models.edits import replace_hook
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 
@@ -135,7 +135,7 @@ class Paths:
     ) -> Float[Tensor, "row kept d_model"]:
         """Return the last states of the runs with some receivers changed, one for each set of senders."""
         rows, nodes = self.rows, self.graph.receivers
-        which = sent(torch.tensor(sets), rows.runs.model.device)
+        which = to_device(torch.tensor(sets), rows.runs.model.device)
         first = first_layer(self.graph, receivers)
         if first == rows.n_layers:
             change = made[first].mlp
@@ -166,7 +166,9 @@ class Paths:
             heads = nodes.head[own[nodes.kind[own] == number]].tolist()
             if heads:
                 given = made[layer].heads[kind][which]
-                hooks.append((SITES[kind].hook_name(layer), makes(partial(_exchanged, heads=heads, given=given))))
+                hooks.append(
+                    (SITES[kind].hook_name(layer), replace_hook(partial(_exchanged, heads=heads, given=given)))
+                )
         with self.runs.model.hooks(hooks):
             yield
 
@@ -183,6 +185,6 @@ class Paths:
 
 def _exchanged(activation: Tensor, hook: object, heads: list[int], given: Tensor) -> Tensor:
     exchanged = activation.clone()
-    chosen = sent(torch.tensor(heads), exchanged.device)
+    chosen = to_device(torch.tensor(heads), exchanged.device)
     exchanged[:, :, chosen] = given[:, :, chosen].to(exchanged)
     return exchanged

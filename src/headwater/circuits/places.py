@@ -15,7 +15,7 @@ from headwater.circuits.both_runs import BothRuns, Place
 from headwater.errors import InputError
 from headwater.models.positions import Prompt, Where
 from headwater.options import checked_name
-from headwater.patching.prompts import Spot, aligned_positions, role_spots, side_by_side
+from headwater.patching.prompts import AlignedSpan, aligned_positions, side_by_side, spans_by_role
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def places_of(
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
-        spots = [role_spots(where, *pair, i, n, base_side) for i, pair in enumerate(zip(base, others, strict=True))]
+        spots = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(zip(base, others, strict=True))]
         for i, found in enumerate(spots):
             _refuse_moved(found, base[i], others[i], i)
         return Places(tuple(tuple(spot.base for spot in one.values()) for one in spots), tuple(where), chosen=True)
@@ -106,7 +106,7 @@ def places_of(
     return Places(tuple(apart), apart=True, chosen=where is not None)
 
 
-def _refuse_moved(spots: Mapping[str, Spot], base: Prompt, other: Prompt | None, example: int) -> None:
+def _refuse_moved(spots: Mapping[str, AlignedSpan], base: Prompt, other: Prompt | None, example: int) -> None:
     for role, spot in spots.items():
         if spot.base != spot.other and other is not None:
             raise InputError(

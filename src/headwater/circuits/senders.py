@@ -28,9 +28,7 @@ from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights.loaded_weights import LoadedWeights
-from headwater.patching.dataset_values import Mean, Resample
-from headwater.patching.forwards import capture
-from headwater.patching.values import Source, ValueName, Zero
+from headwater.patching.replacements import Mean, Replacement, Resample, ValueName, Zero, capture
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
 """The sites that are recorded of a run, at every layer."""
@@ -128,7 +126,7 @@ def _refuse_what_is_left(model: HookedModel, left: Sequence[Left]) -> None:
             )
 
 
-def refuse_other_kinds(source: Source) -> None:
+def refuse_other_kinds(source: Replacement) -> None:
     """Refuse values that are made of one activation at one site, which a sender's output is not.
 
     Raises:
@@ -149,7 +147,7 @@ class Exchanged:
         weights: the model's, opened once for all pairs.
     """
 
-    def __init__(self, model: HookedModel, source: Source, weights: LoadedWeights):
+    def __init__(self, model: HookedModel, source: Replacement, weights: LoadedWeights):
         self.model, self.source, self.graph = model, source, Graph.of(model.shape)
         self._weights = weights
         self._mean: Tensor | None = None

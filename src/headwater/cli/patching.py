@@ -99,11 +99,11 @@ def patch(
     """
     from headwater.models.sites import sites_called
     from headwater.patching.activation_patching import patch as sweep
-    from headwater.patching.values import recipe_of
+    from headwater.patching.replacements import replacement_spec
 
     prompts, metric, layers = pairs.prompts, measured.read(), _window(window)
     sites_called(list(sites))  # wrong names are refused before a model is loaded
-    recipe_of(values)
+    replacement_spec(values)
     found = sweep(
         load.model(model), prompts, pairs.corrupted, sites=cast(Any, list(sites)), metric=metric, over=over,
         direction=direction, values=cast(Any, values), window=layers, method=method, progress=run.progress, out=run.out,
@@ -284,7 +284,7 @@ def _window(text: str | None) -> Any:
     Raises:
         InputError: it is neither a number of layers nor "cumulative".
     """
-    from headwater.patching.sweep_axes import AXES, windows_of
+    from headwater.patching.axes import AXES, windows_of
 
     window = int(text) if text is not None and text.isdigit() else text
     windows_of(window, AXES)

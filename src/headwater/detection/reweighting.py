@@ -32,7 +32,7 @@ from headwater.detection.beginnings import Beginnings, beginnings
 from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
 from headwater.models.cache_names import takes_cache
-from headwater.models.edits import Hook, looks, makes
+from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.gradients import Prefix, refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
@@ -112,7 +112,7 @@ class Reweighted:
         gate = self.gate[list(rows)].to(alpha)[:, None, None]
         scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
         kept: list[Tensor] = []
-        reads = (SITES[self.site].hook_name(self.layer), looks(lambda activation, hook: kept.append(activation)))
+        reads = (SITES[self.site].hook_name(self.layer), read_hook(lambda activation, hook: kept.append(activation)))
         hooks: list[Hook] = [*_hooks(scale.to(self.model.device), queries, keys), reads]
         self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad, **options)
         state = kept[0]
@@ -226,7 +226,7 @@ def _hooks(
         def reweigh(pattern: Tensor, hook: object, here: Tensor = here) -> Tensor:
             return reweighted(pattern, queries, keys, here.to(pattern.dtype))
 
-        yield hook_name("pattern", layer), makes(reweigh)
+        yield hook_name("pattern", layer), replace_hook(reweigh)
 
 
 def _marked(

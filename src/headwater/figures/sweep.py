@@ -30,10 +30,10 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-from headwater.patching.attribution import Gradients
-from headwater.patching.averages import NormalizeName, chosen_rows, grid_of, measure_of, summarize
+from headwater.patching.attribution import AttributionRunner
+from headwater.patching.axes import ROLES
+from headwater.patching.summaries import NormalizeName, chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
-from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
@@ -131,13 +131,13 @@ def _alone(part: pd.DataFrame, name: Any, sweep: Sweep, fixed: dict[str, object]
     site = name[0]
     if site in TITLES or sweep.run.analysis not in DONE:
         return _seen(part, name, fixed)
-    estimated = ", estimated" if sweep.engine == Gradients.name else ""
+    estimated = ", estimated" if sweep.engine == AttributionRunner.name else ""
     return f"{site} {DONE[sweep.run.analysis]}{estimated}{_seen(part, name, fixed).removeprefix(site)}"
 
 
 def _of_what(sweep: Sweep) -> str:
     """What all panels of a sweep show."""
-    if sweep.engine == Gradients.name:
+    if sweep.engine == AttributionRunner.name:
         return "effect of patching, estimated from gradients"
     way = f" {WAYS[sweep.run.options['direction']]}" if "direction" in sweep.run.options else ""
     return {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(sweep.run.analysis, "effects")

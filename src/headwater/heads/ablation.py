@@ -32,8 +32,8 @@ from headwater.errors import InputError
 from headwater.heads.head_map import HeadMap, checked_map
 from headwater.heads.prompts import TEMPLATE, TaskPrompts, relations_of, task_prompts
 from headwater.heads.relations import Relations
-from headwater.kernels.devices import sent
-from headwater.models.edits import Hook, looks, makes
+from headwater.kernels.devices import to_device
+from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
@@ -252,12 +252,12 @@ def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"
         by_layer.setdefault(layer, []).append(head)
 
     def replace(z: Tensor, hook: object, layer: int) -> Tensor:
-        z, chosen = z.clone(), sent(torch.tensor(by_layer[layer]), z.device)
+        z, chosen = z.clone(), to_device(torch.tensor(by_layer[layer]), z.device)
         rows = torch.arange(len(last), device=z.device)[:, None]
-        z[rows, sent(last, z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
+        z[rows, to_device(last, z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
         return z
 
-    return [(hook_name("z", layer), makes(partial(replace, layer=layer))) for layer in by_layer]
+    return [(hook_name("z", layer), replace_hook(partial(replace, layer=layer))) for layer in by_layer]
 
 
 @dataclass
@@ -289,12 +289,12 @@ class _Bench:
         sums: dict[int, Tensor] = {}
 
         def add(z: Tensor, hook: object, layer: int, last: Tensor) -> None:
-            at_last = z[torch.arange(len(last), device=z.device), sent(last, z.device)].float().sum(0)
+            at_last = z[torch.arange(len(last), device=z.device), to_device(last, z.device)].float().sum(0)
             sums[layer] = sums[layer] + at_last if layer in sums else at_last
 
         for _, batch in task.batch.split(self.batch_size):
             last = batch.lengths - 1
-            adding = {layer: looks(partial(add, layer=layer, last=last)) for layer in layers}
+            adding = {layer: read_hook(partial(add, layer=layer, last=last)) for layer in layers}
             hooks = [(hook_name("z", layer), hook) for layer, hook in adding.items()]
             self.model.run(batch, hooks, keep="last")
         means = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)

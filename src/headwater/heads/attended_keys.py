@@ -32,7 +32,7 @@ from headwater.axes import Tokens
 from headwater.colors import PURPLE, SETS
 from headwater.errors import InputError
 from headwater.heads.relations import load_relations
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Tokenizer, single_token_id, token_strings
 from headwater.registry import Registry
@@ -85,7 +85,7 @@ def _previous(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query ke
 
 
 def _delimiter(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
-    is_one = sent(kinds.delimiter, tokens.device)[tokens]
+    is_one = to_device(kinds.delimiter, tokens.device)[tokens]
     return is_one[:, None].expand(-1, tokens.shape[1], -1).tril(-1)
 
 
@@ -98,8 +98,8 @@ def _induction(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 
 def _successor(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
-    members = sent(kinds.series, tokens.device)[tokens]
-    return sent(kinds.follows, tokens.device)[members[:, :, None], members[:, None]].tril(-1)
+    members = to_device(kinds.series, tokens.device)[tokens]
+    return to_device(kinds.follows, tokens.device)[members[:, :, None], members[:, None]].tril(-1)
 
 
 BEHAVIOURS: Registry[str, Behaviour] = Registry("behaviour of attention")

@@ -24,8 +24,8 @@ from headwater.patching.ablation import ablate
 from headwater.patching.components import read_sets
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
+from headwater.patching.replacements import ReplacementSpec, TensorLike, ValueName
 from headwater.patching.sweep import Sweep
-from headwater.patching.values import Recipe, TensorLike, ValueName
 from headwater.runs.claim import Claim
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 
@@ -43,7 +43,7 @@ def claim(
     corrupted: Prompts | None = None,
     *,
     metric: Measures,
-    values: ValueName | Recipe | TensorLike | Callable[..., Any] = "zero",
+    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any] = "zero",
     other: Any = "mean",
     chosen_on: Prompts | None = None,
     placebos: int = 100,

@@ -23,7 +23,7 @@ from jaxtyping import Float, Inexact
 from torch import Tensor
 
 from headwater.errors import ModelError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.weights.weight_source import WeightSource
 from headwater.progress import Bar
 
@@ -117,7 +117,7 @@ def _bounds(joined: Float[Tensor, "d_model d_model"], d_head: int, seed: int) ->
     W_V = torch.randn(RANDOM_HEADS, d_model, d_head, generator=generator)
     shares = torch.cat(
         [
-            eigenvalue_share(sent(one, joined.device), joined, sent(other, joined.device))
+            eigenvalue_share(to_device(one, joined.device), joined, to_device(other, joined.device))
             for one, other in zip(W_O.split(8), W_V.split(8), strict=True)
         ]
     )

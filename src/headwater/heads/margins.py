@@ -28,7 +28,7 @@ from headwater.heads.relations import Relations, load_relations
 from headwater.heads.scores import LayerScorer, suite_pairs
 from headwater.heads.scoring import checked_scoring, chosen_embedding, usable_relations
 from headwater.kernels import ov_blocked
-from headwater.kernels.devices import full_float32, sent
+from headwater.kernels.devices import full_float32, to_device
 from headwater.kernels.ov import OVMaps
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
@@ -115,12 +115,12 @@ def _values_and_readers(
 ) -> tuple[Float[Tensor, "head item d_head"], Float[Tensor, "head d_head item"]]:
     """Return z_i and W_O u_i of a layer's heads and a relation's items."""
     device = maps.x.device
-    x = maps.x[sent(sources, device)].float()
+    x = maps.x[to_device(sources, device)].float()
     x = x / x.square().mean(1, keepdim=True).sqrt()
     counts = torch.tensor([len(accepted) for accepted in targets])
-    ids = sent(torch.tensor([one for accepted in targets for one in accepted]), device)
-    columns = maps.W_U.T.index_select(0, ids).float() * sent(1 / counts.repeat_interleave(counts), device)[:, None]
-    item = sent(torch.arange(len(counts)).repeat_interleave(counts), device)
+    ids = to_device(torch.tensor([one for accepted in targets for one in accepted]), device)
+    columns = maps.W_U.T.index_select(0, ids).float() * to_device(1 / counts.repeat_interleave(counts), device)[:, None]
+    item = to_device(torch.arange(len(counts)).repeat_interleave(counts), device)
     u = torch.zeros(len(counts), columns.shape[1], device=device).index_add_(0, item, columns)
     z = ov_blocked.head_values(maps, x)[ov_blocked.value_heads(maps, device)]
     return z, einsum(maps.W_O.float(), u, "head d_head d_model, item d_model -> head d_head item")
@@ -133,6 +133,6 @@ def _margins(
     every = einsum(z.mean(1), readers.mean(-1), "head d_head, head d_head -> head")[:, None]
     own = einsum(z, readers, "head item d_head, head d_head item -> head item").mean(-1, keepdim=True)
     if len(orders):  # all pairs at once: with a hundred draws or more that is less than the draws one by one
-        item, order = torch.arange(n, device=z.device), sent(orders, z.device)
+        item, order = torch.arange(n, device=z.device), to_device(orders, z.device)
         own = torch.cat([own, (z @ readers)[:, item, order].mean(-1)], dim=1)
     return (own - every) * (n / (n - 1))

@@ -26,8 +26,8 @@ from headwater.axes import Pattern
 from headwater.calls import checked_call
 from headwater.errors import ModelError
 from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, attended_keys, repeated_tokens, token_kinds
-from headwater.kernels.devices import sent
-from headwater.models.edits import looks
+from headwater.kernels.devices import to_device
+from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, sites_named
@@ -147,7 +147,7 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
     def reduce(pattern: Pattern, hook: object) -> None:
         device = pattern.device
         if device not in there:
-            there[device] = (sent(keys, device), sent(visible, device))
+            there[device] = (to_device(keys, device), to_device(visible, device))
         for name, values in attention_on(pattern, *there[device]).items():
             kept.setdefault(name, []).append(values)
         if said_once is not None:
@@ -157,7 +157,7 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
                 kept.setdefault(name, []).append(values)
 
     pattern, layers = SITES["pattern"], range(model.shape.n_layers)
-    hooks = [(pattern.hook_name(layer), looks(reduce)) for layer in layers if not pattern.lacks(model, layer)]
+    hooks = [(pattern.hook_name(layer), read_hook(reduce)) for layer in layers if not pattern.lacks(model, layer)]
     model.run(batch, hooks, stop_at=model.shape.n_layers)
     made = {
         name: torch.stack([one.to(values[0].device) for one in values], dim=2 if name in SUMS else 0).cpu()

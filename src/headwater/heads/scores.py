@@ -46,7 +46,7 @@ from headwater.errors import InputError
 from headwater.heads.categories import add_excess
 from headwater.heads.relation_tokens import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
-from headwater.kernels.devices import full_float32, sent, sent_together
+from headwater.kernels.devices import full_float32, to_device, to_device_many
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 from headwater.models.weights.layers_ahead import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
@@ -235,7 +235,7 @@ def _hits_and_moments(
 
 def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Float[Tensor, "relation d_model"]:
     """Each relation's mean target column of W_U, in float64: items count alike, and so do the targets of an item."""
-    targets, weights = (sent(one, W_U.device) for one in (suite.pair_target, suite.pair_weight))
+    targets, weights = (to_device(one, W_U.device) for one in (suite.pair_target, suite.pair_weight))
     # Relation by relation: the columns of all targets at once would be larger than W_U itself in small vocabularies.
     means = [weights[pairs] @ W_U.T.index_select(0, targets[pairs]).double() for pairs in suite.pairs_of]
     return torch.stack(means)
@@ -249,8 +249,8 @@ def _margin(
 ) -> Float[Tensor, "head relation"]:
     """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1."""
     device, size = maps.x.device, (len(suite.k), len(maps.x))
-    place, relation = sent_together([suite.pair_source, suite.item_relation[suite.pair_item]], device)
-    scale = sent(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
+    place, relation = to_device_many([suite.pair_source, suite.item_relation[suite.pair_item]], device)
+    scale = to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
     own_mean = torch.zeros(maps.n_heads, size[0], dtype=torch.float64, device=device)
     own_mean.index_add_(1, relation, own.double() * scale)
     share = torch.zeros(size, dtype=torch.float64, device=device).index_put_((relation, place), scale, accumulate=True)
@@ -271,8 +271,8 @@ def _sweep(
         return
     device = maps.x.device
     asked = [wanted[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
-    asked_there = sent_together(asked, device)
-    items, sources = (sent_together(one, device) for one in (suite.item_of_pair, suite.source_of_item))
+    asked_there = to_device_many(asked, device)
+    items, sources = (to_device_many(one, device) for one in (suite.item_of_pair, suite.source_of_item))
     cells, met, expected = [], [], []
     for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, wanted)):
         item, source = items[relation], sources[relation]
@@ -311,7 +311,7 @@ def _beyond_copying(
     source, target = suite.pair_source[pair], suite.pair_target[pair]
     token = suite.source_tokens[source]
     lead = ov_blocked.logit_difference(maps, ov_blocked.Triples(head, source, target), token)
-    tie = maps.tie[sent(head, lead.device), sent(source, lead.device)]
+    tie = maps.tie[to_device(head, lead.device), to_device(source, lead.device)]
     beyond = torch.zeros_like(hits)
     beyond[:, head, pair] = torch.stack([lead > tie, -lead > tie]).cpu() | (target == token)
     return beyond & hits

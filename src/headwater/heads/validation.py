@@ -31,9 +31,9 @@ from headwater.heads.relation_tokens import TokenRelation
 from headwater.heads.relations import Relations
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.kernels.ov import OVMaps, longest_column
-from headwater.models.edits import Hook, looks
+from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
 from headwater.models.tokenizers import Bos
@@ -195,7 +195,7 @@ def last_values(
 
     def keep(activation: Tensor, hook: object, held: dict[int, Tensor], layer: int, position: Tensor) -> None:
         there = activation.device
-        at = activation[torch.arange(len(position), device=there), sent(position, there)]
+        at = activation[torch.arange(len(position), device=there), to_device(position, there)]
         held[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
 
     for rows, batch in prompts.batch.split(batch_size):
@@ -205,7 +205,7 @@ def last_values(
         for of_context, (name, position) in zip(held, places.items(), strict=True):
             for layer in range(shape.n_layers):
                 keeping = partial(keep, held=of_context, layer=layer, position=position)
-                hooks.append((hook_name(name, layer), looks(keeping)))
+                hooks.append((hook_name(name, layer), read_hook(keeping)))
         model.run(batch, hooks, keep="last")
         found = [of_context[layer].to(model.device) for of_context in held for layer in range(shape.n_layers)]
         values[:, :, rows] = torch.stack(found).unflatten(0, values.shape[:2]).cpu()

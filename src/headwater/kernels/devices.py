@@ -47,7 +47,7 @@ def usable_device(device: str | torch.device) -> torch.device:
     return meant
 
 
-def sent(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
+def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
     """Return numbers of the host on a device, which receives them after what it was given to do before.
 
     `tensor.to(device)`, `torch.tensor(..., device=device)` and an index by a list wait until all of that is done.
@@ -59,9 +59,9 @@ def sent(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
     return host.to(device, non_blocking=behind)
 
 
-def sent_together(parts: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
+def to_device_many(parts: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, ...]:
     """Return several vectors of the host on a device, in one copy."""
-    return sent(torch.cat([*parts]), device).split([len(part) for part in parts]) if parts else ()
+    return to_device(torch.cat([*parts]), device).split([len(part) for part in parts]) if parts else ()
 
 
 def runs_triton(tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import exact_product, full_float32, runs_triton, sent
+from headwater.kernels.devices import exact_product, full_float32, runs_triton, to_device
 from headwater.kernels.ov import OVMaps
 
 ROUNDING = 2.0**-19
@@ -123,7 +123,7 @@ def _first_glance(
 ) -> Glance:
     sample = _sample(maps)
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
-    rows, row, tokens, column, k = (sent(one, maps.x.device) for one in (*distinct, k))
+    rows, row, tokens, column, k = (to_device(one, maps.x.device) for one in (*distinct, k))
     targets = columns_of(maps, tokens)
     z, margin = _values_and_margin(maps, rows)
     margin = margin[:, row]
@@ -213,7 +213,7 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Ten
 
 def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
     exact = head_outputs(maps, triples)
-    target, k = (sent(one, exact.device) for one in (triples.target, k))
+    target, k = (to_device(one, exact.device) for one in (triples.target, k))
     own64, tie = token_logits(maps, exact, target), _tie(maps, triples)
     y, own = exact.float(), own64.float()
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + tie).float()
@@ -264,7 +264,7 @@ def head_values(maps: OVMaps, x: Float[Tensor, "source d_model"]) -> Float[Tenso
 def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_model"]:
     """Return y = x_s W_V W_O in float64: what the triple's head writes for its source."""
     y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
-    source, start = sent(triples.source, y.device), 0
+    source, start = to_device(triples.source, y.device), 0
     for head, count in enumerate(triples.head.bincount(minlength=maps.n_heads).tolist()):
         if not count:
             continue
@@ -301,13 +301,13 @@ def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, "triple"
     for start in range(0, len(triples), step):
         part = triples[start : start + step]
         y = head_outputs(maps, part)
-        target, beside = (sent(one, y.device) for one in (part.target, other[start : start + step]))
+        target, beside = (to_device(one, y.device) for one in (part.target, other[start : start + step]))
         differences.append(token_logits(maps, y, target) - token_logits(maps, y, beside))
     return torch.cat(differences)
 
 
 def _tie(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple"]:
-    return maps.tie[sent(triples.head, maps.tie.device), sent(triples.source, maps.tie.device)]
+    return maps.tie[to_device(triples.head, maps.tie.device), to_device(triples.source, maps.tie.device)]
 
 
 def rounding(maps: OVMaps) -> float:

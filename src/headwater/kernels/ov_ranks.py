@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import full_float32, runs_triton, sent
+from headwater.kernels.devices import full_float32, runs_triton, to_device
 from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     CUDA_WORKSPACE,
@@ -39,7 +39,7 @@ def count_ranks(
         source: rows of `maps.x`; on the CPU, as the targets. Counts lie on the device of the maps.
         target: token ids.
     """
-    source, target = (sent(one, maps.x.device) for one in (source, target))
+    source, target = (to_device(one, maps.x.device) for one in (source, target))
     z = head_values(maps, maps.x.double())[:, source]
     own, tie = _own_logits(maps, z, target), maps.tie[:, source]
     z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)

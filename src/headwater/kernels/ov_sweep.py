@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import exact_product, sent, sent_together
+from headwater.kernels.devices import exact_product, to_device, to_device_many
 from headwater.kernels.ov import OVMaps
 from headwater.kernels.ov_blocked import (
     FIRST_TILE,
@@ -127,8 +127,8 @@ def _settle_unsure(
     parts = settled.split([len(head) for head, _, _ in cells], dim=1)
     for (index, (hits, _)), cell, part in zip(found.items(), cells, parts, strict=True):
         if part.shape[1]:
-            head, token, item = (sent(one, hits.device) for one in cell)
-            hits[:, head, token, item] = sent(part & wanted[:, cell[0], index], hits.device)
+            head, token, item = (to_device(one, hits.device) for one in cell)
+            hits[:, head, token, item] = to_device(part & wanted[:, cell[0], index], hits.device)
 
 
 class _Rows:
@@ -140,8 +140,10 @@ class _Rows:
         self.k_at_most = max(grid.k for grid in grids)
         both, row = (source * (self.k_at_most + 1) + k).unique(return_inverse=True)
         self._of_grid = row.split([len(grid.source) for grid in grids])
-        self.source, self.k = (sent(one, device) for one in (both // (self.k_at_most + 1), both % (self.k_at_most + 1)))
-        self.of_grid = sent_together(self._of_grid, device)
+        self.source, self.k = (
+            to_device(one, device) for one in (both // (self.k_at_most + 1), both % (self.k_at_most + 1))
+        )
+        self.of_grid = to_device_many(self._of_grid, device)
 
     def asked(self, wanted: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
         """Say of which rows something is wanted of each head, on the CPU."""
@@ -160,7 +162,7 @@ def _values_of(
         return head_values(maps, maps.x[source].double())
     z = torch.zeros(*by_value.shape, maps.W_V.shape[2], dtype=torch.float64, device=source.device)
     for value in by_value.any(1).nonzero()[:, 0].tolist():
-        chosen = sent(by_value[value].nonzero()[:, 0], source.device)
+        chosen = to_device(by_value[value].nonzero()[:, 0], source.device)
         z[value, chosen] = maps.x[source[chosen]].double() @ maps.W_V[value].double()
     return z
 
@@ -177,9 +179,9 @@ class _GridLogits:
         wanted: Bool[Tensor, "sign head relation"],
     ):
         self.maps, self.z, self.rows = maps, z, rows
-        self.heads = sent_together([one.nonzero()[:, 0] for one in wanted.any(0).T], z.device)
-        self.wanted = sent(wanted, z.device)
-        self.tokens, self.column = (sent_together([grid.tokens[i] for grid in grids], z.device) for i in range(2))
+        self.heads = to_device_many([one.nonzero()[:, 0] for one in wanted.any(0).T], z.device)
+        self.wanted = to_device(wanted, z.device)
+        self.tokens, self.column = (to_device_many([grid.tokens[i] for grid in grids], z.device) for i in range(2))
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, "block"], Float[Tensor, "block token item"]]]:
         """One relation's, for some of the heads that are asked about it at a time."""
@@ -344,11 +346,11 @@ def _merge_by_heads(
     """Merge a tile's logits z (W_O W_U) into the rows left of some heads, so many of each."""
     width = tile.shape[1]
     for block in _chunks([*left], heads_at_once(maps, width)):
-        W_O = maps.W_O[sent(torch.tensor(block), z.device)].flatten(0, 1)
+        W_O = maps.W_O[to_device(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
         size = max(1, _logits_at_once(maps) // (max(map(left.__getitem__, block)) * width))
         for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
-            group, most = sent(torch.tensor(heads), z.device), max(map(left.__getitem__, heads))
+            group, most = to_device(torch.tensor(heads), z.device), max(map(left.__getitem__, heads))
             for row in kept.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
                 kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W)
 
@@ -362,7 +364,7 @@ def _merge_by_rows(
 ) -> None:
     """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
     for heads in _chunks([*left], heads_at_once(maps, maps.x.shape[1])):
-        block = sent(torch.tensor(heads), z.device)
+        block = to_device(torch.tensor(heads), z.device)
         alive = kept.alive[:, block].any(0)
         place, row = alive.nonzero(as_tuple=True)
         padded = kept.rows(block, max(map(left.__getitem__, heads)))

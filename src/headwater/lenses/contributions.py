@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import NumericsError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.edits import looks
+from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.norms import Norm, attention_post_norm, final_norm, residual_scale
 from headwater.models.positions import Prompt
@@ -56,7 +56,7 @@ class Contributions:
         """Return the contributions, `row part`, and what they sum to; a row is a position read of an example."""
         held = self._run(examples)
         final = held[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
-        tokens = sent(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
+        tokens = to_device(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
         wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
         written = (wanted - unwanted).to(self.norm.gain.device)
         constant = torch.zeros(len(written), device=written.device)
@@ -90,10 +90,10 @@ class Contributions:
         held: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
-            held[name] = activation[sent(rows, activation.device), sent(places, activation.device)].float()
+            held[name] = activation[to_device(rows, activation.device), to_device(places, activation.device)].float()
 
         def keep_sources(activation: Tensor, hook: object, name: str) -> None:
-            of, at = sent(rows, activation.device), sent(places, activation.device)
+            of, at = to_device(rows, activation.device), to_device(places, activation.device)
             held[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
@@ -101,10 +101,10 @@ class Contributions:
             read = ("z", "attn_out") if layer in self.attended else ("resid_pre", "resid_mid")
             sites += [(site, layer) for site in (*read, "mlp_out")]
         names = [SITES[site].hook_name(layer) for site, layer in sites]
-        hooks = [(name, looks(partial(keep, name=name))) for name in names]
+        hooks = [(name, read_hook(partial(keep, name=name))) for name in names]
         if self.by_source:
             more = [SITES[site].hook_name(layer) for layer in self.attended for site in ("pattern", "v")]
-            hooks += [(name, looks(partial(keep_sources, name=name))) for name in more]
+            hooks += [(name, read_hook(partial(keep_sources, name=name))) for name in more]
         self.model.run(batch, hooks, stop_at=n_layers)
         return held
 

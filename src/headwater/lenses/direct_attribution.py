@@ -40,9 +40,9 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.tokens import said_of_chats
 from headwater.options import checked_count, checked_name, shown
-from headwater.patching.averages import summarize
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
+from headwater.patching.summaries import summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.kernels.layer_predictions import layer_predictions
 from headwater.lenses.by_role import with_roles
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
-from headwater.models.edits import Hook, looks
+from headwater.models.edits import Hook, read_hook
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of
@@ -242,7 +242,7 @@ class _Layers:
         device = self.head.W_U.device
         last = self.normalise(held[self.layers[-1]]).to(device)
         hidden = [self.normalise(self.transform(held[layer], layer)).to(device).float() for layer in self.layers]
-        target = sent(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
+        target = to_device(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
         found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
         return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
@@ -257,11 +257,13 @@ class _Layers:
         def keep(layer: int) -> Hook:
             def take(residual: Tensor, hook: object) -> None:
                 there = residual.device
-                held[layer] = residual[sent(rows, there), sent(places, there)]
+                held[layer] = residual[to_device(rows, there), to_device(places, there)]
                 if layer == self.layers[-1]:
-                    ends.append(residual[torch.arange(len(residual), device=there), sent(batch.lengths - 1, there)])
+                    ends.append(
+                        residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
+                    )
 
-            return hook_name("resid_post", layer), looks(take)
+            return hook_name("resid_post", layer), read_hook(take)
 
         logits = self.model.run(batch, [keep(layer) for layer in self.layers], keep="last")
         return held, ends[0], logits[:, 0]

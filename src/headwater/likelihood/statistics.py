@@ -33,7 +33,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.hints import warn_of_no_template
@@ -341,14 +341,14 @@ def _measurer(
 
     def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         def take(residual: Tensor) -> Tensor:
-            return residual[sent(rows, residual.device), sent(columns, residual.device) - 1]
+            return residual[to_device(rows, residual.device), to_device(columns, residual.device) - 1]
 
         kept = residual_streams(model, batch, layers, take)
         target = batch.tokens[rows, columns]
         found = []
         for layer in layers:
             hidden = normalise(read(kept.pop(layer), layer))
-            target = sent(target, hidden.device)
+            target = to_device(target, hidden.device)
             found.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
         return {name: torch.stack([getattr(one, name).cpu() for one in found]) for name in STATISTICS}
 

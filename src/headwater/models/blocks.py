@@ -30,11 +30,11 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformers.activations import NewGELUActivation
 
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.cache_names import with_cache
 from headwater.models.checks import finite_output
-from headwater.models.edits import Hook, looks, makes
+from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.forward import last_logits_only, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.norms import logit_scale, residual_scale
@@ -284,7 +284,7 @@ class Blocks:
         Raises:
             NumericsError: the residual stream after the last block holds NaN or infinity.
         """
-        tap, calls, tokens = _KeyValueTap(), {}, sent(batch.tokens, self.model.device)
+        tap, calls, tokens = _KeyValueTap(), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 
@@ -308,8 +308,8 @@ class Blocks:
 
         k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
         wanted = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
-        hooks = [(name, makes(functools.partial(fork, name=name))) for name in held]
-        hooks += [(name, looks(functools.partial(keep, name=name))) for name in wanted]
+        hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in held]
+        hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in wanted]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
         options |= last_logits_only(self.model.raw)
         options |= padding_option(self.model, batch)

@@ -7,8 +7,8 @@
    the activation that carries it: those see what the model computed.
 4. What a hook returns must be like what it was given: shape, dtype, device.
 
-Hooks of this package that neither keep nor write into what they are given say so (`looks`, `makes`) and get the
-activation itself, so that watching a whole model costs no copies.
+Hooks of this package that neither keep nor write into what they are given say so (`read_hook`, `replace_hook`) and get
+the activation itself, so that watching a whole model costs no copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REPORT = "_fire_post_hoc_hook"
 
 
 @dataclass(frozen=True)
-class Trusted:
+class TrustedHook:
     """A hook that is handed the activation itself and whose result is taken as it is."""
 
     function: HookFunction
@@ -90,18 +90,18 @@ def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False
     ]
 
 
-def looks(function: HookFunction, may_be_silent: bool = False) -> Trusted:
+def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:
     """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
 
     It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is no
     error when nothing passes through the place.
     """
-    return Trusted(function, edits=False, may_be_silent=may_be_silent)
+    return TrustedHook(function, edits=False, may_be_silent=may_be_silent)
 
 
-def makes(function: HookFunction) -> Trusted:
+def replace_hook(function: HookFunction) -> TrustedHook:
     """Mark a hook that returns a tensor of its own and does not write into what it is given."""
-    return Trusted(function, edits=True)
+    return TrustedHook(function, edits=True)
 
 
 def listed_hooks(hooks: Any) -> list[Any]:
@@ -127,7 +127,7 @@ def _check_hook(hook: Any) -> None:
     pair = isinstance(hook, tuple | list) and len(hook) == 2
     if not pair or not isinstance(hook[0], str) or not callable(hook[1]):
         raise InputError(f"{shown(hook)} is no hook: give (name of an activation, function(activation, hook)).")
-    if isinstance(hook[1], Trusted):
+    if isinstance(hook[1], TrustedHook):
         return
     try:
         signature = inspect.signature(hook[1])
@@ -157,7 +157,7 @@ class Attached:
     @property
     def may_be_silent(self) -> bool:
         """Whether it is no error when nothing passes through the place."""
-        return isinstance(self.function, Trusted) and self.function.may_be_silent
+        return isinstance(self.function, TrustedHook) and self.function.may_be_silent
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return what the model goes on with, if that is not what it was given.
@@ -168,7 +168,7 @@ class Attached:
         """
         self.fired = True
         self._check_tokens(activation)
-        if isinstance(self.function, Trusted) or not isinstance(activation, Tensor):
+        if isinstance(self.function, TrustedHook) or not isinstance(activation, Tensor):
             result = self.function(activation, hook=point)
             if result is not None and not isinstance(activation, Tensor):
                 raise InterventionError(f"{self.name} is a {type(activation).__name__} and can only be read.")
@@ -288,7 +288,7 @@ class Attachments:
         return [
             (one.name, one.function)
             for one in every
-            if not (isinstance(one.function, Trusted) and (not one.function.edits or one.function.waits()))
+            if not (isinstance(one.function, TrustedHook) and (not one.function.edits or one.function.waits()))
         ]
 
     @contextlib.contextmanager
@@ -319,7 +319,7 @@ class Attachments:
     ) -> None:
         found = place_named(hook.name)
         carrier = found[0].carrier if found else None
-        only_looks = isinstance(hook.function, Trusted) and not hook.function.edits
+        only_looks = isinstance(hook.function, TrustedHook) and not hook.function.edits
         if found is None or carrier is None or only_looks or hook.read_only:
             _append(self._at(hook.name, points, new, stack).hooks, hook, stack)
             return
@@ -327,7 +327,7 @@ class Attachments:
             carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
             stack.callback(self._carried.pop, hook.name)
             _, given, at = points_of(hook.name)
-            _append(self._at(given, points, new, stack).carrying, Attached(given, looks(carried.take)), stack)
+            _append(self._at(given, points, new, stack).carrying, Attached(given, read_hook(carried.take)), stack)
             _append(self._at(at, points, new, stack).carrying, carried, stack)
         _append(self._carried[hook.name].hooks, hook, stack)
 
@@ -389,7 +389,9 @@ def _are_knockouts(point: Any) -> bool:
     """Whether the hooks at attention scores are this package's own, which sever edges or see which there are."""
     places = [handle.user_hook for handle in point.fwd_hooks]
     ours = [place.hooks if isinstance(place, _Place) else [None] for place in places]
-    return bool(places) and all(one is not None and isinstance(one.function, Trusted) for own in ours for one in own)
+    return bool(places) and all(
+        one is not None and isinstance(one.function, TrustedHook) for own in ours for one in own
+    )
 
 
 def _append(held: list[Any], one: Any, stack: contextlib.ExitStack) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, ModelError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.cache_names import NAMES
 from headwater.models.model import is_bridge
 from headwater.models.rotary import angles_by_row
@@ -52,7 +52,7 @@ def forward(
     options = padding_option(model, batch) | (options or {})
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
     with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
-        return _called(model, sent(batch.tokens, model.device), columns, stop_at, options)
+        return _called(model, to_device(batch.tokens, model.device), columns, stop_at, options)
 
 
 def _called(
@@ -65,7 +65,7 @@ def _called(
     raw = model.raw
     if not is_bridge(raw):
         out = raw(tokens, stop_at_layer=stop_at, **options)
-        return out if columns is None else out[:, sent(columns, out.device)]
+        return out if columns is None else out[:, to_device(columns, out.device)]
     options = {"use_cache": False} | options
     if stop_at == model.shape.n_layers:
         return _residual_after_last_block(model, tokens, options)
@@ -73,7 +73,7 @@ def _called(
         return raw(tokens, stop_at_layer=stop_at, **options)
     if leaves_logits_out(raw):
         # as a list where the logits are on another device than the inputs: it fits everywhere
-        keep = columns.tolist() if model.spread else sent(columns, model.device)
+        keep = columns.tolist() if model.spread else to_device(columns, model.device)
         return raw(tokens, **{"logits_to_keep": keep} | options)
     return raw(tokens, **options)[:, columns]
 
@@ -91,7 +91,7 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
             f"{model.name} gives a text other values beside a longer one than alone, since it reads the padding behind "
             "it: give texts of one length, or one at a time."
         )
-    return {"attention_mask": sent(batch.mask.long(), model.device)} if model.looks_ahead else {}
+    return {"attention_mask": to_device(batch.mask.long(), model.device)} if model.looks_ahead else {}
 
 
 def leaves_logits_out(raw: Any) -> bool:

@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwater.errors import InputError, InterventionError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.cache_names import attentions_of, reached
-from headwater.models.edits import Hook, looks, makes
+from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.rotary import original_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -198,7 +198,7 @@ class Descent:
 
         def at_position(activation: Tensor) -> Tensor:
             rows = torch.arange(len(activation), device=activation.device)
-            return activation[rows, sent(positions, activation.device)]
+            return activation[rows, to_device(positions, activation.device)]
 
         def narrow(activation: Tensor, hook: object) -> Tensor:
             return at_position(activation)[:, None]
@@ -209,10 +209,10 @@ class Descent:
         def enter(residual: Tensor, hook: object) -> Tensor:
             return self._enter(residual, self._segments[0].start)
 
-        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, looks(keep))]
-        hooks.append((hook_name("resid_pre", self._segments[0].start), makes(enter)))
+        hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
+        hooks.append((hook_name("resid_pre", self._segments[0].start), replace_hook(enter)))
         if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
-            hooks.append((hook_name("mlp_in", self._top), makes(narrow)))
+            hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.lock)
             for layer in range(self._lowest, self._segments[0].start):
@@ -258,9 +258,9 @@ class Descent:
             return self._z[layer]
 
         hooks: list[Hook] = [
-            (hook_name("pattern", layer), looks(partial(keep_pattern, layer=layer))) for layer in segment
+            (hook_name("pattern", layer), read_hook(partial(keep_pattern, layer=layer))) for layer in segment
         ]
-        return hooks + [(hook_name("z", layer), makes(partial(keep_z, layer=layer))) for layer in segment]
+        return hooks + [(hook_name("z", layer), replace_hook(partial(keep_z, layer=layer))) for layer in segment]
 
     def _note_call(self, layer: int, _: object, args: tuple[Any, ...], options: dict[str, object]) -> None:
         """Keep what a block is called with; the residual stream only where a segment begins."""

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.calls import checked_calls
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.foreign_names import missing
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.bare_model import CachedBareModel
 from headwater.models.cache_names import attentions_of, cache_options, reached
 from headwater.models.caches.cache import Cache
@@ -40,7 +40,7 @@ from headwater.models.edits import (
     PromptHook,
     discarded_edits_raise,
     hooks_for,
-    looks,
+    read_hook,
     refuse_silent,
     reporters,
 )
@@ -273,7 +273,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             out = forward(self, batch, columns, stop_at, options)
             finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
         if isinstance(keep, str) and columns is not None:
-            here = sent(torch.searchsorted(columns, batch.lengths - 1), out.device)
+            here = to_device(torch.searchsorted(columns, batch.lengths - 1), out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
 
@@ -296,7 +296,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         with self.lock, discarded_edits_raise(self._reporters, self.shape):
             known = self.raw.hook_dict
             attached = [self._attached(name, function, known) for name, function in listed]
-            ran = Attached(hook_name("resid_pre"), looks(lambda activation, hook: None))
+            ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
                 yield
         if ran.fired:

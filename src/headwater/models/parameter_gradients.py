@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import ModelError, NumericsError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.gradients import refuse_without_gradients
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def parameter_gradient_norms(
     norms: dict[str, float] = {}
     with model.lock, _collected(parameters, norms, order):
         logits = model.run([list(ids)], grad=True)[0]
-        places = sent(torch.tensor(list(scored)), logits.device)
-        target = sent(torch.tensor(list(ids)), logits.device)[places]
+        places = to_device(torch.tensor(list(scored)), logits.device)
+        target = to_device(torch.tensor(list(ids)), logits.device)[places]
         log_probs = logits[places - 1].float().log_softmax(-1)
         (-log_probs.gather(-1, target[:, None]).mean()).backward()  # type: ignore[no-untyped-call]
     if wrong := next((name for name, norm in norms.items() if not math.isfinite(norm)), None):

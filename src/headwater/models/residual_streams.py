@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.checks import finite_output
-from headwater.models.edits import Hook, looks
+from headwater.models.edits import Hook, read_hook
 from headwater.models.forward import padding_option
 from headwater.models.one_pass import one_pass_attention
 from headwater.models.rotary import angles_by_row
@@ -55,7 +55,7 @@ def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Ta
         def look(residual: Tensor, hook: object) -> None:
             kept[layer] = take(residual)
 
-        return hook_name("resid_post", layer), looks(look)
+        return hook_name("resid_post", layer), read_hook(look)
 
     with model.lock:
         bare = bare_model(model) if max(layers) == model.shape.n_layers - 1 else None
@@ -83,6 +83,6 @@ def _without_wrappers(
             block = bare.in_place_of(model.raw.blocks[layer])
             hooks.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
         hooks.enter_context(angles_by_row(bare.rotary_by_length, batch.lengths))
-        bare.read(sent(batch.tokens, model.device), **padding_option(model, batch))
+        bare.read(to_device(batch.tokens, model.device), **padding_option(model, batch))
     finite_output(model, last[0], batch, None)
     return kept

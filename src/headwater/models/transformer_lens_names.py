@@ -19,7 +19,7 @@ from torch import Tensor
 from headwater.calls import checked_calls
 from headwater.errors import InputError
 from headwater.kernels.devices import usable_device
-from headwater.models.edits import Hook, HookFunction, looks
+from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.memory import failures_named
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
@@ -157,7 +157,7 @@ class TransformerLensNames(ParametersByHead):
                         held = activation.detach().clone().to(device or activation.device)
                     kept.update(dict.fromkeys(aliases, held))
 
-            return looks(hold, may_be_silent=not must_fire)
+            return read_hook(hold, may_be_silent=not must_fire)
 
         hooks: list[Hook] = [(aliases[0], keep(aliases)) for aliases in self._by_place(names)]
         out = self._returned(batch, hooks, return_type, False, stop_at_layer)

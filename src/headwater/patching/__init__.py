@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import logit_difference as logit_difference
     from headwater.patching.metrics import probability as probability
     from headwater.patching.metrics import rank as rank
-    from headwater.patching.rows import Rows as Rows
+    from headwater.patching.replacements import VALUES as VALUES
+    from headwater.patching.replacements import Replacement as Replacement
+    from headwater.patching.replacements import ReplacementSpec as ReplacementSpec
     from headwater.patching.sweep import Sweep as Sweep
-    from headwater.patching.values import VALUES as VALUES
-    from headwater.patching.values import Recipe as Recipe
-    from headwater.patching.values import Source as Source
+    from headwater.patching.writing import EditedRows as EditedRows
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,10 +1,11 @@
-"""Ablation of sets: heads, MLPs, neurons, features, together, replaced by values that say nothing of the prompt.
+"""Edits of several components at once, as one cell: ablation of sets, and nodes patched together.
 
-Knockout of whole circuits (Wang et al. 2023; Chan et al. 2022, resampling; Li and Janson 2024, on which values to
-take): for each set and prompt, one run in which every component of the set is replaced at once, in all layers where it
-has some. `complement` replaces everything else instead: what is left is what the set does alone.
+Effects do not add up: what two heads do together is measured together. Knockout of whole circuits (Wang et al. 2023;
+Chan et al. 2022, resampling; Li and Janson 2024, on which values to take): for each set and prompt, one run in which
+every component of the set is replaced at once, in all layers where it has some. `complement` replaces everything else
+instead: what is left is what the set does alone.
 
-    effect = metric of the ablated run - metric of the run as it is
+    effect = metric of the edited run - metric of the run as it is
 
 All sets go down the layers together, in the walk of `headwater.patching.walk`; what a run computes after the first
 replaced component is computed anew from there, so that later components of the set are replaced in the run as it then
@@ -13,7 +14,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,18 +23,19 @@ from typing import Any, Literal
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
+from headwater.models.sites import sites_named
 from headwater.options import checked_flag, checked_name, checked_seed
-from headwater.patching.call import check_call, engine_option, metric_options, recorded_roles
-from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
-from headwater.patching.components import read_sets
+from headwater.patching.axes import SweepSpec, seen_positions
+from headwater.patching.components import Node, read_nodes, read_sets, set_name
+from headwater.patching.edits import CellTable, CellTemplate, refuse_too_many_cells
 from headwater.patching.measure import measure
-from headwater.patching.metrics import Measures, as_metrics
+from headwater.patching.metrics import Measures, Metric, as_metrics
+from headwater.patching.plan import Plan, check_call, engine_option, metric_options, plan_of, recorded_roles
+from headwater.patching.prompt_pair import PromptPair, read_prompt_pair
 from headwater.patching.prompts import Prompts
-from headwater.patching.runners import ENGINES
-from headwater.patching.sides import plan_of, read_sides
+from headwater.patching.replacements import Replacement, ReplacementSpec, TensorLike, ValueName, described_replacement
 from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import Asked, seen_positions
-from headwater.patching.values import Recipe, TensorLike, ValueName, recorded
+from headwater.patching.walk_runner import ENGINES
 from headwater.runs.analysis import Run, run_or_resume
 
 
@@ -41,7 +43,7 @@ from headwater.runs.analysis import Run, run_or_resume
 def ablate(
     model: HookedModel,
     prompts: Prompts,
-    corrupted: Prompts | Recipe | None = None,
+    corrupted: Prompts | ReplacementSpec | None = None,
     *,
     metric: Measures,
     heads: object = None,
@@ -50,7 +52,7 @@ def ablate(
     features: object = None,
     sets: Mapping[str, Any] | Any = None,
     complement: bool = False,
-    values: ValueName | Recipe | TensorLike | Callable[..., Any] = "zero",
+    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any] = "zero",
     dataset: Prompts | None = None,
     positions: Where = "all",
     seed: int = 0,
@@ -96,8 +98,8 @@ def ablate(
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement = checked_flag("complement", complement)
     runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
-    ask = Asked((), None, positions, None, None)
-    sides = read_sides(model, prompts, corrupted, ask, "noise")
+    ask = SweepSpec((), None, positions, None, None)
+    sides = read_prompt_pair(model, prompts, corrupted, ask, "noise")
     chosen = read_sets(
         model, {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}, sets, complement
     )
@@ -119,14 +121,14 @@ def ablate(
             for one, sample in product(chosen, range(source.samples or 1)):
                 own = {"set": one.name} | ({"sample": sample} if source.samples is not None else {})
                 edits = tuple(replace(part.edit(at[part.site.name], since), sample=sample) for part in one.parts)
-                rows.append((example, [Kind(labels | own, edits)]))
-    plan = plan_of(model, sides, Cells.of(rows), metrics, source, matched=matched, batch_size=batch_size)
+                rows.append((example, [CellTemplate(labels | own, edits)]))
+    plan = plan_of(model, sides, CellTable.of(rows), metrics, source, matched=matched, batch_size=batch_size)
     options = {
         "sets": [one.described() for one in chosen],
         "complement": complement,
         "positions": recorded_roles(spots),
         "direction": "noise",
-        "values": recorded(source),
+        "values": described_replacement(source),
         "mean_over": source.mean_over,
         **sides.described(source.given.dataset),
         "metrics": metric_options(plan),
@@ -136,3 +138,77 @@ def ablate(
         return sweep_of(plan, measure(plan, run, runner), run)
 
     return run_or_resume(Sweep, "ablate", model, options, work, out=out, seed=seed, progress=progress)
+
+
+WHOLE_PROMPTS = SweepSpec((), None, "all", None, None)
+"""What is asked for of prompts where nodes name positions themselves."""
+
+
+def joint_template(nodes: Sequence[Node], example: int, source: Replacement, sample: int = 0) -> CellTemplate:
+    """Return what is edited where nodes of one example are replaced together."""
+    labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
+    labels |= {"values": source.label} if source.label else {}
+    labels |= {} if source.samples is None else {"sample": sample}
+    since = source.since(example)
+    return CellTemplate(labels, tuple(replace(node.edit(since), sample=sample) for node in nodes))
+
+
+def joint_plan(
+    model: HookedModel,
+    sides: PromptPair,
+    source: Replacement,
+    metrics: tuple[Metric, ...],
+    sets: Sequence[Sequence[Node]],
+    batch_size: int | None = None,
+) -> Plan:
+    """Return the plan of a cell for each set of nodes, draw and example."""
+    draws = range(source.samples or 1)
+    cells = CellTable.of(
+        (example, [joint_template(nodes, example, source, sample) for nodes in sets for sample in draws])
+        for example in range(len(sides.base))
+    )
+    return plan_of(model, sides, cells, metrics, source, matched=[None] * len(sides.prompts), batch_size=batch_size)
+
+
+def patch_together(
+    model: HookedModel,
+    clean: Any,
+    corrupted: Any,
+    nodes: object,
+    *,
+    metrics: tuple[Metric, ...],
+    direction: str,
+    values: Any,
+    dataset: Prompts | None,
+    seed: int,
+    batch_size: int | None,
+    engine: str,
+    progress: bool,
+    out: str | Path | None,
+) -> Sweep:
+    """Patch several nodes at once: what `hw.patch(..., together=)` does, whose options these are, checked.
+
+    Returns:
+        A sweep with a row per example, metric and draw; `set` names the nodes.
+
+    Raises:
+        InputError: see `read_nodes`; or a prompt or kind of values cannot be used.
+    """
+    sides = read_prompt_pair(model, clean, corrupted, WHOLE_PROMPTS, direction)
+    read = read_nodes(model, nodes, sides.prompts)
+    named = sites_named(list(dict.fromkeys(node.site for node in read)), model)
+    source = sides.source(model, values, dataset, named, seed)
+    plan = joint_plan(model, sides, source, metrics, [read], batch_size)
+    options = {
+        "together": [node.described() for node in read],
+        "direction": direction,
+        "values": described_replacement(source),
+        "mean_over": source.mean_over,
+        **sides.described(source.given.dataset),
+        "metrics": metric_options(plan),
+    } | engine_option(engine)
+
+    def work(run: Run) -> Sweep:
+        return sweep_of(plan, measure(plan, run, ENGINES[engine]), run)
+
+    return run_or_resume(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)

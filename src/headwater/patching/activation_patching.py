@@ -32,18 +32,18 @@ from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
 from headwater.options import checked_name, checked_seed, resolve_indices, shown
-from headwater.patching.attribution import Gradients
-from headwater.patching.call import check_call, engine_option, metric_options, recorded_roles
-from headwater.patching.cells import Cells, Kind, refuse_too_many_cells
+from headwater.patching.ablation import patch_together
+from headwater.patching.attribution import AttributionRunner
+from headwater.patching.axes import AxisName, AxisStep, SpansName, SweepSpec, Window, covered, materialize, templates_of
+from headwater.patching.edits import CellTable, CellTemplate, refuse_too_many_cells
 from headwater.patching.measure import measure
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.prompts import Prompts, Spot
-from headwater.patching.runners import ENGINES
-from headwater.patching.sides import DIRECTIONS, DirectionName, plan_of, read_sides
+from headwater.patching.plan import check_call, engine_option, metric_options, plan_of, recorded_roles
+from headwater.patching.prompt_pair import DIRECTIONS, DirectionName, read_prompt_pair
+from headwater.patching.prompts import AlignedSpan, Prompts
+from headwater.patching.replacements import ReplacementSpec, TensorLike, ValueName, described_replacement
 from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import Asked, AxisName, SpansName, Step, Window, covered, kinds_of, lasting
-from headwater.patching.together import patch_together
-from headwater.patching.values import Recipe, TensorLike, ValueName, recorded
+from headwater.patching.walk_runner import ENGINES
 from headwater.runs.analysis import Run, run_or_resume
 
 METHODS = ("exact", "attribution")
@@ -55,14 +55,14 @@ MOST_FEATURES = 4096
 def patch(
     model: HookedModel,
     clean: Prompts | pd.DataFrame | Path,
-    corrupted: Prompts | Recipe | None = None,
+    corrupted: Prompts | ReplacementSpec | None = None,
     *,
     sites: SiteName | Site | Iterable[SiteName | Site] | None = None,
     metric: Measures,
     together: Any = None,
     over: AxisName | Iterable[AxisName] | None = None,
     direction: DirectionName = "denoise",
-    values: ValueName | Recipe | TensorLike | Callable[..., Any] = "other run",
+    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any] = "other run",
     layers: Iterable[int] | int | None = None,
     positions: Where = "all",
     heads: Heads = None,
@@ -142,7 +142,7 @@ def patch(
     if method == "attribution":
         if engine != "auto":
             raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
-        runner = Gradients
+        runner = AttributionRunner
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     if together is not None:
         where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
@@ -154,11 +154,16 @@ def patch(
         )  # fmt: skip
     if sites is None:
         raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
-    over, layers, heads, from_layer = lasting(over), lasting(layers), lasting(heads), lasting(from_layer)
+    over, layers, heads, from_layer = (
+        materialize(over),
+        materialize(layers),
+        materialize(heads),
+        materialize(from_layer),
+    )
     named, metrics = sites_named(sites, model), as_metrics(metric)
     layers_asked, heads_asked = layers_and_heads(layers, heads, model.shape, kv_site_of(named))
-    ask = Asked(over, layers_asked, positions, heads_asked, window, spans, from_layer, keys)
-    sides = read_sides(model, clean, corrupted, ask, direction)
+    ask = SweepSpec(over, layers_asked, positions, heads_asked, window, spans, from_layer, keys)
+    sides = read_prompt_pair(model, clean, corrupted, ask, direction)
     if heads is not None and not any(site.has_heads for site in named):
         raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
     if not (is_all(keys) or any(site.has_keys for site in named)):
@@ -176,16 +181,18 @@ def patch(
     n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model)) * draws
     refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * n_each)
     sizes, sources = {site.name: ask.sizes(site) for site in named}, ask.sources(model)
-    made: dict[tuple[int, int], list[Kind]] = {}
-    rows: list[tuple[int, Sequence[Kind]]] = []
+    made: dict[tuple[int, int], list[CellTemplate]] = {}
+    rows: list[tuple[int, Sequence[CellTemplate]]] = []
     for i, own in groupby(planned, key=lambda one: one[0]):
         in_line = matched[i] is None
         for example, (_, site, steps) in product(range(i * draws, (i + 1) * draws), list(own)):
             first = source.since(example) if in_line else 0
             if (kinds := made.get((id(steps), first))) is None:
-                kinds = made[id(steps), first] = list(kinds_of(site, steps, sizes[site.name], source, first, sources))
+                kinds = made[id(steps), first] = list(
+                    templates_of(site, steps, sizes[site.name], source, first, sources)
+                )
             rows.append((example, kinds))
-    cells = Cells.of(rows)
+    cells = CellTable.of(rows)
     plan = plan_of(model, sides, cells, metrics, source, matched=matched, batch_size=batch_size)
     options = {
         "sites": [site.described for site in named],
@@ -196,7 +203,7 @@ def patch(
         "heads": {s.name: resolve_indices(heads_asked, s.n_heads(model.shape), "head") for s in named if s.has_heads},
         "direction": direction,
         "from_layer": ask.sources(model) if from_layer is not None else None,
-        "values": recorded(source),
+        "values": described_replacement(source),
         "mean_over": source.mean_over,
         "method": method,
         **sides.described(source.given.dataset),
@@ -252,7 +259,7 @@ def _refuse_whole_dictionaries(
 
 
 def _covered(
-    planned: Sequence[tuple[int, Site, dict[str, list[Step]]]], base: Sequence[Prompt]
+    planned: Sequence[tuple[int, Site, dict[str, list[AxisStep]]]], base: Sequence[Prompt]
 ) -> list[tuple[int, ...] | str]:
     """Return by example the positions that the steps of one site cover."""
     found = {(id(listed), len(base[i])): (listed, len(base[i])) for i, _, listed in planned}
@@ -261,15 +268,15 @@ def _covered(
 
 
 def _planned(
-    ask: Asked,
+    ask: SweepSpec,
     model: HookedModel,
     sites: Sequence[Site],
     base: Sequence[Prompt],
-    spots: Sequence[Mapping[str, Spot]],
-    keys: Sequence[Mapping[str, Spot]],
-) -> list[tuple[int, Site, dict[str, list[Step]]]]:
+    spots: Sequence[Mapping[str, AlignedSpan]],
+    keys: Sequence[Mapping[str, AlignedSpan]],
+) -> list[tuple[int, Site, dict[str, list[AxisStep]]]]:
     """List by example and site the places on each axis; those of examples that share their spots are one object."""
-    listed: dict[Hashable, dict[str, list[Step]]] = {}
+    listed: dict[Hashable, dict[str, list[AxisStep]]] = {}
     planned = []
     for (i, prompt), site in product(enumerate(base), sites):
         same = (site.name, len(prompt), id(spots[i]), id(keys[i]), site.left_out(prompt.ids))

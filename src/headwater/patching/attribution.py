@@ -21,16 +21,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
-from headwater.kernels.devices import sent
-from headwater.models.edits import Hook, makes
+from headwater.kernels.devices import to_device
+from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
-from headwater.patching.cells import Cells
-from headwater.patching.forwards import written_into
+from headwater.patching.edits import LOGITS, CellTable, Indices, Replace
 from headwater.patching.plan import Group, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
-from headwater.patching.runners import Runner, other_run, state_names, values_written
-from headwater.patching.variants import LOGITS, Indices, Replace
+from headwater.patching.whole_runs import Runner, other_run, state_names, values_written, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
@@ -40,7 +38,7 @@ AT_ONCE = 1 << 22
 """At most so many products are gathered at once."""
 
 
-class Gradients(Runner):
+class AttributionRunner(Runner):
     """One forward with a graph, a backward per metric, and for each cell the sum of what it covers.
 
     Raises:
@@ -84,9 +82,9 @@ class Gradients(Runner):
         group, places = self.group, self.group.places
         names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
         names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
-        begin = makes(lambda activation, hook: activation.detach().requires_grad_(True))
+        begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
         hooks: list[Hook] = [*group.corrupting(self.plan.base), (hook_name("embed"), begin)]
-        hooks += [(name, makes(partial(hold, name=name))) for name in dict.fromkeys(names)]
+        hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = self.plan.model.run(group.batch(self.plan.base), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
             return held, read_run(group, group.kept, held, logits)
@@ -153,11 +151,11 @@ def _carrying(site: Site) -> Site:
     return SITES[site.carrier.at] if site.carrier else site
 
 
-def sums(products: Mapping[Drawn, Tensor], cells: Cells, first: int) -> Float[Tensor, " cell"]:
+def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
     """Add up what each cell covers, at once for all cells that cover as many places of the same layer.
 
     Args:
-        products: see `Gradients`; by example, on its first axis.
+        products: see `AttributionRunner`; by example, on its first axis.
         cells: of these examples.
         first: the number of the first example.
     """
@@ -183,9 +181,9 @@ def sums(products: Mapping[Drawn, Tensor], cells: Cells, first: int) -> Float[Te
         most = max(1, AT_ONCE // max(1, each))
         for start in range(0, len(index), most):
             part = slice(start, start + most)
-            at = [None if one is None else sent(one[part], product.device) for one in listed]
-            rows = sent(cells.example[index[part]] - first, product.device)
-            total[sent(index[part], total.device)] += _sums_alike(product, rows, *at).to(total.device)
+            at = [None if one is None else to_device(one[part], product.device) for one in listed]
+            rows = to_device(cells.example[index[part]] - first, product.device)
+            total[to_device(index[part], total.device)] += _sums_alike(product, rows, *at).to(total.device)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Values made of the activation that stands there: by a function, by a tensor, a direction, a factor, noise.
+"""Replacements that are computed from the activation itself: by a function, a tensor, a direction, a factor, noise.
 
     function    f(activation, other, place)
     tensor      the tensor
@@ -6,17 +6,22 @@
     scale       factor · activation
     noise       activation + std · σ · ε,   ε ~ N(0, 1), drawn anew for every sample, prompt, site, layer and entry
 
-where σ is the standard deviation of the row's own entries (the vector of one token, or of one head at one token), so
-that a strength means the same at every layer of every model; or 1, where the strength is given in the activation's own
-units. Meng et al. (2022) take σ over the embeddings of all subjects, and std = 3.
+σ is the standard deviation of the row's own entries (the vector of one token, or of one head at one token), so that a
+strength means the same at every layer of every model; or 1, where the strength is given in the activation's own units.
 
-Rows are changed as the run has them: in a window of layers each layer changes what the one before it has left.
+Noise at the embeddings makes the corrupted run of causal tracing (Meng et al. 2022), for every corrupted token i:
+
+    embedding'_i = embedding_i + std · σ · ε_i
+
+where σ is the standard deviation of all entries of these embeddings, over all prompts, and std = 3 in the paper. Each
+draw is a corrupted run of its own, and the same draw stands in every cell that restores a part of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
@@ -24,13 +29,25 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError
+from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.hooked import HookedModel
 from headwater.models.memory import failures_named
-from headwater.models.positions import Where
-from headwater.models.sites import Site
+from headwater.models.positions import Prompt, Where, positions_of
+from headwater.models.sites import Site, hook_name
+from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
-from headwater.patching.rows import Rows
-from headwater.patching.values import VALUES, Given, Recipe, Source, TensorLike, Wanted, checked_tensor
-from headwater.patching.variants import Place
+from headwater.patching.edits import Place
+from headwater.patching.replacements import (
+    BATCH,
+    VALUES,
+    Replacement,
+    ReplacementInputs,
+    ReplacementSpec,
+    TensorLike,
+    ValueRequest,
+    checked_tensor,
+)
+from headwater.patching.writing import EditedRows
 
 RTOL, ATOL = 1e-3, 1e-5
 """How far a function's result for a row may differ when other rows stand beside it: more than rounding does."""
@@ -39,7 +56,7 @@ SAMPLES = 10_000
 
 
 @checked_call
-def add(direction: TensorLike) -> Recipe:
+def add(direction: TensorLike) -> ReplacementSpec:
     """Values: the activation that stands there, with a direction added; zeros are the control, and change nothing.
 
     Args:
@@ -50,17 +67,17 @@ def add(direction: TensorLike) -> Recipe:
     Raises:
         InputError: these are no finite numbers.
     """
-    return Recipe("add", {"direction": checked_tensor("direction", direction)})
+    return ReplacementSpec("add", {"direction": checked_tensor("direction", direction)})
 
 
 @checked_call
-def scale(factor: SupportsFloat) -> Recipe:
+def scale(factor: SupportsFloat) -> ReplacementSpec:
     """Values: the activation that stands there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
 
     Raises:
         InputError: the factor is no finite number.
     """
-    return Recipe("scale", {"factor": _number("factor", factor)})
+    return ReplacementSpec("scale", {"factor": _number("factor", factor)})
 
 
 @checked_call
@@ -71,7 +88,7 @@ def noise(
     *,
     absolute: bool = False,
     positions: Where | None = None,
-) -> Recipe:
+) -> ReplacementSpec:
     """Values: the activation that stands there, with Gaussian noise added, drawn several times.
 
     Given as `corrupted=`, it is noise at the embeddings of some tokens of the clean prompts, which makes the corrupted
@@ -102,10 +119,10 @@ def noise(
         "seed": checked_seed(seed),
     }
     arguments["absolute"] = checked_flag("absolute", absolute)
-    return Recipe("noise", arguments if positions is None else arguments | {"positions": positions})
+    return ReplacementSpec("noise", arguments if positions is None else arguments | {"positions": positions})
 
 
-class _Changing(Source):
+class _Changing(Replacement):
     """Values made of what stands there."""
 
     changes = True
@@ -115,7 +132,7 @@ class _Changing(Source):
         """Return one of the sites that are edited."""
         return next(site for site in self.given.sites if site.name == name)
 
-    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return nothing: what stands there is enough."""
         return {}
 
@@ -127,7 +144,7 @@ class Function(_Changing):
     needs = ("function",)
     copies = 2
 
-    def __init__(self, given: Given):
+    def __init__(self, given: ReplacementInputs):
         super().__init__(given)
         self.takes_other_run = given.other is not None
         self.function: Callable[..., Any] = given.arguments["function"]
@@ -139,11 +156,11 @@ class Function(_Changing):
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return "function" if name == "<lambda>" else str(name)
 
-    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return what the other run has there, which the function is given."""
         return wanted.other
 
-    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Call the function.
 
         Raises:
@@ -170,7 +187,7 @@ class Function(_Changing):
     def _named(self) -> str:
         return f"The function given as values ({self.label})"
 
-    def _called(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+    def _called(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         kind = (activation.shape, activation.dtype, activation.device)
         with failures_named(self._named):
             written = self.function(activation, other, rows)
@@ -184,7 +201,7 @@ class Function(_Changing):
             f"{rows.layer} and returned {found}; it must return rows like those it was given."
         )
 
-    def _refuse_if_rows_mix(self, activation: Tensor, other: Tensor | None, rows: Rows) -> None:
+    def _refuse_if_rows_mix(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> None:
         """Change the first row beside another (its entries in reverse, larger and shifted), and each of the two alone.
 
         Raises:
@@ -206,7 +223,7 @@ class Function(_Changing):
                 "at random, which hw.noise does."
             )
 
-    def _refuse_unseen_keys(self, written: Tensor, rows: Rows) -> None:
+    def _refuse_unseen_keys(self, written: Tensor, rows: EditedRows) -> None:
         keys = torch.arange(written.shape[-1], device=written.device)
         if bool((written.masked_fill(keys <= rows.position[:, None], 0.0) != 0).any()):
             raise InterventionError(
@@ -219,7 +236,7 @@ class _OfTensor(_Changing):
 
     tensor: Tensor
 
-    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return nothing, once the tensor is seen to fit.
 
         Raises:
@@ -236,7 +253,7 @@ class _OfTensor(_Changing):
                 )
         return {}
 
-    def rows_of(self, activation: Tensor, rows: Rows) -> Tensor:
+    def rows_of(self, activation: Tensor, rows: EditedRows) -> Tensor:
         """Return the tensor's row for each of these rows, in the activation's dtype and on its device."""
         tensor = self.tensor.to(activation)
         example = rows.example if len(tensor) > 1 else torch.zeros_like(rows.example)
@@ -270,11 +287,11 @@ class Written(_OfTensor):
 
     needs = ("tensor",)
 
-    def __init__(self, given: Given):
+    def __init__(self, given: ReplacementInputs):
         super().__init__(given)
         self.tensor = given.arguments["tensor"]
 
-    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return the tensor's rows."""
         return self.rows_of(activation, rows)
 
@@ -285,12 +302,12 @@ class Added(_OfTensor):
 
     needs = ("direction",)
 
-    def __init__(self, given: Given):
+    def __init__(self, given: ReplacementInputs):
         super().__init__(given)
         self.tensor = given.arguments["direction"]
         self.is_control = not bool(self.tensor.any())
 
-    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Add the direction."""
         return activation + self.rows_of(activation, rows)
 
@@ -301,7 +318,7 @@ class Scaled(_Changing):
 
     needs = ("factor",)
 
-    def __init__(self, given: Given):
+    def __init__(self, given: ReplacementInputs):
         super().__init__(given)
         self.is_control = given.arguments["factor"] == 1
 
@@ -310,7 +327,7 @@ class Scaled(_Changing):
         """The factor."""
         return f"scale {self.given.arguments['factor']:g}"
 
-    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Multiply."""
         return activation * self.given.arguments["factor"]
 
@@ -322,7 +339,7 @@ class Noise(_Changing):
     needs = ("std",)
     of_prompts = True
 
-    def __init__(self, given: Given):
+    def __init__(self, given: ReplacementInputs):
         super().__init__(given)
         if "positions" in given.arguments:
             raise InputError(
@@ -340,7 +357,7 @@ class Noise(_Changing):
         """The strength."""
         return f"noise {self.given.arguments['std']:g}"
 
-    def values(self, wanted: Wanted) -> Mapping[Place, Tensor]:
+    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Draw for each example and sample, over the tokens of the example's prompt."""
         model, drawn = wanted.model, {}
         for site, layer in wanted.places:
@@ -354,7 +371,7 @@ class Noise(_Changing):
             drawn[site, layer] = held.flatten(0, 1).to(model.device, model.dtype)
         return drawn
 
-    def changed(self, activation: Tensor, other: Tensor | None, rows: Rows) -> Tensor:
+    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Add what was drawn."""
         assert other is not None
         return add_noise(activation, other, self.given.arguments)
@@ -386,3 +403,90 @@ def _number(option: str, value: object) -> float:
         return checked_number(option, value, above=-float("inf"))
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a finite number.") from None
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Noise at the embeddings of some tokens of each prompt."""
+
+    at: tuple[tuple[int, ...], ...]
+    """By prompt: the tokens."""
+    std: float
+    """Of the noise, in the embeddings' own units."""
+    samples: int
+    """How many draws of each prompt there are; draw s of prompt i is example i · samples + s of a plan."""
+    seed: int
+
+    def starts(self) -> tuple[int, ...]:
+        """Return by example the first position at which the clean and the corrupted run differ."""
+        return tuple(min(at) for at in self.at for _ in range(self.samples))
+
+    def hook(self, examples: Sequence[int | None]) -> Hook:
+        """Return the hook that corrupts the runs of a batch.
+
+        Args:
+            examples: by row of the batch, whose noise it gets; None where it stays clean.
+        """
+
+        def corrupt(activation: Tensor, hook: object) -> Tensor:
+            noisy = activation.clone()
+            for row, example in enumerate(examples):
+                if example is not None:
+                    noisy[row, list(self.at[example // self.samples])] += self.noise(example, noisy.shape[-1]).to(noisy)
+            return noisy
+
+        return hook_name("embed"), replace_hook(corrupt)
+
+    def noise(self, example: int, width: int) -> Tensor:
+        """Return what is added to the corrupted tokens of an example, `token width`."""
+        prompt, sample = divmod(example, self.samples)
+        return self.std * draw(self.seed, "embed", 0, prompt, sample, (len(self.at[prompt]), width))
+
+
+def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:
+    """Resolve `corrupted=hw.noise(...)` for some prompts.
+
+    Args:
+        model: whose embeddings are corrupted.
+        recipe: what `hw.noise` returned.
+        prompts: the clean prompts.
+        roles: the positions of the sweep: where they are by role, the noise may name one of the roles.
+
+    Raises:
+        InputError: it is no noise, says no tokens, or a prompt has not these.
+    """
+    if recipe.kind != "noise":
+        raise InputError(
+            f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "
+            "hw.noise(3, positions=...), which corrupts embeddings."
+        )
+    given = recipe.arguments
+    if given["std"] == 0:
+        raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
+    where = given.get("positions")
+    if where is None:
+        raise InputError(
+            "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
+            "instance, the last token's number, or the name of a role of positions=."
+        )
+    if isinstance(roles, dict) and isinstance(where, str) and where in roles:
+        where = roles[where]
+    at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
+    unit = 1.0 if given["absolute"] else embedding_std(model, prompts, at)
+    return Corruption(at, given["std"] * unit, given["samples"], given["seed"])
+
+
+def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Sequence[int]]) -> float:
+    """Return the standard deviation of the entries of some tokens' embeddings, over all prompts."""
+    entries: list[Tensor] = []
+
+    def keep(activation: Tensor, hook: object, start: int) -> None:
+        rows = zip(activation, at[start:], strict=False)
+        entries.extend(held[list(places)].float().flatten().cpu() for held, places in rows)
+
+    for start in range(0, len(prompts), BATCH):
+        batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
+        model.run(
+            batch, [(hook_name("embed"), read_hook(lambda a, hook, start=start: keep(a, hook, start)))], stop_at=1
+        )
+    return float(torch.cat(entries).std())

@@ -27,33 +27,31 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, SiteName, sites_named
 from headwater.options import checked_name, resolve_indices, shown
-from headwater.patching.call import check_call, engine_option, metric_options, prompt_options
-from headwater.patching.cells import Cells, Kind
-from headwater.patching.measure import collect_states, measure
-from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Plan
-from headwater.patching.prompts import Prompts, read_prompts
-from headwater.patching.readout import Measured
-from headwater.patching.runners import ENGINES
-from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.sweep_axes import (
+from headwater.patching.axes import (
     AxisName,
     Window,
     axes_of,
     grid,
     labels_of,
-    lasting,
     layer_runs,
+    materialize,
     steps,
     windows_of,
 )
-from headwater.patching.variants import Cut
+from headwater.patching.edits import CellTable, CellTemplate, Cut
+from headwater.patching.measure import collect_states, measure
+from headwater.patching.metrics import Measures, as_metrics
+from headwater.patching.plan import Plan, check_call, engine_option, metric_options
+from headwater.patching.prompts import Prompts, prompt_options, read_prompts
+from headwater.patching.readout import Measured
+from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.walk_runner import ENGINES
 from headwater.runs.analysis import Run, run_or_resume
 
 VariantName: TypeAlias = Literal["mask", "zero"]
@@ -150,13 +148,13 @@ def knockout(
     checked_name("variant", variant, VARIANTS)
     runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
     check_call(model, batch_size)
-    over, layers = lasting(over), _layers_cut(layers, model)
+    over, layers = materialize(over), _layers_cut(layers, model)
     base = read_prompts(model, prompts)
     metrics = as_metrics(metric)
     axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")
     sizes = windows_of(window, axes)
     named = edges_by_role(named_edges(block))
-    cells = Cells.of(
+    cells = CellTable.of(
         (example, _kinds(model, labels, edges, base, example, axes, sizes, layers, variant))
         for example in range(len(base))
         for labels, edges in named
@@ -257,11 +255,11 @@ def _kinds(
     sizes: Mapping[str, int | str],
     layers: Sequence[int],
     variant: str,
-) -> list[Kind]:
+) -> list[CellTemplate]:
     """List what is severed in one prompt of one set of edges."""
     shape = model.shape
     matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead)
-    first, there = int(matrix.any(-1).int().argmax()), sent(matrix, model.device)
+    first, there = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
     layers, heads_asked = layers_and_heads(layers, edges.heads, shape)
     heads = resolve_indices(heads_asked, shape.n_heads, "head")
     listed = {
@@ -275,7 +273,7 @@ def _kinds(
         edits = tuple(Cut(run, there, covers, variant == "zero", first) for run in runs)
         nested = "layer" in sizes and len(edits) == 1
         family = (*labels.values(), step["head"].label, edits[0].layers.start) if nested else None
-        kinds.append(Kind(dict(labels) | labels_of(step, sizes), edits, family))
+        kinds.append(CellTemplate(dict(labels) | labels_of(step, sizes), edits, family))
     return kinds
 
 
@@ -334,7 +332,7 @@ def knocked_out_states(
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
     shape, names, asked = model.shape, _states_named(sites, model), _layers_cut(layers, model)
-    cells = Cells.of((i, _kinds(model, EDGES, edges, base, i, (), {}, asked, variant)) for i in range(len(base)))
+    cells = CellTable.of((i, _kinds(model, EDGES, edges, base, i, (), {}, asked, variant)) for i in range(len(base)))
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
@@ -381,7 +379,7 @@ def windowed_states(
         (i, _kinds(model, EDGES, edges, base, i, ("layer",), {"layer": window}, layers, variant))
         for i in range(len(base))
     )
-    cells = Cells.of(
+    cells = CellTable.of(
         (i, [kind for kind in kinds if min(edit.layers.start for edit in kind.edits) <= max(read)])
         for i, kinds in listed
     )

@@ -15,28 +15,28 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models.edits import Hook, PromptHook, looks, makes
+from headwater.models.edits import Hook, PromptHook, read_hook, replace_hook
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
-from headwater.patching.forwards import written_into
+from headwater.patching.axes import materialize, seen_positions
+from headwater.patching.edits import Replace
 from headwater.patching.prompts import read_prompts
-from headwater.patching.rows import Values
-from headwater.patching.sweep_axes import lasting, seen_positions
-from headwater.patching.values import (
+from headwater.patching.replacements import (
     VALUES,
-    Recipe,
+    ReplacementSpec,
     Roles,
     TensorLike,
     ValueName,
-    Wanted,
-    asked_source,
-    recipe_of,
-    values_of,
+    ValueRequest,
+    build_replacement,
+    compute_values,
+    replacement_spec,
 )
-from headwater.patching.variants import Replace
+from headwater.patching.whole_runs import written_into
+from headwater.patching.writing import ReplacementValues
 from headwater.runs.identity import digest
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class EditHook(PromptHook):
 
     site: Site
     layer: int
-    recipe: Recipe
+    recipe: ReplacementSpec
     positions: Where
     heads: Heads
     keys: Where
@@ -90,10 +90,10 @@ class EditHook(PromptHook):
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
         if goes_on and not self._everywhere:
-            return site.hook_name(layer), looks(lambda activation, hook: None)
+            return site.hook_name(layer), read_hook(lambda activation, hook: None)
         if batch is not None:
             prompts = _without_strings(batch) if goes_on else read_prompts(model, batch)
-            return site.hook_name(layer), makes(_Writes(self, self._writer(model, site, layer, prompts)))
+            return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
         if not self._everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
@@ -104,7 +104,7 @@ class EditHook(PromptHook):
             return self._writer(model, site, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
 
         self._writer(model, site, layer, (Prompt((0,), ()),))
-        return site.hook_name(layer), makes(_Writes(self, write))
+        return site.hook_name(layer), replace_hook(_Writes(self, write))
 
     def _writer(
         self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
@@ -130,14 +130,14 @@ class EditHook(PromptHook):
             return None
         return Roles(where, [roles_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts)])
 
-    def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> Values:
-        source = asked_source(
+    def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> ReplacementValues:
+        source = build_replacement(
             model, self.recipe, None, base=prompts, other=None, sites=(site,), seed=0, roles=self._roles(prompts)
         )
         lengths = [len(prompt) for prompt in prompts]
-        wanted = Wanted(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
+        wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         with torch.inference_mode(not torch.is_grad_enabled()):
-            return values_of(source, wanted, lengths)
+            return compute_values(source, wanted, lengths)
 
 
 def _without_strings(batch: Batch) -> tuple[Prompt, ...]:
@@ -166,7 +166,7 @@ class _Writes:
 def edit(
     site: SiteName | Site,
     layer: int | None,
-    values: ValueName | Recipe | TensorLike | Callable[..., Any],
+    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any],
     *,
     positions: Where = "all",
     heads: Heads = None,
@@ -197,12 +197,12 @@ def edit(
         raise InputError(f"heads={shown(heads)} was given, but {row.name} has no heads.")
     if not (row.has_keys or is_all(keys)):
         raise InputError(f"keys={shown(keys)} was given, but {row.name} has no keys.")
-    recipe = recipe_of(values)
+    recipe = replacement_spec(values)
     if recipe.kind == "other run":
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if recipe.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    return EditHook(row, _layer_of(row, layer), recipe, positions, lasting(heads), keys)
+    return EditHook(row, _layer_of(row, layer), recipe, positions, materialize(heads), keys)
 
 
 def _layer_of(site: Site, layer: object) -> int:

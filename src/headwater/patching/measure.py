@@ -19,13 +19,14 @@ from torch import Tensor
 from headwater.models.memory import in_halves
 from headwater.patching.plan import Plan, waves
 from headwater.patching.readout import Measured
-from headwater.patching.runners import CannotStepError, Runner, Wave, Whole
-from headwater.patching.values import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
+from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
+from headwater.patching.walk_runner import CannotStepError, WalkRunner
+from headwater.patching.whole_runs import Runner, WholeRuns
 from headwater.progress import progress_bar
 from headwater.runs.analysis import Run
 
 
-def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
+def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
     """Measure the cells of a sweep, a wave in a piece.
 
     Raises:
@@ -40,7 +41,7 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
         parts = [part.tables() for _, part in measuring.parts(*wave)]
         tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         outcome = plan.source.outcome if plan.source is not None else CHANGED
-        return tables | {"whole": torch.tensor(measuring.runner is Whole), "outcome": torch.tensor(outcome)}
+        return tables | {"whole": torch.tensor(measuring.runner is WholeRuns), "outcome": torch.tensor(outcome)}
 
     with run.bar("cells", "cell", len(plan.cells)) as bar:
         pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
@@ -48,7 +49,7 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
             for name, table in found.tables().items():
                 table[cells.start : cells.stop] = piece[name]
             if bool(piece["whole"]):
-                measuring.runner = Whole
+                measuring.runner = WholeRuns
             outcome = max(outcome, int(piece.get("outcome", CHANGED)))
     if plan.source is not None:
         refuse_values_that_change_nothing(plan.source, outcome)
@@ -58,7 +59,7 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = Wave) -> Measured:
 
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
     """Yield the states that a plan asks for, before and after the edits, some cells at a time."""
-    measuring = _Measuring(plan, Wave)
+    measuring = _Measuring(plan, WalkRunner)
     with progress_bar(progress, total=len(plan.cells), desc="prompts", unit="prompt") as bar:
         for examples, cells in waves(plan):
             yield from measuring.parts(examples, cells)
@@ -100,7 +101,7 @@ class _Measuring:
         try:
             return self.runner(self.plan, examples)
         except CannotStepError as error:
-            self.runner = Whole
+            self.runner = WholeRuns
             warnings.warn(
                 f"{self.plan.model.name} is swept with whole runs, many cells in each, because {error}. Results are "
                 "the same; it takes longer.",

@@ -26,7 +26,7 @@ from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode
 from headwater.options import checked_several, has_no_order, is_one, shown, whole_number
-from headwater.patching.variants import LOGITS
+from headwater.patching.edits import LOGITS
 from headwater.registry import Registry
 
 Answer: TypeAlias = str | int | Sequence[str] | Sequence[int]

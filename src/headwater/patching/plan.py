@@ -1,7 +1,7 @@
 """A sweep resolved to tokens: its cells, what is read of each, and how they are cut into groups and waves.
 
-A group is a stretch of examples whose unedited runs are made together, because what they leave behind fits in memory; a
-wave is a stretch of a group's cells that are measured together.
+A group is some examples whose unedited runs are made together, because what they leave fits in memory; a wave is some
+of a group's cells that are measured together.
 """
 
 from __future__ import annotations
@@ -19,17 +19,28 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.models.edits import Hook
 from headwater.models.hints import warn_of_missing_spaces
-from headwater.models.hooked import HookedModel
+from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count, shown
-from headwater.patching.cells import Cells, Kind
-from headwater.patching.corruption import Corruption
+from headwater.patching.changes import Corruption
+from headwater.patching.edits import (
+    LOGITS,
+    CellTable,
+    CellTemplate,
+    Cut,
+    Edit,
+    Place,
+    Reading,
+    Replace,
+    Variant,
+    Variants,
+)
 from headwater.patching.metrics import Metric, answer_ids
-from headwater.patching.prompts import Spot, spots_of
-from headwater.patching.values import Source
-from headwater.patching.variants import LOGITS, Cut, Edit, Place, Reading, Replace, Variant, Variants
+from headwater.patching.prompt_pair import PromptPair
+from headwater.patching.prompts import AlignedSpan, aligned_spans
+from headwater.patching.replacements import Replacement
 
 Kept: TypeAlias = Sequence[tuple[int, ...]]
 """By example: the positions that something reads."""
@@ -49,9 +60,9 @@ class Plan:
     other: tuple[Prompt, ...] | None
     """The other prompt of each pair."""
     base_is_clean: bool
-    cells: Cells
+    cells: CellTable
     metrics: tuple[Metric, ...]
-    source: Source | None = None
+    source: Replacement | None = None
     batch_size: int | None = None
     states: tuple[Reading, ...] = ()
     """Residual-stream states that are wanted themselves, beside what metrics read."""
@@ -83,11 +94,11 @@ class Plan:
         return 1 if self.corruption is None else self.corruption.samples
 
     @cached_property
-    def spots(self) -> tuple[tuple[Spot, ...], ...]:
+    def spots(self) -> tuple[tuple[AlignedSpan, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
         others = self.other if self.other is not None and self.corruption is None else [None] * len(self.base)
         side = 0 if self.base_is_clean else 1
-        by_metric = [spots_of(metric.at, self.base, others, side, self.draws) for metric in self.metrics]
+        by_metric = [aligned_spans(metric.at, self.base, others, side, self.draws) for metric in self.metrics]
         return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.base)
 
     @cached_property
@@ -256,7 +267,7 @@ class Group:
         """Whether a side, which is the plan's `base` or `other` itself, holds the clean runs."""
         return (side is self.plan.base) == self.plan.base_is_clean
 
-    def variants(self, cells: Cells) -> Variants:
+    def variants(self, cells: CellTable) -> Variants:
         """Turn cells into variants of the examples' runs."""
         example = cells.example - self.examples.start
         ends = {kept: number for number, kept in enumerate(dict.fromkeys(self._ends))}
@@ -272,12 +283,12 @@ class Group:
         ahead = self.plan.model.looks_ahead
         return [(kept, length if ahead else None) for kept, length in zip(self.kept, self.lengths, strict=True)]
 
-    def _variant(self, kind: Kind, kept: tuple[int, ...], whole: int | None) -> Variant:
+    def _variant(self, kind: CellTemplate, kept: tuple[int, ...], whole: int | None) -> Variant:
         readings = {*self.plan.states, *(self.plan.reading(metric, kind.edits) for metric in self.plan.metrics)}
         return Variant(kind.edits, kept, tuple(sorted(readings)), whole=whole)
 
 
-def _trunks(cells: Cells) -> Int[np.ndarray, " cell"]:
+def _trunks(cells: CellTable) -> Int[np.ndarray, " cell"]:
     """Return which cell each follows: the last of its family; -1 for those that follow none."""
     trunk = np.full(len(cells), -1)
     of_family = np.array([kind.family is not None for kind in cells.kinds], dtype=bool)[cells.kind]
@@ -356,3 +367,65 @@ def tokens_of(plan: Plan) -> Int[np.ndarray, " cell"]:
     stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.base, plan.positions, strict=True)])
     tokens = stop[plan.cells.example]
     return tokens if ahead else (tokens - plan.cells.first_position).clip(0)
+
+
+def check_call(model: object, batch_size: object) -> int | None:
+    """Return the batch size; refuse one that is no number of rows, and what is no model of `hw.load`.
+
+    Raises:
+        InputError: one of these.
+    """
+    check_model(model)
+    return None if batch_size is None else checked_count("batch_size", batch_size)
+
+
+def engine_option(engine: str) -> dict[str, str]:
+    """Name the engine where one was chosen; nothing is named of the default."""
+    return {} if engine == "auto" else {"engine": engine}
+
+
+def recorded_roles(spots: Sequence[Mapping[str, AlignedSpan]]) -> list[dict[str, list[list[int]]]]:
+    """Write down by example and role the positions in both prompts."""
+    return [{role: [list(spot.base), list(spot.other)] for role, spot in one.items()} for one in spots]
+
+
+def metric_options(plan: Plan) -> list[dict[str, Any]]:
+    """Describe the metrics of a sweep: what each computes with, and the positions and token ids that it came to."""
+    return [
+        {
+            "name": metric.name,
+            "function": metric.function,
+            "site": metric.site,
+            "layer": metric.layer,
+            "against_clean": metric.against_clean,
+            "at": [kept[number] for kept in plan.kept[:: plan.draws]],
+            "answers": [ids[:: plan.draws].tolist() for ids in plan.answers[number]],
+        }
+        for number, metric in enumerate(plan.metrics)
+    ]
+
+
+def plan_of(
+    model: HookedModel,
+    sides: PromptPair,
+    cells: CellTable,
+    metrics: tuple[Metric, ...],
+    source: Replacement,
+    *,
+    matched: Sequence[Mapping[int, int] | None],
+    batch_size: int | None,
+) -> Plan:
+    """Return the plan of cells on these runs; `matched` is by prompt."""
+    by_example = tuple(one for one in matched for _ in range(sides.draws))
+    return Plan(
+        model,
+        sides.base,
+        sides.other,
+        sides.base_is_clean,
+        cells,
+        metrics,
+        source,
+        batch_size=batch_size,
+        matched=by_example,
+        corruption=sides.corruption,
+    )

@@ -21,7 +21,7 @@ from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.positions import AbsentError, Prompt, checked_roles, hangs_on_length, positions_of, role_in
 from headwater.models.tokenizers import said_tokens
-from headwater.models.tokens import Inputs, token_strings
+from headwater.models.tokens import Inputs, said_of_chats, token_strings
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Spot:
+class AlignedSpan:
     """What a name stands for in the two prompts of a pair, token for token."""
 
     base: tuple[int, ...]
@@ -157,7 +157,9 @@ def aligned_positions(
     return found[0]
 
 
-def spot_of(where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0) -> Spot:
+def aligned_span(
+    where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
+) -> AlignedSpan:
     """Return the positions a name stands for in each prompt of a pair: in prompts of one length, the same ones.
 
     Raises:
@@ -166,7 +168,7 @@ def spot_of(where: object, base: Prompt, other: Prompt | None, example: int, n: 
     """
     if other is None or len(base) == len(other):
         at = aligned_positions(where, base, other, example, n, base_side)
-        return Spot(at, at)
+        return AlignedSpan(at, at)
     sides = (base_side, 1 - base_side)
     a, b = (positions_of(where, p, example, n, side) for p, side in zip((base, other), sides, strict=True))
     if len(a) != len(b):
@@ -174,13 +176,13 @@ def spot_of(where: object, base: Prompt, other: Prompt | None, example: int, n: 
             f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {example}, which are of "
             f"{len(base)} and {len(other)} tokens: name as many in each."
         )
-    return Spot(a, b)
+    return AlignedSpan(a, b)
 
 
-def spots_of(
+def aligned_spans(
     where: object, base: Sequence[Prompt], other: Sequence[Prompt | None], base_side: int = 0, draws: int = 1
-) -> list[Spot]:
-    """Return by pair what a name stands for (`spot_of`), once for all pairs of the same lengths where these decide it.
+) -> list[AlignedSpan]:
+    """Return by pair what a name stands for (`aligned_span`); once for all pairs of the same lengths where they decide.
 
     Args:
         where: the name.
@@ -189,20 +191,20 @@ def spots_of(
         base_side: 0 where the edited prompts are the clean ones, else 1.
         draws: how many pairs in turn are one of the caller's.
     """
-    alike: dict[tuple[int, int | None], Spot] = {}
+    alike: dict[tuple[int, int | None], AlignedSpan] = {}
     found, shared, n = [], hangs_on_length(where), len(base) // draws
     for i, pair in enumerate(zip(base, other, strict=True)):
         lengths = len(pair[0]), None if pair[1] is None else len(pair[1])
         spot = alike.get(lengths) if shared else None
         if spot is None:
-            spot = alike[lengths] = spot_of(where, *pair, i // draws, n, base_side)
+            spot = alike[lengths] = aligned_span(where, *pair, i // draws, n, base_side)
         found.append(spot)
     return found
 
 
-def role_spots(
+def spans_by_role(
     where: Mapping[Any, Any], base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
-) -> dict[str, Spot]:
+) -> dict[str, AlignedSpan]:
     """Return, by role, its tokens in both prompts of a pair, each prompt resolved by itself.
 
     A word that is in one prompt only stands, in the other of one length, for the same positions.
@@ -212,7 +214,7 @@ def role_spots(
             with another role that stands for another token of the other prompt.
     """
     checked_roles(where)
-    spots: dict[str, Spot] = {}
+    spots: dict[str, AlignedSpan] = {}
     for role, place in where.items():
         spot = spots[role] = _role_spot(role, place, base, other, example, n, base_side)
         if len(spot.base) != len(spot.other):
@@ -221,11 +223,11 @@ def role_spots(
                 f"of the other: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last "
                 "token of each."
             )
-    matches(spots, {}, example)
+    matched_tokens(spots, {}, example)
     return spots
 
 
-def matches(spots: Mapping[str, Spot], keys: Mapping[str, Spot], example: int) -> dict[int, int]:
+def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
     """Return which token of the other prompt of a pair each token is, of positions and of keys, by role.
 
     Raises:
@@ -243,7 +245,7 @@ def matches(spots: Mapping[str, Spot], keys: Mapping[str, Spot], example: int) -
     return {here: there for here, (_, there) in found.items()}
 
 
-def refuse_other_order(queries: Mapping[str, Spot], keys: Mapping[str, Spot], example: int) -> None:
+def refuse_other_order(queries: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> None:
     """Refuse a pair in which a query can read a key in one prompt and comes before it in the other.
 
     Raises:
@@ -260,11 +262,11 @@ def refuse_other_order(queries: Mapping[str, Spot], keys: Mapping[str, Spot], ex
 
 def _role_spot(
     role: str, place: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int
-) -> Spot:
+) -> AlignedSpan:
     """Resolve one role in a pair."""
     if other is None:
         at = role_in(role, place, base, example, n)
-        return Spot(at, at)
+        return AlignedSpan(at, at)
     found: list[tuple[int, ...] | None] = []
     absent: AbsentError | None = None
     for prompt, side in ((base, base_side), (other, 1 - base_side)):
@@ -280,7 +282,7 @@ def _role_spot(
             if len(base) != len(other)
             else str(absent)
         )
-    return Spot(a if a is not None else b or (), b if b is not None else a or ())
+    return AlignedSpan(a if a is not None else b or (), b if b is not None else a or ())
 
 
 def first_difference(a: Prompt, b: Prompt) -> int:
@@ -297,3 +299,9 @@ def side_by_side(a: Prompt, b: Prompt) -> str:
         for i, (x, y) in enumerate(zip_longest(a.strings, b.strings))
     ]
     return "\n".join(rows)
+
+
+def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
+    """Name the prompts of a run by their token ids, and say where they were chats."""
+    ids = [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]
+    return {"prompts": ids, **said_of_chats(prompt.text for prompts in sets for prompt in prompts or ())}

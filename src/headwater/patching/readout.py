@@ -13,12 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.kernels.devices import sent, sent_together
+from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.sites import SITES
-from headwater.patching.cells import Cells, Kind
+from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Cut, Deliver, Indices, Reading, Variants
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Group, Kept, columns_of
-from headwater.patching.variants import LOGITS, Cut, Deliver, Indices, Reading, Variants
 
 Reads: TypeAlias = dict[Reading, list[Tensor]]
 """By reading, each example's values at its kept positions."""
@@ -67,11 +66,11 @@ def read_run(
     for site, layer in group.readings:
         if site != LOGITS:
             held = activations[SITES[site].hook_name(layer)]
-            at = sent_together([torch.tensor(kept) for kept in positions], held.device)
+            at = to_device_many([torch.tensor(kept) for kept in positions], held.device)
             read[site, layer] = [held[i, own] for i, own in enumerate(at)]
         elif logits is not None:
             places = [torch.tensor([columns.index(p) for p in kept]) for kept in positions]
-            read[site, layer] = [logits[i, own] for i, own in enumerate(sent_together(places, logits.device))]
+            read[site, layer] = [logits[i, own] for i, own in enumerate(to_device_many(places, logits.device))]
     return read
 
 
@@ -132,11 +131,11 @@ class Readout:
                 asks = np.array([own[m] == reading for own in readings])[chosen.kind[indices]]
                 if asks.any():
                     asking = indices[asks]
-                    part = read if asks.all() else read[sent(np.flatnonzero(asks), read.device)]
+                    part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
                     measured = self.apply(m, reading, part, variants.example[asking])
                     found.values[torch.from_numpy(asking), m] = measured
             if reading in found.after:
-                found.after[reading][sent(indices, found.after[reading].device)] = read[:, -1]
+                found.after[reading][to_device(indices, found.after[reading].device)] = read[:, -1]
 
         run(variants, deliver)
         return found
@@ -152,7 +151,7 @@ class Readout:
         counts = self._places[m][1][owners]
         for count in np.unique(counts):
             rows = np.flatnonzero(counts == count)
-            part = read if len(rows) == len(owners) else read[sent(rows, read.device)]
+            part = read if len(rows) == len(owners) else read[to_device(rows, read.device)]
             who = owners[rows]
             values = self._metric_positions(m, part, who)
             answers = self._answers(m, reading, who, read.device)
@@ -178,7 +177,7 @@ class Readout:
             table[reading] = columns
         return table
 
-    def _of(self, baseline: Mapping[Reading, Tensor], cells: Cells, rows: Indices) -> Float[Tensor, "cell metric"]:
+    def _of(self, baseline: Mapping[Reading, Tensor], cells: CellTable, rows: Indices) -> Float[Tensor, "cell metric"]:
         """What each cell's metrics gave on an unedited run of its example."""
         found = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
         for m, metric in enumerate(self.plan.metrics):
@@ -216,7 +215,7 @@ class Readout:
         answers = self.plan.answers[m]
         if self._answer_tokens is None or reading[0] != LOGITS:
             among = torch.from_numpy(owners + self.examples.start)
-            return [sent(ids[among], device) for ids in answers]
+            return [to_device(ids[among], device) for ids in answers]
         pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
@@ -238,9 +237,9 @@ class Readout:
         if count == read.shape[1] and bool((index == np.arange(count)).all()):
             return read
         rows = torch.arange(len(read), device=read.device)[:, None]
-        return read[rows, sent(index, read.device)]
+        return read[rows, to_device(index, read.device)]
 
-    def _visible_edges(self, kinds: Sequence[Kind]) -> Float[Tensor, " kind"]:
+    def _visible_edges(self, kinds: Sequence[CellTemplate]) -> Float[Tensor, " kind"]:
         """Count the visible edges that cells of each kind sever, over their layers and heads.
 
         The edges of a matrix are counted in every layer at once, and all counts fetched together.

@@ -16,11 +16,18 @@ import pandas as pd
 import torch
 
 from headwater.options import checked_kind
-from headwater.patching.attribution import Gradients
-from headwater.patching.averages import (
+from headwater.patching.attribution import AttributionRunner
+from headwater.patching.axes import AXES, tokens_by_role
+from headwater.patching.plan import Plan
+from headwater.patching.prompt_pair import DIRECTIONS
+from headwater.patching.readout import Measured
+from headwater.patching.summaries import (
+    Drawing,
     MeasureName,
     NormalizeName,
+    Swept,
     chosen_rows,
+    claim_on,
     grid_axes,
     grid_of,
     measure_of,
@@ -29,11 +36,6 @@ from headwater.patching.averages import (
     strongest,
     summarize,
 )
-from headwater.patching.claims import Drawing, Swept, claim_on
-from headwater.patching.plan import Plan
-from headwater.patching.readout import Measured
-from headwater.patching.sides import DIRECTIONS
-from headwater.patching.sweep_axes import AXES, tokens_by_role
 from headwater.runs.analysis import Run
 from headwater.runs.claim import Claim
 from headwater.runs.figure_options import Size
@@ -201,7 +203,7 @@ class Sweep(Result):
         cells = summarize(self.table, self.coordinates, value, level=0.95, seed=0)
         parts = [part for _, part in cells.groupby(["site", "metric"], sort=False)]
         said = [sentence for part in parts for sentence in strongest(part, value, direction)]
-        if self.engine == Gradients.name:
+        if self.engine == AttributionRunner.name:
             said.append("These effects are linear estimates from gradients, not runs with the edit.")
         return [*said, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
 
@@ -279,7 +281,7 @@ class Sweep(Result):
         Raises:
             InputError: the sweeps do not have the same cells.
         """
-        from headwater.patching.averages import agreement
+        from headwater.patching.summaries import agreement
 
         return agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
 

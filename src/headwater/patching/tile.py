@@ -1,9 +1,12 @@
-"""Rows side by side, so that one call of a block serves them all.
+"""Rows side by side, so that one call of a block serves them all; and which keys each of their tokens may read.
 
-A row is a stretch of one example's positions. Norms, MLPs and the residual stream take the tokens of all rows end to
+A row is some adjacent positions of one example. Norms, MLPs and the residual stream take the tokens of all rows end to
 end (`token`), without padding; attention takes them as `row position`, padded to the longest row, with the recorded
 keys of the positions before the longest prefix in front. Which rows there are follows from the variants; which of them
-stand side by side, from what they take as recorded, and their lengths.
+are side by side, from what they take as recorded, and their lengths.
+
+A token reads the keys that its layer lets it see in the recorded run: those before it, within the window of a layer
+that slides. Edits sever some, before the softmax (the mask) or after it (where weights are set to 0).
 """
 
 from __future__ import annotations
@@ -17,10 +20,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.devices import sent
+from headwater.errors import InterventionError
+from headwater.kernels.devices import to_device
 from headwater.models.blocks import Recording, SharedPrefix
-from headwater.models.sites import Stage
-from headwater.patching.variants import Indices, Variants
+from headwater.models.sites import Stage, main_site
+from headwater.patching.edits import Cut, Indices, Variants
 
 PREFIX_SHARE = 4
 """A key before a row counts as this part of a token of its own."""
@@ -29,7 +33,7 @@ PADDING_SHARE = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Lanes:
+class RowTable:
     """Rows on their way down the layers, a number of each by row."""
 
     variant: Indices
@@ -49,8 +53,8 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.variant)
 
-    def __getitem__(self, rows: slice | Indices | Bool[np.ndarray, " _"]) -> Lanes:
-        return Lanes(*(getattr(self, field.name)[rows] for field in fields(self)))
+    def __getitem__(self, rows: slice | Indices | Bool[np.ndarray, " _"]) -> RowTable:
+        return RowTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     def stage_in(self, layer: int) -> Indices:
         """How far into a layer each is as it was recorded."""
@@ -60,7 +64,7 @@ class Lanes:
 class Tile:
     """Some rows, and where their tokens lie; that is found on the host, so that no device is waited for."""
 
-    def __init__(self, rows: Lanes, device: torch.device):
+    def __init__(self, rows: RowTable, device: torch.device):
         self.rows = rows
         ends = np.cumsum(rows.length)
         self.begins, self.n_tokens = ends - rows.length, int(ends[-1])
@@ -68,7 +72,7 @@ class Tile:
         self.width = int(rows.length.max())
         """The tokens of the longest row."""
         known = np.stack([rows.start, rows.length, rows.example])
-        self.starts, self.lengths, self.examples = sent(known, device)
+        self.starts, self.lengths, self.examples = to_device(known, device)
         self._columns = torch.arange(self.width, device=device)
 
     @cached_property
@@ -107,7 +111,7 @@ class Tile:
         """Lay tokens out as rows of one length."""
         if self._is_full:
             return tokens.view(len(self.rows), self.width, -1)
-        begins = sent(self.begins, tokens.device)
+        begins = to_device(self.begins, tokens.device)
         return tokens[begins[:, None] + self._within]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
@@ -140,20 +144,20 @@ class Tile:
     @cached_property
     def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
         """Example and position of each token."""
-        examples = sent(np.repeat(self.rows.example, self.rows.length), self.starts.device)
+        examples = to_device(np.repeat(self.rows.example, self.rows.length), self.starts.device)
         return examples, self._each_token(self.rows.start)
 
     def _each_token(self, first: Indices) -> Int[Tensor, " token"]:
         """Return a number for each token: its row's, and one more for each token before it in the row."""
         numbers = np.repeat(first - self.begins, self.rows.length) + np.arange(self.n_tokens)
-        return sent(numbers, self.starts.device)
+        return to_device(numbers, self.starts.device)
 
     @cached_property
     def _within(self) -> Int[Tensor, "row position"]:
         return torch.minimum(self._columns, self.lengths[:, None] - 1)
 
 
-def rows_of(variants: Variants) -> Lanes:
+def rows_of(variants: Variants) -> RowTable:
     """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
     followed = variants.trunk
     felt, stop = variants.felt, variants.each(lambda one: one.stop_layer)
@@ -170,10 +174,10 @@ def rows_of(variants: Variants) -> Lanes:
     index, length = index[order], length[order]
     offset = np.cumsum(length) - length
     joined = (start[order], length, offset, layer[order], stage[order])
-    return Lanes(index, variants.which[index], variants.example[index], *joined)
+    return RowTable(index, variants.which[index], variants.example[index], *joined)
 
 
-def tiled(rows: Lanes, taken: Indices, tile_tokens: Callable[[], int]) -> Iterator[Lanes]:
+def tiled(rows: RowTable, taken: Indices, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
     """Cut rows into tiles that take the same as recorded and are of similar length.
 
     Args:
@@ -190,7 +194,7 @@ def tiled(rows: Lanes, taken: Indices, tile_tokens: Callable[[], int]) -> Iterat
             waiting = waiting[n:]
 
 
-def _how_many_fit(rows: Lanes, tile_tokens: int) -> int:
+def _how_many_fit(rows: RowTable, tile_tokens: int) -> int:
     """Return how many rows, the longest first, go into a tile: within its size, with little padding if it is large."""
     length, start = rows.length[: max(1, tile_tokens)], rows.start[: max(1, tile_tokens)]
     width, count = int(length[0]), np.arange(1, len(length) + 1)
@@ -199,3 +203,94 @@ def _how_many_fit(rows: Lanes, tile_tokens: int) -> int:
     fits = ((padding <= count * width // PADDING_SHARE) | (size <= tile_tokens // 8)) & (size <= tile_tokens)
     fits[0] = True
     return len(fits) if fits.all() else int(fits.argmin())
+
+
+class Masks:
+    """The masks of one walk.
+
+    Args:
+        recording: the unedited run.
+        variants: what is severed in whose runs.
+        n_heads: of the model.
+        applied: by edit and layer, the variants in which it was made; what is severed is added.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        variants: Variants,
+        n_heads: int,
+        applied: dict[tuple[int, int], list[Indices]],
+    ):
+        self.recording, self.variants, self._n_heads, self._applied = recording, variants, n_heads, applied
+        self._like = recording.activations[main_site(Stage.BLOCK_INPUT).hook_name(0)]
+        self._added: dict[int, Tensor] = {}
+        """By what a layer's queries see: the mask that says so."""
+        self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
+        """Where edges are severed, by layer and tile: the tokens that are left no key."""
+
+    def mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
+        """Say which keys each token may read."""
+        mask = self._of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
+        if (severed := self.severed(layer, tile, zero=False)) is not None:
+            mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
+            self._keyless.append((layer, tile, (mask != 0).all(-1)))
+        return mask
+
+    def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
+        """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
+        rows, changes = tile.rows, self.variants.changes
+        cutting = {number: changes[number].cutting(layer, zero) for number in np.unique(rows.which)}
+        severed: Tensor | None = None
+        for turn in range(max(map(len, cutting.values()))):
+            cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
+            edges, numbers = self._edges_cut
+            which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
+            at = to_device(which, edges.device)[:, None, None], tile.positions[:, :, None]
+            found = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
+            if any(cut is not None and cut.heads is not None for cut in cuts):
+                heads = np.zeros((len(cuts), self._n_heads), dtype=bool)
+                for own, cut in zip(heads, cuts, strict=True):
+                    own[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
+                found = found & to_device(heads, found.device)[:, :, None, None]
+            severed = found if severed is None else severed | found
+            for i, cut in enumerate(cuts):
+                if cut is not None:
+                    self._applied.setdefault((id(cut), layer), []).append(rows.variant[i : i + 1])
+        return severed
+
+    def check_that_every_token_has_a_key(self) -> None:
+        """Look once, at the end, at all that severed edges left, so that no device is waited for on the way.
+
+        Raises:
+            InterventionError: a token was left without any key.
+        """
+        if not self._keyless or not any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
+            return
+        layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))
+        row, *_, column = keyless.nonzero()[0].tolist()
+        raise InterventionError(
+            f"Knocking out these edges leaves token {int(tile.positions[row, column])} of example "
+            f"{tile.rows.example[row]} no key to attend to in layer {layer}. Leave it at least one key, or use "
+            "variant='zero'."
+        )
+
+    def _of_layer(self, layer: int) -> Float[Tensor, "query key"]:
+        """What is added to the score of each query and key; the last key, number -1, is none and seen by no query."""
+        visible = self.recording.visible[layer]
+        if id(visible) not in self._added:
+            least = torch.finfo(self._like.dtype).min
+            mask = visible.new_full((len(visible), visible.shape[1] + 1), least, dtype=self._like.dtype)
+            self._added[id(visible)] = mask.masked_fill_(torch.nn.functional.pad(visible, (0, 1)), 0.0)
+        return self._added[id(visible)]
+
+    @cached_property
+    def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
+        """What edits sever: no edge at first, then each of their matrices once; and by matrix its number."""
+        edits = [edit for change in self.variants.changes for edit in change.edits if isinstance(edit, Cut)]
+        matrices = {id(edit.edges): edit.edges for edit in edits}
+        longest = max(len(matrix) for matrix in matrices.values())
+        edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self._like.device)
+        for own, matrix in zip(edges[1:], matrices.values(), strict=True):
+            own[: len(matrix), : len(matrix)] = matrix
+        return edges, {one: 1 + number for number, one in enumerate(matrices)}

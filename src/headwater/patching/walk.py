@@ -29,15 +29,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InterventionError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.blocks import Blocks, Recording
-from headwater.models.edits import Hook, Trusted, makes
+from headwater.models.edits import Hook, TrustedHook, replace_hook
 from headwater.models.memory import Items, in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
-from headwater.patching.masks import Masks
-from headwater.patching.rows import Stretch, Values, write_patterns, write_tokens
-from headwater.patching.tile import Lanes, Tile, rows_of, tiled
-from headwater.patching.variants import (
+from headwater.patching.edits import (
     LOGITS,
     Deliver,
     Edit,
@@ -48,6 +45,8 @@ from headwater.patching.variants import (
     Variants,
     padded_kept,
 )
+from headwater.patching.tile import Masks, RowTable, Tile, rows_of, tiled
+from headwater.patching.writing import ReplacementValues, TokenSpanEdit, write_patterns, write_tokens
 
 
 class NotFiniteError(Exception):
@@ -66,7 +65,7 @@ class Walk:
         blocks: Blocks,
         recording: Recording,
         variants: Variants,
-        values: Values,
+        values: ReplacementValues,
         deliver: Deliver,
         tile_tokens: int,
         answers: Int[Tensor, "example answer"] | None = None,
@@ -149,7 +148,7 @@ class Walk:
                 busy.setdefault(site.stage, []).append(site)
         return busy
 
-    def _step(self, layer: int, rows: Lanes) -> None:
+    def _step(self, layer: int, rows: RowTable) -> None:
         """Take the rows of one tile through one block; the residual stream is written last, and only then."""
         tile, taken = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
         residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
@@ -203,7 +202,7 @@ class Walk:
             with self._inside(layer, tile):
                 return self.blocks.feed_forward(layer, middle)
         positions, read = self._kept[0][tile.rows.which], self._kept[1][tile.rows.which]
-        kept = sent((positions + (tile.begins - tile.rows.start)[:, None])[read], middle.device)
+        kept = to_device((positions + (tile.begins - tile.rows.start)[:, None])[read], middle.device)
         mlp_out = torch.zeros_like(middle)
         mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
         return mlp_out
@@ -221,7 +220,7 @@ class Walk:
         """Which places of a tile's rows are read; rows that read fewer than others name one again."""
         columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
         most = int(self._kept[1][tile.rows.which].sum(1).max())
-        return sent(columns[:, :most], self.residual.device)
+        return to_device(columns[:, :most], self.residual.device)
 
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
@@ -241,7 +240,7 @@ class Walk:
             self._hooked[str(site.within)].add(layer)
         return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
 
-    def _edit_inside(self, site: Site) -> Trusted:
+    def _edit_inside(self, site: Site) -> TrustedHook:
         def edit(activation: Tensor, hook: object) -> Tensor | None:
             if self._tile is None:
                 return None
@@ -257,7 +256,7 @@ class Walk:
                 write_tokens(edited.flatten(0, 1), self._stretches(site, layer, tile, width), self.values, site, layer)
             return edited
 
-        return makes(edit)
+        return replace_hook(edit)
 
     def _at(self, stage: Stage, layer: int, tile: Tile, activation: Tensor) -> Tensor:
         """Make the edits at a stage between sublayers, then deliver what is read there."""
@@ -268,7 +267,7 @@ class Walk:
                 self._read((site.name, layer), tile, activation)
         return activation
 
-    def _stretches(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[Stretch]:
+    def _stretches(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[TokenSpanEdit]:
         """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it.
 
         A row that left its trunk had its edits made there.
@@ -281,7 +280,7 @@ class Walk:
                 continue
             start, length = int(rows.start[among[0]]), int(rows.length[among[0]])
             for edit in self.variants.changes[number].replacing(site, layer):
-                found.append(Stretch(edit, rows.example[among], start, length, offset[among]))
+                found.append(TokenSpanEdit(edit, rows.example[among], start, length, offset[among]))
                 self._note(rows.variant[among], edit, layer)
         return found
 
@@ -298,7 +297,7 @@ class Walk:
         for among, positions in self._by_count(index):
             at = held[among]
             tokens = positions + (tile.begins - tile.rows.start)[at][:, None]
-            self.deliver(reading, index[among], activation[sent(tokens, activation.device)])
+            self.deliver(reading, index[among], activation[to_device(tokens, activation.device)])
 
     def _reading(self, reading: Reading) -> Indices:
         """The variants of which something is read at a site of a layer."""
@@ -329,12 +328,12 @@ class Walk:
     def _deliver_logits(self, indices: Indices) -> None:
         ((_, positions),) = self._by_count(indices)
         rows = self.joining[self._rows_of(indices)]
-        tokens = sent(positions + (rows.offset - rows.start)[:, None], self.residual.device)
+        tokens = to_device(positions + (rows.offset - rows.start)[:, None], self.residual.device)
         residual = self.residual[tokens.flatten()]
         if self.answers is None:
             logits = self.blocks.logits(residual)
         else:
-            examples = sent(self.variants.example[indices], residual.device)
+            examples = to_device(self.variants.example[indices], residual.device)
             logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
         logits = logits.view(*tokens.shape, -1)
         wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)

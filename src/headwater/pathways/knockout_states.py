@@ -16,9 +16,9 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from headwater.errors import InterventionError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.checks import edges_are_cut
-from headwater.models.edits import Hook, looks, makes
+from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import hook_name
@@ -56,7 +56,7 @@ def severed_states(
     ]
 
     def cutting(rows: Sequence[int]) -> Iterator[Hook]:
-        return _hooks(sent(_stacked([cuts[row] for row in rows]), model.device), model.shape.n_layers, variant)
+        return _hooks(to_device(_stacked([cuts[row] for row in rows]), model.device), model.shape.n_layers, variant)
 
     try:
         return states_at(model, tokens, positions, site, batch_size, progress=False, editing=cutting)
@@ -79,10 +79,10 @@ def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: Vari
     for layer in range(n_layers):
         pattern = hook_name("pattern", layer)
         if variant == "zero":
-            yield pattern, makes(partial(_mask_attention, cut=cut, value=0.0))
+            yield pattern, replace_hook(partial(_mask_attention, cut=cut, value=0.0))
         else:
-            yield hook_name("attn_scores", layer), makes(partial(_mask_attention, cut=cut, value=None))
-            yield pattern, looks(partial(_seen, cut=cut, name=pattern))
+            yield hook_name("attn_scores", layer), replace_hook(partial(_mask_attention, cut=cut, value=None))
+            yield pattern, read_hook(partial(_seen, cut=cut, name=pattern))
 
 
 def _mask_attention(weights: Tensor, hook: object, cut: Tensor, value: float | None) -> Tensor:

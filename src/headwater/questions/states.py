@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.kernels.devices import sent
-from headwater.models.edits import Hook, looks
+from headwater.kernels.devices import to_device
+from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import SITES
 from headwater.models.tokens import by_length
@@ -149,6 +149,6 @@ def _keep(held: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) ->
 
         def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
             there = activation.device
-            held[layer] = activation[torch.arange(len(columns), device=there), sent(columns, there)]
+            held[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
 
-        yield SITES[site].hook_name(layer), looks(keep)
+        yield SITES[site].hook_name(layer), read_hook(keep)

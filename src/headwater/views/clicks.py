@@ -23,11 +23,11 @@ import pandas as pd
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name
-from headwater.patching.bench import Bench, Looked, Told
+from headwater.patching.components import Node, read_nodes, set_name
 from headwater.patching.metrics import Metric
-from headwater.patching.nodes import Node, read_nodes, set_name
+from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import Prompts
-from headwater.patching.sides import Sides
+from headwater.patching.recorded_pair import NextTokens, NodeEffect, RecordedPair
 
 HowName: TypeAlias = Literal["denoise", "noise", "zero", "mean"]
 HOWS = {
@@ -104,7 +104,7 @@ class Clicks:
         model: HookedModel,
         clean: Prompts,
         corrupted: Prompts,
-        sides: Sides,
+        sides: PromptPair,
         metric: Metric,
         dataset: Prompts | None,
         sites: tuple[str, ...],
@@ -115,7 +115,7 @@ class Clicks:
         self.clicks: list[Patched] = []
         """What was clicked and not undone, the latest last."""
         self._sides = sides
-        self._benches: dict[str, Bench] = {}
+        self._benches: dict[str, RecordedPair] = {}
         self._known: dict[tuple[str, tuple[Node, ...]], Patched] = {}
 
     @property
@@ -132,14 +132,16 @@ class Clicks:
         """Return the tokens of the prompt whose run is edited."""
         return self.bench(how).sides.prompts[0].strings
 
-    def bench(self, how: str) -> Bench:
+    def bench(self, how: str) -> RecordedPair:
         """Return the recorded runs for one kind of change, made once."""
         if how not in self._benches:
             direction, values = HOWS[how]
-            sides = Sides(self._sides.clean, self._sides.corrupted, direction)
+            sides = PromptPair(self._sides.clean, self._sides.corrupted, direction)
             names = [*self.sites, HEADS, EDGES]
             dataset = self.mean_of if values == "mean" else None
-            self._benches[how] = Bench(self.model, sides, self.metric, values=values, dataset=dataset, sites=names)
+            self._benches[how] = RecordedPair(
+                self.model, sides, self.metric, values=values, dataset=dataset, sites=names
+            )
         return self._benches[how]
 
     @property
@@ -238,7 +240,7 @@ class Clicks:
                 where.append("over=('layer', 'position')")
         return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *said])})"
 
-    def _look(self, bench: Bench, nodes: tuple[Node, ...], how: str) -> Patched:
+    def _look(self, bench: RecordedPair, nodes: tuple[Node, ...], how: str) -> Patched:
         since = time.perf_counter()
         (before, goal), parts = bench.unedited, self._parts(bench, nodes)
         looked = bench.look(nodes, [[part] for part in parts])
@@ -252,7 +254,7 @@ class Clicks:
             code=self.code([node.described() for node in nodes], how),
         )  # fmt: skip
 
-    def _parts(self, bench: Bench, nodes: tuple[Node, ...]) -> list[Node]:
+    def _parts(self, bench: RecordedPair, nodes: tuple[Node, ...]) -> list[Node]:
         """List what a single node is made of: of a cell its layer's heads there, of a head what it reads."""
         if len(nodes) > 1 or nodes[0].key is not None:
             return []
@@ -265,7 +267,7 @@ class Clicks:
             return [Node(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
         return []
 
-    def _top(self, first: Told, then: Told) -> pd.DataFrame:
+    def _top(self, first: NextTokens, then: NextTokens) -> pd.DataFrame:
         """List the likeliest answers of both runs, those that gained most first."""
         after = then.likeliest(TOP)
         ids = list(dict.fromkeys([*after[: TOP // 2], *first.likeliest(TOP // 2), *after]))[:TOP]
@@ -279,14 +281,14 @@ class Clicks:
         return f"{type(self).__name__}({self.model.name}: {held})"
 
 
-def _layers(first: Told, then: Told) -> pd.DataFrame:
+def _layers(first: NextTokens, then: NextTokens) -> pd.DataFrame:
     """Say what the metric is behind each layer, before and after."""
     before, after = first.by_layer, then.by_layer
     table = pd.DataFrame({"layer": range(len(before)), "before": before, "after": after})
     return table.assign(change=table["after"] - table["before"])
 
 
-def _parts_table(parts: Sequence[Node], looked: Looked, before: float, goal: float) -> pd.DataFrame:
+def _parts_table(parts: Sequence[Node], looked: NodeEffect, before: float, goal: float) -> pd.DataFrame:
     """Lay out what each part does by itself."""
     columns = ["head", "position", "key", "effect", "normalized_effect"]
     rows = [

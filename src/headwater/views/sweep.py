@@ -9,9 +9,9 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from headwater.figures.sweep import LABELS, panel_axes, panels_of, title_of
-from headwater.patching.averages import MEASURES
+from headwater.patching.axes import ROLES
+from headwater.patching.summaries import MEASURES
 from headwater.patching.sweep import Sweep
-from headwater.patching.sweep_axes import ROLES
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.dictionaries.features import Features
-from headwater.models.edits import Hook, looks
+from headwater.models.edits import Hook, read_hook
 from headwater.models.sites import AXES, HOOKS, SITES, Site, sites_named
 from headwater.models.tokens import Batch
 from headwater.options import shown
@@ -187,7 +187,7 @@ def _seen(wanted: dict[str, list[int]], model: Model) -> dict[str, tuple[tuple[s
             kept = torch.promote_types(activation.dtype, torch.float32) if wide else activation.dtype
             dtypes[name] = str(kept).removeprefix("torch.")
 
-        return looks(note)
+        return read_hook(note)
 
     for texts, length in PROBES:
         hooks: list[Hook] = []

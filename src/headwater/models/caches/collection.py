@@ -23,13 +23,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.kernels.devices import sent, usable_device
+from headwater.kernels.devices import to_device, usable_device
 from headwater.models.caches.activations import Activation, features_among
 from headwater.models.caches.cache import Cache
 from headwater.models.caches.sequences import Sequences, starts_of, steps
 from headwater.models.caches.transfer import Place, Transfer
 from headwater.models.caches.wanted import Wanted, names_asked, wanted_of
-from headwater.models.edits import Hook, HookFunction, looks
+from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
@@ -212,12 +212,12 @@ class _Taken:
             target[_run_of(where[rows])] = arrived.to(target.device, target.dtype)
 
         def keep(activation: Tensor, hook: object) -> None:
-            row, columns = (sent(one, activation.device) for one in (self.row, self.columns))
+            row, columns = (to_device(one, activation.device) for one in (self.row, self.columns))
             chosen = activation.flatten(0, 1) if self.whole else activation[row, columns]
             chosen = self.readers[one.name](chosen) if one.name in self.readers else self._heads(one, chosen)
             self.transfer.bring(chosen, target, place)
 
-        return looks(keep)
+        return read_hook(keep)
 
     def pattern(self, one: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
         """Return a hook that copies the chosen queries, and each text's own keys, into their place."""
@@ -225,19 +225,19 @@ class _Taken:
 
         def keep(activation: Tensor, hook: object) -> None:
             chosen = self._heads(one, activation)
-            columns = sent(self.columns, activation.device).split(counts)
+            columns = to_device(self.columns, activation.device).split(counts)
             for row, (begin, queries) in enumerate(zip(begins, columns, strict=True)):
                 block = chosen[row] if self.whole else chosen[row][:, queries, : lengths[row]]
                 self.transfer.bring(block, target, _into(target[begin : begin + block.numel()].view(block.shape)))
 
-        return looks(keep)
+        return read_hook(keep)
 
     def _heads(self, one: Activation, activation: Tensor) -> Tensor:
         """Pick the heads of an activation whose first axis is texts, or tokens."""
         axis = self.picked.get(one.name)
         if axis is None:
             return activation
-        return activation.index_select(axis, sent(torch.tensor(self.heads), activation.device))
+        return activation.index_select(axis, to_device(torch.tensor(self.heads), activation.device))
 
 
 def _into(target: Tensor) -> Place:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from headwater.models.edits import Attached, Hook, Trusted, refuse_silent
+from headwater.models.edits import Attached, Hook, TrustedHook, refuse_silent
 from headwater.models.sites import place_named
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class StandingHooks:
         self._read_only = [at and at[0].lacks(model, at[1], edited=True) for at in places]
         self._gates = [_Gate() for _ in hooks]
         placed = [
-            (name, Trusted(gate, _may_edit(function), may_be_silent=True, waits=gate.waits))
+            (name, TrustedHook(gate, _may_edit(function), may_be_silent=True, waits=gate.waits))
             for (name, function), gate in zip(hooks, self._gates, strict=True)
         ]
         self._attached = contextlib.ExitStack()
@@ -75,4 +75,4 @@ class StandingHooks:
 
 
 def _may_edit(function: Any) -> bool:
-    return not isinstance(function, Trusted) or function.edits
+    return not isinstance(function, TrustedHook) or function.edits

@@ -32,11 +32,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from headwater.errors import InterventionError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.cache_names import takes_cache
 from headwater.models.checks import finite_output
-from headwater.models.edits import Attached, Hook, HookFunction, PromptHook, Trusted, hooks_for, makes
+from headwater.models.edits import Attached, Hook, HookFunction, PromptHook, TrustedHook, hooks_for, replace_hook
 from headwater.models.generation.standing_hooks import StandingHooks
 from headwater.models.reading import Reading, now_reading, reads
 from headwater.models.rotary import angles_by_row, original_length
@@ -112,8 +112,8 @@ class _Cached:
             self._reads,
             hooks,
             keep=[self._reads.tokens.shape[1] - 1],
-            attention_mask=sent(self._mask, device),
-            position_ids=sent(self._positions, device),
+            attention_mask=to_device(self._mask, device),
+            position_ids=to_device(self._positions, device),
             past_key_values=self._cache,
         )
         return out[:, -1]
@@ -123,10 +123,10 @@ class _Cached:
         device, tokens = self._model.device, self._reads.tokens
         with angles_by_row(bare.rotary_by_length):
             out = bare.last_logits(
-                sent(tokens, device),
+                to_device(tokens, device),
                 self._cache,
-                attention_mask=sent(self._mask, device) if self._padded else None,
-                position_ids=sent(self._positions, device),
+                attention_mask=to_device(self._mask, device) if self._padded else None,
+                position_ids=to_device(self._positions, device),
             )
         return self._finite(out, edited=bool(bare.kept))
 
@@ -140,7 +140,7 @@ class _Cached:
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         """Append to each row the token chosen for it; rows that are not among those going on are forgotten."""
         if len(going) < len(chosen):
-            self._cache.batch_select_indices(sent(torch.tensor(going), self._model.device))
+            self._cache.batch_select_indices(to_device(torch.tensor(going), self._model.device))
             self._texts, self._mask, self._positions = (x[going] for x in (self._texts, self._mask, self._positions))
         self._append([chosen[i] for i in going])
 
@@ -170,9 +170,9 @@ class _Bare(_Cached):
         if shared:
             start, device = prompts.tokens[:, :shared], model.device
             bare.last_logits(
-                sent(start[:1], device), self._cache, position_ids=sent(torch.arange(shared)[None], device)
+                to_device(start[:1], device), self._cache, position_ids=to_device(torch.arange(shared)[None], device)
             )
-            self._cache.batch_select_indices(sent(torch.zeros(len(prompts), dtype=torch.long), device))
+            self._cache.batch_select_indices(to_device(torch.zeros(len(prompts), dtype=torch.long), device))
             self._texts = torch.cat([start, self._texts], 1)
             self._mask = torch.cat([torch.ones_like(start), self._mask], 1)
             self._positions = self._positions + shared
@@ -224,7 +224,7 @@ class _Watched(_Cached):
                 out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
             self._push_right()
             self._begun = True
-        return out[sent(torch.tensor(self._live), out.device)]
+        return out[to_device(torch.tensor(self._live), out.device)]
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
         self._live = [self._live[i] for i in going]
@@ -249,7 +249,7 @@ class _Watched(_Cached):
         if not self._prompts.padded:
             return
         for layer in self._cache.layers:
-            where = sent(self._shift, layer.keys.device)[:, None, :, None]
+            where = to_device(self._shift, layer.keys.device)[:, None, :, None]
             layer.keys, layer.values = (
                 held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3]))
                 for held in (layer.keys, layer.values)
@@ -307,7 +307,7 @@ class _InParts:
     def hook(self) -> Hook:
         """What is attached."""
         own = self.function
-        return self.name, replace(own, function=self._act) if isinstance(own, Trusted) else makes(self._act)
+        return self.name, replace(own, function=self._act) if isinstance(own, TrustedHook) else replace_hook(self._act)
 
     def _act(self, activation: Any, hook: object) -> Tensor | None:
         """Write what the hook wrote in earlier steps, and let it act on what is new."""
@@ -321,7 +321,7 @@ class _InParts:
             )
         edited: Tensor | None = None
         for step, (function, reading) in enumerate(self.reads):
-            at = sent(reading.positions, activation.device)
+            at = to_device(reading.positions, activation.device)
             if step == len(self.wrote):
                 rows = torch.arange(len(at), device=at.device)[:, None]
                 with reads(reading):

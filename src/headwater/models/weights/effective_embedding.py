@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwater.errors import InputError, did_you_mean
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.families import family_of
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.tokens import Tokenizer
@@ -124,7 +124,7 @@ def layer0(
     for chunk in rows.split(max(1, size)):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)
         if family.positions_by_place:
-            pairs = sent(torch.tensor([[0, 1 + i] for i in range(len(chunk))]), rows.device)
+            pairs = to_device(torch.tensor([[0, 1 + i] for i in range(len(chunk))]), rows.device)
             outputs.append(model(pairs, use_cache=False).last_hidden_state[:, 1])
             continue
         tokens = torch.arange(len(chunk) + 1, device=rows.device)

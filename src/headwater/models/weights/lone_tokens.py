@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import ModelError
-from headwater.models.edits import Hook, HookFunction, looks
+from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.families import text_config
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -119,7 +119,7 @@ class HeadsOfLoneTokens:
         def keep(activation: Tensor, hook: object) -> None:
             self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
-        return looks(keep)
+        return read_hook(keep)
 
     def check(self, layer: int, factors: Factors) -> None:
         """See that these factors are what a layer's heads computed with.

@@ -1,7 +1,7 @@
-"""Rows of an activation: at which tokens and heads an edit writes, what stands there, and what stands there afterwards.
+"""Write edits into activations: at which tokens and heads, what is there before, and what is there afterwards.
 
 A row is the vector of one token or, where a site has heads, of one head at one token; of a pattern, the weights of one
-query of one head. Values are either fixed (another run's activations, a mean, nothing) or made of what stands there by
+query of one head. Values are either fixed (another run's activations, a mean, zero) or computed from the activation by
 a function of rows, which is called once for all rows that are written together.
 """
 
@@ -18,16 +18,16 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.sites import Site
-from headwater.patching.variants import Indices, Place, Replace
+from headwater.patching.edits import Indices, Place, Replace
 
 PATTERNS_AT_ONCE = 1 << 22
 """At most so many attention weights are written at once."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class EditedRows:
     """Which rows of an activation are changed together: a number each, on the activation's device."""
 
     site: str
@@ -44,19 +44,19 @@ class Rows:
     def __len__(self) -> int:
         return len(self.example)
 
-    def part(self, chosen: Tensor) -> Rows:
+    def part(self, chosen: Tensor) -> EditedRows:
         """Return some of the rows."""
         head = None if self.head is None else self.head[chosen]
         at = (self.example[chosen], self.position[chosen], head, self.sample[chosen])
-        return Rows(self.site, self.layer, *at)
+        return EditedRows(self.site, self.layer, *at)
 
 
-Change: TypeAlias = Callable[[Tensor, Tensor | None, Rows], Tensor]
+Change: TypeAlias = Callable[[Tensor, Tensor | None, EditedRows], Tensor]
 """Makes rows of rows: takes what stands there, `row width`, what the other run has there, and which rows they are."""
 
 
 @dataclass(frozen=True)
-class Values:
+class ReplacementValues:
     """What `Replace` writes at the examples of a group."""
 
     by_site: Mapping[Place, Tensor]
@@ -77,11 +77,11 @@ class Values:
 
     def known(self, example: Tensor) -> Tensor:
         """Return the numbers by which changes know some examples of the group."""
-        return sent(torch.tensor(self.examples), example.device)[example]
+        return to_device(torch.tensor(self.examples), example.device)[example]
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class TokenSpanEdit:
     """A stretch of tokens of one or more examples, as an activation holds it, and an edit of it."""
 
     edit: Replace
@@ -101,13 +101,17 @@ class Stretch:
         held = range(self.start, self.start + self.length)
         return np.array([position for position in self.edit.positions if position in held], dtype=np.int64)
 
-    def part(self, chosen: Bool[np.ndarray, " example"]) -> Stretch:
+    def part(self, chosen: Bool[np.ndarray, " example"]) -> TokenSpanEdit:
         """Return the stretch of some of the examples."""
-        return Stretch(self.edit, self.example[chosen], self.start, self.length, self.offset[chosen])
+        return TokenSpanEdit(self.edit, self.example[chosen], self.start, self.length, self.offset[chosen])
 
 
 def write_tokens(
-    held: Shaped[Tensor, "token ..."], stretches: Sequence[Stretch], values: Values, site: Site, layer: int
+    held: Shaped[Tensor, "token ..."],
+    stretches: Sequence[TokenSpanEdit],
+    values: ReplacementValues,
+    site: Site,
+    layer: int,
 ) -> None:
     """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
 
@@ -116,7 +120,7 @@ def write_tokens(
     Raises:
         InterventionError: a change returns what cannot stand there.
     """
-    alike: dict[tuple[int, bool, bool], list[Stretch]] = {}
+    alike: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         edit = stretch.edit
         alike.setdefault((edit.read_at(layer), edit.heads is None, edit.units is None), []).append(stretch)
@@ -137,7 +141,7 @@ def write_tokens(
 
 def _edited(
     standing: Tensor,
-    values: Values,
+    values: ReplacementValues,
     site: Site,
     layer: int,
     source: int,
@@ -175,7 +179,7 @@ def _edited(
 def _changed(
     standing: Tensor,
     other: Tensor | None,
-    values: Values,
+    values: ReplacementValues,
     site: Site,
     layer: int,
     at: Sequence[Tensor],
@@ -194,9 +198,9 @@ def _changed(
 
 def write_patterns(
     held: Float[Tensor, "row head position key"],
-    stretches: Sequence[Stretch],
+    stretches: Sequence[TokenSpanEdit],
     columns: Int[Tensor, "row key"],
-    values: Values,
+    values: ReplacementValues,
     site: Site,
     layer: int,
 ) -> None:
@@ -210,7 +214,7 @@ def write_patterns(
         InterventionError: a change returns what cannot stand there.
     """
     turns: Counter[int] = Counter()
-    together: dict[tuple[int, int, int], list[Stretch]] = {}
+    together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         source, row = stretch.edit.read_at(layer), int(stretch.offset[0])
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
@@ -223,7 +227,7 @@ def write_patterns(
         keys = _chosen_keys(among, held.shape[-1])
         most = max(1, PATTERNS_AT_ONCE // held.shape[-1])
         for start in range(0, index.shape[1], most):
-            of_stretch, row, head, query, *at = sent(index[:, start : start + most], held.device)
+            of_stretch, row, head, query, *at = to_device(index[:, start : start + most], held.device)
             named = columns[row]
             example, sample, position = at
             taken = values.taken(site, source, example, sample, head, position)
@@ -237,12 +241,12 @@ def write_patterns(
             assert taken is not None
             written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
-                chosen = sent(keys, held.device)[of_stretch[:, None], named]
+                chosen = to_device(keys, held.device)[of_stretch[:, None], named]
                 written = torch.where(chosen, written, standing)
             held[row, head, query] = written
 
 
-def _pattern_rows(stretches: Sequence[Stretch], n_heads: int) -> Int[np.ndarray, "7 row"]:
+def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
     """Return stretch, row, head, query, example, sample and position of each query and head that is written."""
     parts = []
     for number, stretch in enumerate(stretches):
@@ -255,7 +259,7 @@ def _pattern_rows(stretches: Sequence[Stretch], n_heads: int) -> Int[np.ndarray,
     return np.concatenate(parts, 1)
 
 
-def _chosen_keys(stretches: Sequence[Stretch], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
+def _chosen_keys(stretches: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
     """Say by stretch which keys are written, and last whether what is no key of the row is; None where all are."""
     if all(stretch.edit.keys is None for stretch in stretches):
         return None
@@ -266,7 +270,7 @@ def _chosen_keys(stretches: Sequence[Stretch], n_keys: int) -> Bool[np.ndarray, 
     return chosen
 
 
-def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]:
+def _indices(stretches: Sequence[TokenSpanEdit], device: torch.device) -> list[Tensor]:
     """Return token, example, position, sample and, where heads are chosen, head of each row."""
     parts = []
     for stretch in stretches:
@@ -278,10 +282,10 @@ def _indices(stretches: Sequence[Stretch], device: torch.device) -> list[Tensor]
         index = [position + shift, example, position, np.full(shape, stretch.edit.sample)]
         index += [] if heads is None else [np.broadcast_to(np.array(heads, dtype=np.int64), shape)]
         parts.append(np.stack(index).reshape(len(index), -1))
-    return list(sent(parts[0] if len(parts) == 1 else np.concatenate(parts, 1), device))
+    return list(to_device(parts[0] if len(parts) == 1 else np.concatenate(parts, 1), device))
 
 
-def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, Tensor]:
+def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return, of the entries that are written, the number of the row among those of `_indices`, and which it is."""
     rows, units, before = [], [], 0
     for stretch in stretches:
@@ -289,10 +293,10 @@ def _units(stretches: Sequence[Stretch], device: torch.device) -> tuple[Tensor, 
         rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
         units.append(np.tile(chosen, length))
         before += length
-    written, unit = (sent(np.concatenate(one), device) for one in (rows, units))
+    written, unit = (to_device(np.concatenate(one), device) for one in (rows, units))
     return written, unit
 
 
-def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> Rows:
+def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> EditedRows:
     example, position, sample = at
-    return Rows(site.name, layer, example, position, heads[0] if heads else None, sample)
+    return EditedRows(site.name, layer, example, position, heads[0] if heads else None, sample)

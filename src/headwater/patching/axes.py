@@ -1,6 +1,6 @@
 """The axes of a sweep: layers, positions, heads, keys, features, one by one or in windows, and what each cell edits.
 
-Positions are numbers, or stand by role (`models.positions`): then a step on their axis is a role, all of whose tokens
+Positions are numbers, or named by role (`models.positions`): then a step on their axis is a role, all of whose tokens
 are edited together, or one of its tokens. So are the keys of a pattern.
 
 A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at the ends. A cumulative window covers everything
@@ -19,10 +19,9 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
-from headwater.patching.cells import Kind
-from headwater.patching.prompts import Spot, role_spots, spots_of
-from headwater.patching.values import Source
-from headwater.patching.variants import Replace
+from headwater.patching.edits import CellTemplate, Replace
+from headwater.patching.prompts import AlignedSpan, aligned_spans, spans_by_role
+from headwater.patching.replacements import Replacement
 
 T = TypeVar("T")
 AxisName: TypeAlias = Literal["layer", "position", "head", "key", "feature"]
@@ -36,7 +35,7 @@ Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | No
 
 
 @dataclass(frozen=True)
-class Step:
+class AxisStep:
     """One place on one axis: its label in the table and what it covers (None: all)."""
 
     label: int | None
@@ -99,12 +98,12 @@ def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedMode
     return site.among(found, model, edited=True)
 
 
-def lasting(value: T) -> T:
+def materialize(value: T) -> T:
     """Turn an iterator into a tuple, which can be gone through twice."""
     return cast("T", tuple(value)) if isinstance(value, Iterator) else value
 
 
-def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bool) -> list[Step]:
+def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bool) -> list[AxisStep]:
     """List the places on one axis.
 
     Args:
@@ -114,26 +113,26 @@ def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bo
         whole: whether `among` is everything there is, so that a step covering it can say None.
     """
     if not swept:
-        return [Step(None, None if whole else tuple(among))]
+        return [AxisStep(None, None if whole else tuple(among))]
     if window is None:
-        return [Step(i, (i,)) for i in among]
+        return [AxisStep(i, (i,)) for i in among]
     if window == "cumulative":
-        return [Step(i, tuple(j for j in among if j <= i)) for i in among]
+        return [AxisStep(i, tuple(j for j in among if j <= i)) for i in among]
     size = int(window)
-    return [Step(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
+    return [AxisStep(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
 
 
-def role_steps(spots: Mapping[str, Spot], swept: bool, spans: str) -> list[Step]:
+def role_steps(spots: Mapping[str, AlignedSpan], swept: bool, spans: str) -> list[AxisStep]:
     """List the roles of a prompt as places on the axis of positions; or, not swept over, as one.
 
     Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
     """
     if not swept:
-        return [Step(None, tuple(_places(spots)), " + ".join(spots))]
+        return [AxisStep(None, tuple(_places(spots)), " + ".join(spots))]
     if spans == SPANS[0]:
-        return [Step(s.base[0] if len(s.base) == 1 else None, s.base, role) for role, s in spots.items()]
+        return [AxisStep(s.base[0] if len(s.base) == 1 else None, s.base, role) for role, s in spots.items()]
     return [
-        Step(position, (position,), f"{role}[{i}]" if len(spot.base) > 1 else role)
+        AxisStep(position, (position,), f"{role}[{i}]" if len(spot.base) > 1 else role)
         for role, spot in spots.items()
         for i, position in enumerate(spot.base)
     ]
@@ -147,7 +146,7 @@ def matched_positions(same: dict[int, int], aligned: bool) -> dict[int, int] | N
     return None if aligned and all(here == there for here, there in same.items()) else same
 
 
-def grid(axes: Mapping[str, list[Step]]) -> list[dict[str, Step]]:
+def grid(axes: Mapping[str, list[AxisStep]]) -> list[dict[str, AxisStep]]:
     """Combine the places on each axis; layers run fastest, so that nested ones stand side by side."""
     order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
     return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
@@ -164,7 +163,7 @@ def layer_runs(covered: Sequence[int]) -> list[range]:
     return runs
 
 
-def labels_of(step: Mapping[str, Step], window: Mapping[str, int | str]) -> dict[str, Any]:
+def labels_of(step: Mapping[str, AxisStep], window: Mapping[str, int | str]) -> dict[str, Any]:
     """Return the coordinates of a cell as the table shows them."""
     named: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
     named |= {column: step[axis].role for column, axis in ROLES.items() if axis in step and step[axis].role is not None}
@@ -174,7 +173,7 @@ def labels_of(step: Mapping[str, Step], window: Mapping[str, int | str]) -> dict
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepSpec:
     """Which cells were asked for, of whatever site."""
 
     over: str | Iterable[str] | None
@@ -236,12 +235,17 @@ class Asked:
         return sizes
 
     def steps(
-        self, model: HookedModel, site: Site, prompt: Prompt, spots: Mapping[str, Spot], keys: Mapping[str, Spot]
-    ) -> dict[str, list[Step]]:
+        self,
+        model: HookedModel,
+        site: Site,
+        prompt: Prompt,
+        spots: Mapping[str, AlignedSpan],
+        keys: Mapping[str, AlignedSpan],
+    ) -> dict[str, list[AxisStep]]:
         """The places on each axis of a site, in one prompt, of which `spots` are the positions."""
         axes, sizes = self.axes(site), self.sizes(site)
         at = seen_positions(site, prompt, _places(spots))
-        spots = {r: Spot(k, k) for r, s in spots.items() if (k := tuple(p for p in s.base if p in at))}
+        spots = {r: AlignedSpan(k, k) for r, s in spots.items() if (k := tuple(p for p in s.base if p in at))}
         n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
         units = site.units or ()
         among: dict[str, Sequence[int]] = {
@@ -263,13 +267,15 @@ class Asked:
             listed["key"] = role_steps(keys, "key" in axes, self.spans)
         return listed
 
-    def spots(self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int) -> list[dict[str, Spot]]:
+    def spots(
+        self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
+    ) -> list[dict[str, AlignedSpan]]:
         """By example: what the positions are in both prompts, by role; by an empty name where there are no roles."""
         return _spots(self.positions, base, other, base_side)
 
     def key_spots(
         self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
-    ) -> list[dict[str, Spot]]:
+    ) -> list[dict[str, AlignedSpan]]:
         """By example: what the keys are in both prompts, in the same way; where all take part, each is itself."""
         if is_all(self.keys):
             return _spots("all", base, None, base_side)
@@ -294,33 +300,33 @@ def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tupl
 
 def _spots(
     where: Where, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
-) -> list[dict[str, Spot]]:
+) -> list[dict[str, AlignedSpan]]:
     """By example, what positions are by role; those of examples that have the same ones are one object."""
     others: Sequence[Prompt | None] = other or [None] * len(base)
     if not isinstance(where, Mapping):
-        return _shared({"": spot} for spot in spots_of(where, base, others, base_side))
+        return _shared({"": spot} for spot in aligned_spans(where, base, others, base_side))
     pairs = enumerate(zip(base, others, strict=True))
-    return _shared(role_spots(where, *pair, i, len(base), base_side) for i, pair in pairs)
+    return _shared(spans_by_role(where, *pair, i, len(base), base_side) for i, pair in pairs)
 
 
-def _shared(spots: Iterable[dict[str, Spot]]) -> list[dict[str, Spot]]:
-    known: dict[Hashable, dict[str, Spot]] = {}
+def _shared(spots: Iterable[dict[str, AlignedSpan]]) -> list[dict[str, AlignedSpan]]:
+    known: dict[Hashable, dict[str, AlignedSpan]] = {}
     return [known.setdefault(tuple(one.items()), one) for one in spots]
 
 
-def _places(spots: Mapping[str, Spot]) -> list[int]:
+def _places(spots: Mapping[str, AlignedSpan]) -> list[int]:
     """Every position of the edited prompt that is meant."""
     return sorted({position for spot in spots.values() for position in spot.base})
 
 
-def kinds_of(
+def templates_of(
     site: Site,
-    listed: Mapping[str, list[Step]],
+    listed: Mapping[str, list[AxisStep]],
     sizes: Mapping[str, int | str],
-    source: Source,
+    source: Replacement,
     first: int,
     source_layers: Sequence[int | None] = (None,),
-) -> Iterator[Kind]:
+) -> Iterator[CellTemplate]:
     """Yield what is edited of one site, a set of kinds for each layer that values come from and each draw.
 
     `first`: before this position the values of a layer are those that stand there.
@@ -343,10 +349,10 @@ def kinds_of(
         others = tuple((step[axis].label, step[axis].role) for axis in listed if axis != "layer")
         family = (site.name, *others, runs[0].start, from_layer, sample) if nested else None
         edits = tuple(Replace(site, run, at, of, to, units, since, from_layer, sample) for run in runs)
-        yield Kind(labels, edits, family, token_at)
+        yield CellTemplate(labels, edits, family, token_at)
 
 
-def covered(listed: Sequence[Step], length: int) -> tuple[int, ...] | str:
+def covered(listed: Sequence[AxisStep], length: int) -> tuple[int, ...] | str:
     """Return the positions that the steps of an axis cover together."""
     whole = any(step.covers is None for step in listed)
     covered = sorted({place for step in listed for place in step.covers or ()})

@@ -1,9 +1,9 @@
-"""A bench: both runs of one pair, recorded once, in which any nodes are then changed at once in one short walk.
+"""Both runs of one pair, recorded once, in which any nodes are then changed at once in one short walk.
 
 1. Both prompts are run once. What every layer holds at the sites asked for is kept, as a sweep keeps it.
 2. For some nodes, and for each of several other sets of nodes beside them, one variant of the edited run goes down the
    layers from its first change on (`headwater.patching.walk`): the numbers are those of `hw.patch`.
-3. The residual stream behind every layer is read at the positions of the metric. Through the last norm and the
+3. The residual stream after every layer is read at the positions of the metric. Through the last norm and the
    unembedding it gives the metric by layer (logit lens), and at the end the answers with their probabilities.
 """
 
@@ -19,26 +19,26 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.kernels.devices import sent
+from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
-from headwater.patching.cells import Cells
+from headwater.patching.ablation import joint_template
+from headwater.patching.components import Node
+from headwater.patching.edits import LOGITS, CellTable, Indices, Reading
 from headwater.patching.metrics import Metric
-from headwater.patching.nodes import Node
-from headwater.patching.plan import Plan
+from headwater.patching.plan import Plan, plan_of
+from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import Prompts
-from headwater.patching.runners import CannotStepError, Wave, Whole
-from headwater.patching.sides import Sides, plan_of
-from headwater.patching.together import joint_kind
-from headwater.patching.variants import LOGITS, Indices, Reading
+from headwater.patching.walk_runner import CannotStepError, WalkRunner
+from headwater.patching.whole_runs import WholeRuns
 
 STATE = "resid_post"
 """What is read behind each layer."""
 
 
 @dataclass(frozen=True, eq=False)
-class Looked:
+class NodeEffect:
     """What some nodes did, and each of the other sets by itself."""
 
     value: float
@@ -50,7 +50,7 @@ class Looked:
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
+class NextTokens:
     """What the residual stream behind every layer says of the next token."""
 
     by_layer: list[float]
@@ -63,7 +63,7 @@ class Told:
         return self.probabilities.topk(min(count, len(self.probabilities))).indices.tolist()
 
 
-class Bench:
+class RecordedPair:
     """Two recorded runs of a pair, one of which is edited with values of one kind.
 
     Args:
@@ -81,7 +81,7 @@ class Bench:
     def __init__(
         self,
         model: HookedModel,
-        sides: Sides,
+        sides: PromptPair,
         metric: Metric,
         *,
         values: Any = "other run",
@@ -96,7 +96,7 @@ class Bench:
         named = sites_named(sites, model)
         self.source = sides.source(model, values, dataset, named, seed=0)
         every = [Node(s.name, layer) for s in named for layer in s.among(s.layers(model.shape), model, edited=True)]
-        cells = Cells.of([(0, [joint_kind([node], 0, self.source) for node in every])])
+        cells = CellTable.of([(0, [joint_template([node], 0, self.source) for node in every])])
         plan = plan_of(model, sides, cells, (metric,), self.source, matched=[None], batch_size=None)
         layers = range(model.shape.n_layers)
         self.plan: Plan = replace(plan, states=tuple((STATE, layer) for layer in layers), states_at=metric.at)
@@ -105,11 +105,11 @@ class Bench:
         with torch.inference_mode(), model.lock:
             self._runner = self._recorded()
 
-    def _recorded(self) -> Wave | Whole:
+    def _recorded(self) -> WalkRunner | WholeRuns:
         try:
-            return Wave(self.plan, range(1))
+            return WalkRunner(self.plan, range(1))
         except CannotStepError:
-            return Whole(self.plan, range(1))
+            return WholeRuns(self.plan, range(1))
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Bench:
         base = self._runner.readout.base
         return torch.stack([base[reading][0] for reading in self.plan.states])[:, self._columns]
 
-    def look(self, nodes: Sequence[Node], parts: Sequence[Sequence[Node]] = ()) -> Looked:
+    def look(self, nodes: Sequence[Node], parts: Sequence[Sequence[Node]] = ()) -> NodeEffect:
         """Change nodes together, and each of the other sets by itself, in one walk.
 
         Raises:
@@ -137,7 +137,7 @@ class Bench:
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
         runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
-        cells = Cells.of([(0, [joint_kind(one, 0, self.source) for one in (nodes, *parts)])])
+        cells = CellTable.of([(0, [joint_template(one, 0, self.source) for one in (nodes, *parts)])])
         before, _ = self.unedited
         values = [before] * len(cells)
         states: dict[Reading, Tensor] = {reading: runner.readout.base[reading][0] for reading in self.plan.states}
@@ -158,24 +158,24 @@ class Bench:
             )
             runner.run(replace(variants, changes=tuple(changes)), deliver)
             kept = torch.stack([states[reading] for reading in self.plan.states])[:, self._columns]
-        return Looked(values[0], tuple(values[1:]), kept)
+        return NodeEffect(values[0], tuple(values[1:]), kept)
 
     @cached_property
-    def before(self) -> Told:
+    def before(self) -> NextTokens:
         """What the run that is edited says, read once."""
         return self.read(self.states)
 
-    def read(self, states: Float[Tensor, "layer kept d_model"]) -> Told:
+    def read(self, states: Float[Tensor, "layer kept d_model"]) -> NextTokens:
         """Return what states behind every layer say, each read as if it were the last (logit lens).
 
         A metric that is against the clean run is against that run's logits at the end.
         """
         with torch.inference_mode():
             logits = self.logits(states)
-            answers = [sent(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
+            answers = [to_device(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
             clean = self._clean().expand_as(logits) if self.metric.against_clean else None
             metric = self.metric.measure(logits, answers, clean).double().tolist()
-            return Told(metric, logits[-1, -1].double().softmax(-1).cpu())
+            return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
     def logits(self, states: Float[Tensor, "layer kept d_model"]) -> Float[Tensor, "layer kept d_vocab"]:
         """Return the logits that states behind some layers would give."""

@@ -1,7 +1,7 @@
 """The two runs of each pair: which of them is edited, which is the other, and what of the one is what of the other.
 
 A pair is two prompts; or one prompt, clean and with noise at the embeddings of some of its tokens, several times over
-(`headwater.patching.corruption`).
+(`headwater.patching.changes`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import Site
-from headwater.patching.call import prompt_options
-from headwater.patching.cells import Cells
-from headwater.patching.corruption import Corruption, corruption_of
-from headwater.patching.metrics import Metric
-from headwater.patching.plan import Plan
-from headwater.patching.prompts import Prompts, Spot, matches, read_pairs, read_prompts, refuse_other_order
-from headwater.patching.sweep_axes import Asked, matched_positions
-from headwater.patching.values import Recipe, Roles, Source, asked_source
+from headwater.patching.axes import SweepSpec, matched_positions
+from headwater.patching.changes import Corruption, corruption_of
+from headwater.patching.prompts import (
+    AlignedSpan,
+    Prompts,
+    matched_tokens,
+    prompt_options,
+    read_pairs,
+    read_prompts,
+    refuse_other_order,
+)
+from headwater.patching.replacements import Replacement, ReplacementSpec, Roles, build_replacement
 
 DirectionName: TypeAlias = Literal["denoise", "noise"]
 DIRECTIONS = get_args(DirectionName)
 
 
 @dataclass(frozen=True, eq=False)
-class Sides:
+class PromptPair:
     """The runs of a sweep: those of the clean prompts, and of the corrupted ones if there are any."""
 
     clean: tuple[Prompt, ...]
@@ -71,15 +75,15 @@ class Sides:
         """The other prompt of each pair, once for every draw; of noise the same text, which is another run."""
         return self.others if self.corruption is None else _repeated(self.prompts, self.draws)
 
-    def spots(self, ask: Asked) -> list[dict[str, Spot]]:
+    def spots(self, ask: SweepSpec) -> list[dict[str, AlignedSpan]]:
         """By prompt: what the positions asked for are in both runs, by role."""
         return ask.spots(self.prompts, self.others, 0 if self.base_is_clean else 1)
 
-    def keys(self, ask: Asked) -> list[dict[str, Spot]]:
+    def keys(self, ask: SweepSpec) -> list[dict[str, AlignedSpan]]:
         """By prompt: what the keys asked for are in both runs, by role."""
         return ask.key_spots(self.prompts, self.others, 0 if self.base_is_clean else 1)
 
-    def roles(self, ask: Asked, spots: Sequence[Mapping[str, Spot]]) -> Roles | None:
+    def roles(self, ask: SweepSpec, spots: Sequence[Mapping[str, AlignedSpan]]) -> Roles | None:
         """Return positions as values know them, where they were named by role."""
         if not isinstance(ask.positions, Mapping):
             return None
@@ -87,9 +91,9 @@ class Sides:
 
     def matched(
         self,
-        spots: Sequence[Mapping[str, Spot]],
+        spots: Sequence[Mapping[str, AlignedSpan]],
         sites: Iterable[Site],
-        keys: Sequence[Mapping[str, Spot]] | None = None,
+        keys: Sequence[Mapping[str, AlignedSpan]] | None = None,
     ) -> tuple[dict[int, int] | None, ...]:
         """Return by prompt which position of the other one each position is that may be edited (see `Plan.matched`).
 
@@ -107,7 +111,7 @@ class Sides:
         for i, (at, to, base, other) in enumerate(zip(spots, named, self.prompts, others, strict=True)):
             aligned = other is None or len(base) == len(other)
             if (alike := (id(at), id(to), aligned)) not in found:
-                found[alike] = matched_positions(matches(at, to, i), aligned)
+                found[alike] = matched_positions(matched_tokens(at, to, i), aligned)
             matched.append(found[alike])
         unlike = [i for i, one in enumerate(matched) if one is not None]
         if unlike and keyed and keys is None:
@@ -127,14 +131,14 @@ class Sides:
         sites: tuple[Site, ...],
         seed: int,
         roles: Roles | None = None,
-    ) -> Source:
+    ) -> Replacement:
         """Make what was asked for as `values=` of a sweep of these runs, at positions by role if so.
 
         Raises:
-            InputError: see `asked_source`; or both the runs and the values are drawn several times.
+            InputError: see `build_replacement`; or both the runs and the values are drawn several times.
         """
         noise = self.corruption
-        source = asked_source(
+        source = build_replacement(
             model,
             values,
             dataset,
@@ -158,43 +162,17 @@ class Sides:
         return prompt_options(self.clean, None, dataset) | {"corruption": dataclasses.asdict(noise)}
 
 
-def read_sides(model: HookedModel, clean: Any, corrupted: object, ask: Asked, direction: str) -> Sides:
+def read_prompt_pair(model: HookedModel, clean: Any, corrupted: object, ask: SweepSpec, direction: str) -> PromptPair:
     """Read the prompts of a sweep.
 
     Raises:
         InputError: see `read_pairs` and `corruption_of`.
     """
-    if not isinstance(corrupted, Recipe):
+    if not isinstance(corrupted, ReplacementSpec):
         by_role = None if ask.whole_prompts else ask.by_role
-        return Sides(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
+        return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
     prompts = read_prompts(model, clean)
-    return Sides(prompts, prompts, direction, corruption_of(model, corrupted, prompts, ask.positions))
-
-
-def plan_of(
-    model: HookedModel,
-    sides: Sides,
-    cells: Cells,
-    metrics: tuple[Metric, ...],
-    source: Source,
-    *,
-    matched: Sequence[Mapping[int, int] | None],
-    batch_size: int | None,
-) -> Plan:
-    """Return the plan of cells on these runs; `matched` is by prompt."""
-    by_example = tuple(one for one in matched for _ in range(sides.draws))
-    return Plan(
-        model,
-        sides.base,
-        sides.other,
-        sides.base_is_clean,
-        cells,
-        metrics,
-        source,
-        batch_size=batch_size,
-        matched=by_example,
-        corruption=sides.corruption,
-    )
+    return PromptPair(prompts, prompts, direction, corruption_of(model, corrupted, prompts, ask.positions))
 
 
 def _repeated(prompts: Sequence[Prompt], draws: int) -> tuple[Prompt, ...]:

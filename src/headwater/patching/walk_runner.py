@@ -1,15 +1,13 @@
-"""The three ways to measure the cells of a group of examples; each is one class with one method, and each is whole.
+"""The walk's runner: one recorded run of a group's examples, then all variants of a wave in one walk down the layers.
 
-    wavefront    one recorded run, then all variants of a wave in one walk down the layers (`headwater.patching.walk`)
-    whole runs   ordinary forwards with hooks, many variants in each: what the walk must equal, what serves every model
-    gradients    no variant is run: attribution patching, in `headwater.patching.attribution`
-
-A cell that no read position can feel has effect 0, without a run.
+There are three runners of one interface (`Runner`), each whole in itself: this one, whole runs with hooks
+(`headwater.patching.whole_runs`: what the walk must equal, and what serves every model), and gradients, which run no
+variant (`headwater.patching.attribution`). A cell that no read position can see has effect 0, without a run; so has one
+whose edit writes what the run has there already. That is looked up number by number, not inferred from the tokens.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -21,61 +19,35 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.errors import NumericsError
-from headwater.kernels.devices import sent, sent_together
+from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording
 from headwater.models.checks import not_finite
-from headwater.models.hooked import HookedModel
-from headwater.models.memory import in_halves, is_out_of_memory
+from headwater.models.memory import is_out_of_memory
 from headwater.models.positions import Prompt
-from headwater.models.sites import SITES, Stage, main_site, taken_as_recorded
+from headwater.models.sites import Site, Stage, main_site, taken_as_recorded
 from headwater.models.steppable import cannot_step
 from headwater.models.tokens import Batch
-from headwater.patching.forwards import capture, deepest, run_edited, run_variants, visible_keys
-from headwater.patching.idle import idle, same_values
-from headwater.patching.plan import Group, Kept, Plan, columns_of
+from headwater.patching.edits import LOGITS, Deliver, Place, Replace, Variant, Variants
+from headwater.patching.plan import Group, Kept, Plan
 from headwater.patching.readout import Measured, Readout, Reads, read_run
-from headwater.patching.rows import Values
-from headwater.patching.values import Wanted, values_of
-from headwater.patching.variants import LOGITS, Deliver, Indices, Place, Variant, Variants
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
-
-TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
-"""Tokens of a model of the width `WIDTH` given to a sublayer at once; halved when memory runs out."""
-WIDTH = 768
-TILE_WEIGHTS = 1 << 20
-"""At most so many attention weights in a tile that is larger for being of a narrow model."""
-
-
-def tile_tokens(model: HookedModel, length: int) -> int:
-    """Return how many tokens are given to a sublayer at once: of a narrow model more, as a cache holds more of them."""
-    usual = TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"])
-    narrow = usual * WIDTH // model.shape.d_model
-    return max(usual, min(narrow, TILE_WEIGHTS // (length * model.shape.n_heads)))
-
-
-class Runner(ABC):
-    """The runs of a group of examples: made unedited at once, then edited for any of the group's cells.
-
-    Use inside the model's lock, and inside `torch.inference_mode()` unless it needs a graph.
-    """
-
-    name: ClassVar[str]
-    needs_graph: ClassVar[bool]
-
-    @abstractmethod
-    def __init__(self, plan: Plan, examples: range):
-        """Make the unedited runs."""
-
-    @abstractmethod
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells."""
+from headwater.patching.whole_runs import (
+    Runner,
+    WholeRuns,
+    _value_names,
+    run_edited,
+    state_names,
+    tile_tokens,
+    values_written,
+)
+from headwater.patching.writing import ReplacementValues
 
 
 class CannotStepError(Exception):
     """A model's blocks cannot be stepped through, or what comes of it is not to be trusted; the text is why."""
 
 
-class Wave(Runner):
+class WalkRunner(Runner):
     """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
 
     Args:
@@ -102,7 +74,7 @@ class Wave(Runner):
         self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
-            self._answers = sent(answers[examples.start : examples.stop], plan.model.device)
+            self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
         self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
@@ -134,7 +106,7 @@ class Wave(Runner):
         """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
-        variants = replace(variants, idle=idle(variants, self._same))
+        variants = replace(variants, noop=noop_runs(variants, self._same))
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
             walk.run()
@@ -145,7 +117,7 @@ class Wave(Runner):
     @cached_property
     def _same(self) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
         """By place, where what edits write is what stands there in the unedited runs."""
-        return same_values(self.values, self.group.sites, self.recording.activations, len(self.group.examples))
+        return unchanged_places(self.values, self.group.sites, self.recording.activations, len(self.group.examples))
 
     def _distrust(self, batch: Batch) -> str | None:
         """Run the longest prompt, then send it through the blocks; say why that is not to be trusted, if it is not."""
@@ -169,7 +141,13 @@ class Wave(Runner):
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
         try:
             Walk(
-                self.blocks, recording, variants, Values({}), lambda *read: found.append(read[-1][0, 0]), tile, answers
+                self.blocks,
+                recording,
+                variants,
+                ReplacementValues({}),
+                lambda *read: found.append(read[-1][0, 0]),
+                tile,
+                answers,
             ).run()
         except NotFiniteError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
@@ -218,10 +196,10 @@ class Wave(Runner):
     def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
         """Return the logits of each example at its positions, `kept d_vocab_or_answer`, of many examples at once."""
         if self._answers is None:
-            columns = sent_together([torch.tensor(places) for places in kept], residual.device)
+            columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
             return [self.logits(residual[i, places], i) for i, places in enumerate(columns)]
         listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
-        row, place = sent(listed, residual.device).unbind(1)
+        row, place = to_device(listed, residual.device).unbind(1)
         logits = self.blocks.logits_of(residual[row, place], self._answers[row])
         return list(logits.split([len(places) for places in kept]))
 
@@ -241,91 +219,71 @@ class Wave(Runner):
             raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(example), position, token))
 
 
-class Whole(Runner):
-    """One forward of each side, then forwards of whole prompts, a cell in each row."""
-
-    name: ClassVar[str] = "whole runs"
-    needs_graph: ClassVar[bool] = False
-
-    def __init__(self, plan: Plan, examples: range):
-        self.plan, self.group = plan, Group(plan, examples)
-        group, model = self.group, plan.model
-        self._prompts = group.batch(plan.base)
-        before = group.corrupting(plan.base)
-        captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
-        base = read_run(group, group.kept, *captured)
-        longest = self._prompts.rows(group.longest, group.longest + 1)
-        visible = visible_keys(model, longest, group.cut_layers) if group.cut_layers else {}
-        others, other = other_run(group)
-        self.values = values_written(group, others)
-        self.readout = Readout(group, base, other, visible)
-        length = max(group.lengths)
-        self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
-        """How many rows a forward has: as many tokens as a tile of the walk."""
-
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, many in each forward."""
-        return self.readout.collect(cells, self.run)
-
-    def run(self, variants: Variants, deliver: Deliver) -> None:
-        """Deliver what is read of variants of the group's runs, `at_once` of them in a forward.
-
-        Rows of a forward read the same positions of as deep a layer, so that no logits are made that nobody reads.
-        """
-        alike: dict[tuple[object, ...], list[int]] = {}
-        keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
-        for index in np.flatnonzero(variants.each(lambda change: change.is_felt)).tolist():
-            alike.setdefault(keys[variants.which[index]], []).append(index)
-        for indices in alike.values():
-            indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
-            while indices:
-                rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]
-                parts = in_halves(rows, lambda part: self._forward(variants, part, deliver))
-                self.at_once = max(1, self.at_once // len(parts))
-
-    def _forward(self, variants: Variants, indices: Indices, deliver: Deliver) -> None:
-        """Deliver what is read of some variants, made in one forward."""
-        examples, changes = variants.example[indices].tolist(), [variants[index] for index in indices.tolist()]
-        before = self.group.corrupting_rows(examples, self.plan.base)
-        prompts = self._prompts.take(examples)
-        for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
-            deliver(reading, indices[list(read)], torch.stack(list(read.values())))
-
-
-ENGINES: Mapping[str, type[Runner]] = {"auto": Wave, "whole runs": Whole}
+ENGINES: Mapping[str, type[Runner]] = {"auto": WalkRunner, "whole runs": WholeRuns}
 """What measures cells, by the option `engine`: a walk down the layers where the model allows it, or whole runs."""
 
 
-def state_names(group: Group) -> list[str]:
-    """Name the activations that something reads."""
-    return [SITES[site].hook_name(layer) for site, layer in group.readings if site != LOGITS]
+def unchanged_places(
+    values: ReplacementValues, sites: Mapping[str, Site], recorded: Mapping[str, Tensor], n_examples: int
+) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
+    """Say by place where what is written is what stands there, wherever something is the same; fetched in one go.
 
-
-def _value_names(group: Group) -> dict[Place, str]:
-    """Name the other run's activations that values are made of."""
-    source = group.plan.source
-    if source is None or not source.takes_other_run:
+    Args:
+        values: what edits write.
+        sites: those where they write, by name.
+        recorded: the activations of the unedited runs, by hook name, those of the edited prompts first.
+        n_examples: how many of these there are.
+    """
+    if values.change is not None or values.samples != 1:
         return {}
-    return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.sources}
+    equal: dict[Place, Tensor] = {}
+    for (name, layer), written in values.by_site.items():
+        site = sites[name]
+        standing = recorded.get(site.hook_name(layer))
+        if standing is not None and not (site.has_keys or site.has_units):
+            standing = site.read(standing[:n_examples])
+            if standing.shape == written.shape:
+                equal[name, layer] = (standing == written).all(-1)
+    if not equal:
+        return {}
+    fetched = torch.cat([one.flatten() for one in equal.values()]).cpu().split([one.numel() for one in equal.values()])
+    found = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, fetched, strict=True)}
+    return {place: same for place, same in found.items() if same.any()}
 
 
-def other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
-    """Run the other prompt of each pair, and keep what values are made of."""
-    plan = group.plan
-    if plan.other is None:
-        return {}, None
-    names = [*state_names(group), *_value_names(group).values()]
-    kept, before = columns_of(group.other_kept), group.corrupting(plan.other)
-    activations, logits = capture(plan.model, group.batch(plan.other), names, kept, before)
-    return activations, read_run(group, group.other_kept, activations, logits)
+def noop_runs(
+    variants: Variants, same: Mapping[Place, Bool[np.ndarray, "example position *head"]]
+) -> Bool[np.ndarray, " _"]:
+    """Say which runs are as if nothing were edited, given where that is so by place."""
+    found = np.zeros(len(variants), dtype=bool)
+    order = np.argsort(variants.which, kind="stable")
+    ends = np.searchsorted(variants.which[order], np.arange(len(variants.changes)), side="right")
+    for runs, change in zip(np.split(order, ends[:-1]), variants.changes, strict=True):
+        if same and _may_be_noop(change, same):
+            parts = [
+                _at(same[edit.site.name, layer], edit)[variants.example[runs]].reshape(len(runs), -1)
+                for edit in change.edits
+                if isinstance(edit, Replace)
+                for layer in edit.layers
+            ]
+            found[runs] = np.concatenate(parts, 1).all(1)
+    follows = variants.trunk >= 0
+    found[follows] = False
+    found[variants.trunk[follows]] = False
+    return found
 
 
-def values_written(group: Group, others: Mapping[str, Tensor]) -> Values:
-    """Return what edits write, given the other run's activations."""
-    plan = group.plan
-    if plan.source is None:
-        return Values({})
-    names, sites = _value_names(group), group.sites
-    other = {place: sites[place[0]].read(group.in_base(others[name], sites[place[0]])) for place, name in names.items()}
-    wanted = Wanted(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
-    return values_of(plan.source, wanted, group.lengths)
+def _may_be_noop(change: Variant, same: Mapping[Place, object]) -> bool:
+    """Whether every edit writes the values of its own layers, at places where some are the same."""
+    return bool(change.edits) and all(
+        isinstance(edit, Replace)
+        and edit.units is None
+        and all((edit.site.name, layer) in same and edit.read_at(layer) == layer for layer in edit.layers)
+        for edit in change.edits
+    )
+
+
+def _at(same: Bool[np.ndarray, "example position *head"], edit: Replace) -> Bool[np.ndarray, "example _ *_"]:
+    """Take the positions and heads that an edit writes."""
+    same = same if edit.positions is None else same[:, list(edit.positions)]
+    return same if edit.heads is None else same[:, :, list(edit.heads)]

@@ -10,8 +10,8 @@ import headwater as hw
 from headwater.errors import InterventionError
 from headwater.models.sites import SITES
 from headwater.patching import walk
-from headwater.patching.idle import idle
-from headwater.patching.variants import Cut, Replace, Variant, Variants
+from headwater.patching.edits import Cut, Replace, Variant, Variants
+from headwater.patching.walk_runner import noop_runs
 from tests.own_models import own_model
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -78,7 +78,7 @@ def test_sweeps_with_cells_that_change_nothing_equal_whole_runs(options):
     assert (whole.table["effect"].abs() > 1e-3).any()
 
 
-def test_a_run_is_idle_where_all_it_writes_is_the_same_at_its_example_and_no_other_follows_it():
+def test_a_run_is_a_no_op_where_all_it_writes_is_the_same_at_its_example_and_no_other_follows_it():
     same = np.zeros((2, 3, 2), dtype=bool)
     same[0, :, 1] = same[1, 2] = True  # head 1 of the first example, both heads of the second one's last token
     written = [{"heads": (1,)}, {"heads": (0, 1)}, {"positions": (2,)}, {"positions": (1, 2), "heads": (1,)}]
@@ -89,11 +89,11 @@ def test_a_run_is_idle_where_all_it_writes_is_the_same_at_its_example_and_no_oth
     which = np.repeat(np.arange(len(changes)), 2)
     variants = Variants(tuple(changes), which, np.tile([0, 1], len(changes)), np.full(len(which), -1))
     expected = [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
-    assert idle(variants, {("z", 1): same}).astype(int).tolist() == expected
+    assert noop_runs(variants, {("z", 1): same}).astype(int).tolist() == expected
     trunk = np.full(len(which), -1)
     trunk[1] = 0
-    assert idle(replace(variants, trunk=trunk), {("z", 1): same}).astype(int).tolist() == [0, *expected[1:]]
-    assert not idle(variants, {}).any()
+    assert noop_runs(replace(variants, trunk=trunk), {("z", 1): same}).astype(int).tolist() == [0, *expected[1:]]
+    assert not noop_runs(variants, {}).any()
 
 
 def test_an_edit_that_was_made_for_some_rows_only_is_told(monkeypatch):

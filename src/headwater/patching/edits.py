@@ -1,21 +1,27 @@
-"""The cells of a sweep as changes to examples' runs: which edits, where they start, what is read afterwards.
+"""What a sweep edits and reads: edits, the table of cells that they make, and the variants of runs that are measured.
 
-An edit acts on a range of layers. `Replace` writes an activation taken from elsewhere; `Cut` severs attention edges.
-Both ways of running a sweep, whole runs and the wavefront, take the same variants and write them by
-`headwater.patching.rows`.
+    Edit          writes an activation at a site, over layers, positions, heads; or severs attention edges
+    CellTemplate  the edits of one cell with its labels, for all examples that have it alike
+    CellTable     which example and template each cell is: a sweep of 24 places over 500 prompts is 24 templates
+    Variant       what is run for a cell: its edits, from where on, and what is read afterwards
+    Variants      the variants of one walk down the layers
+
+Both engines, whole runs and the walk, take the same variants and write them by `headwater.patching.writing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from headwater.models.memory import refuse_too_large
 from headwater.models.sites import Site, Stage
 
 LOGITS = "logits"
@@ -160,7 +166,7 @@ class Variants:
     """By run: which example of the group."""
     trunk: Indices
     """By run: another that has these edits and, in later layers, more of them; -1 where it follows none."""
-    idle: Bool[np.ndarray, " _"] | None = None
+    noop: Bool[np.ndarray, " _"] | None = None
     """By run: whether it is known to be as if nothing were edited."""
 
     @classmethod
@@ -178,7 +184,7 @@ class Variants:
     def felt(self) -> Bool[np.ndarray, " _"]:
         """By run: whether what is read can be another than without its edits."""
         felt = self.each(lambda change: change.is_felt).astype(bool)
-        return felt if self.idle is None else felt & ~self.idle
+        return felt if self.noop is None else felt & ~self.noop
 
     def each(self, number: Callable[[Variant], int]) -> Indices:
         """Return a number of each run's change, by run."""
@@ -191,3 +197,109 @@ def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "_ kept"], 
     positions = np.array([(*change.kept, *change.kept[-1:] * (most - len(change.kept))) for change in changes])
     counts = np.array([len(change.kept) for change in changes])
     return positions, np.arange(most) < counts[:, None]
+
+
+CELL_BYTES = 800
+"""What a cell takes from its first label to its row of the table."""
+
+
+@dataclass(frozen=True, eq=False)
+class CellTemplate:
+    """What cells of several examples may have in common."""
+
+    labels: Mapping[str, Any]
+    """Their coordinates, as they stand in the table."""
+    edits: tuple[Edit, ...]
+    family: tuple[Any, ...] | None = None
+    """Cells of one family (adjacent, of one example) begin at one layer and end ever later: they share a trunk."""
+    token_at: tuple[int, ...] | None = None
+    """The positions whose tokens the table shows."""
+
+    @cached_property
+    def first_position(self) -> int:
+        """The first position whose state can change."""
+        return min((edit.first_position for edit in self.edits), default=NEVER)
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One cell of the sweep on one example."""
+
+    example: int
+    kind: CellTemplate
+
+    @property
+    def labels(self) -> Mapping[str, Any]:
+        """Its coordinates, as they stand in the table."""
+        return self.kind.labels
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """What is edited."""
+        return self.kind.edits
+
+
+@dataclass(frozen=True, eq=False)
+class CellTable:
+    """Many cells, those of an example side by side and the examples in order."""
+
+    kinds: tuple[CellTemplate, ...]
+    """Those that cells may be of."""
+    example: Int[np.ndarray, " cell"]
+    kind: Int[np.ndarray, " cell"]
+    """Which of `kinds` each cell is of."""
+
+    @classmethod
+    def of(cls, by_example: Iterable[tuple[int, Sequence[CellTemplate]]]) -> CellTable:
+        """Put the cells of each example in a row."""
+        rows = list(by_example)
+        listed = {id(own): own for _, own in rows}
+        kinds = {id(kind): kind for own in listed.values() for kind in own}
+        number = {one: i for i, one in enumerate(kinds)}
+        numbers = {one: np.array([number[id(kind)] for kind in own], dtype=np.int64) for one, own in listed.items()}
+        kind = np.concatenate([np.zeros(0, dtype=np.int64), *(numbers[id(own)] for _, own in rows)])
+        example = np.repeat(np.array([one for one, _ in rows], dtype=np.int64), [len(own) for _, own in rows])
+        return cls(tuple(kinds.values()), example, kind)
+
+    @classmethod
+    def unedited(cls, n_examples: int) -> CellTable:
+        """Return a cell without edits for each example."""
+        return cls((CellTemplate({}, ()),), np.arange(n_examples), np.zeros(n_examples, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.example)
+
+    def __getitem__(self, index: int) -> Cell:
+        return Cell(int(self.example[index]), self.kinds[self.kind[index]])
+
+    def __iter__(self) -> Iterator[Cell]:
+        return (self[index] for index in range(len(self)))
+
+    def part(self, cells: range) -> CellTable:
+        """Return cells that stand side by side."""
+        return CellTable(self.kinds, self.example[cells.start : cells.stop], self.kind[cells.start : cells.stop])
+
+    def among(self, examples: range) -> range:
+        """Return which cells are of examples in a row."""
+        first, last = np.searchsorted(self.example, [examples.start, examples.stop])
+        return range(int(first), int(last))
+
+    @cached_property
+    def used(self) -> list[CellTemplate]:
+        """The kinds of which there is a cell."""
+        return [self.kinds[number] for number in np.unique(self.kind)]
+
+    @cached_property
+    def first_position(self) -> Int[np.ndarray, " cell"]:
+        """The first position of each cell whose state can change."""
+        return np.array([kind.first_position for kind in self.kinds], dtype=np.int64)[self.kind]
+
+
+def refuse_too_many_cells(n_cells: int) -> None:
+    """Refuse a sweep whose very list of cells would not fit.
+
+    Raises:
+        InputError: with the figures.
+    """
+    advice = "Sweep over fewer axes (over=), layers, heads, positions or prompts."
+    refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)
