@@ -18,9 +18,9 @@ def kinds():
 
 def test_kinds_that_several_examples_share_are_held_once(kinds):
     cells = CellTable.of([(0, kinds), (1, kinds[1:]), (3, [kinds[2], CellTemplate({"layer": 2}, ())])])
-    assert cells.kinds[:3] == tuple(kinds)
-    assert len(cells.kinds) == 4
-    assert [(cell.example, cell.labels["layer"]) for cell in cells] == [
+    assert cells.templates[:3] == tuple(kinds)
+    assert len(cells.templates) == 4
+    assert [(example, template.labels["layer"]) for example, template in cells] == [
         (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (3, 2), (3, 2)]  # fmt: skip
     assert (cells.first_position == NEVER).all()
 
@@ -30,7 +30,7 @@ def test_parts_and_examples_are_the_cells_that_stand_there(kinds):
     assert cells.among(range(1, 3)) == range(3, 5)
     assert cells.among(range(2, 3)) == range(5, 5)
     part = cells.part(range(2, 5))
-    assert [(cell.example, cell.labels["layer"]) for cell in part] == [(0, 2), (1, 1), (1, 2)]
+    assert [(example, template.labels["layer"]) for example, template in part] == [(0, 2), (1, 1), (1, 2)]
     assert part.used == kinds[1:]
     assert np.array_equal(CellTable.unedited(3).example, [0, 1, 2])
 

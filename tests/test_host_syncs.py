@@ -156,7 +156,7 @@ def test_it_counts_what_waits_for_the_device_alone():
         made = host.to(there, non_blocking=True) * 2
         assert float(host.sum()) == float(host.sum())
         assert len(host[host > 0]) <= 4
-        devices.sent(made, there)
+        devices.to_device(made, there)
         made.copy_(host, non_blocking=True)
         assert waits.count == 0
         for wait in (
@@ -174,16 +174,16 @@ def test_numbers_are_sent_without_waiting_to_devices_that_take_a_copy_first_and_
     there = card()
     with second_device(), CardWaits() as waits:
         for array in (np.arange(3), torch.arange(3)):
-            assert devices.sent(array, there).tolist() == [0, 1, 2]
+            assert devices.to_device(array, there).tolist() == [0, 1, 2]
         assert waits.by_line.total() == 4
         monkeypatch.setattr(devices, "TAKE_A_COPY_FIRST", frozenset({"cuda", "card"}))
-        parts = devices.sent_together([torch.arange(3), torch.arange(0), torch.arange(2)], there)
+        parts = devices.to_device_many([torch.arange(3), torch.arange(0), torch.arange(2)], there)
         assert waits.by_line.total() == 4
         assert [part.tolist() for part in parts] == [[0, 1, 2], [], [0, 1]]
         pinned, pin = [], torch.Tensor.pin_memory
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor.nbytes), pin(tensor))[1])
         for n in (2**13, 2**13 + 1):  # numbers of eight bytes
-            assert devices.sent(torch.arange(n), there)[-1].item() == n - 1
+            assert devices.to_device(torch.arange(n), there)[-1].item() == n - 1
         assert pinned == [8 * (2**13 + 1)]
 
 

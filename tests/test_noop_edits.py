@@ -10,7 +10,7 @@ import headwater as hw
 from headwater.errors import InterventionError
 from headwater.models.sites import SITES
 from headwater.patching import walk
-from headwater.patching.edits import Cut, Replace, Variant, Variants
+from headwater.patching.edits import Edit, Variant, Variants
 from headwater.patching.walk_runner import noop_runs
 from tests.own_models import own_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -84,8 +84,10 @@ def test_a_run_is_a_no_op_where_all_it_writes_is_the_same_at_its_example_and_no_
     written = [{"heads": (1,)}, {"heads": (0, 1)}, {"positions": (2,)}, {"positions": (1, 2), "heads": (1,)}]
     written += [{"heads": (1,), "source_layer": 0}, {"heads": (1,)}]
     layers = [range(1, 2)] * 5 + [range(1, 3)]
-    changes = [Variant((Replace(SITES["z"], n, **at),), (2,), ()) for n, at in zip(layers, written, strict=True)]
-    changes.append(Variant((*changes[0].edits, Cut(range(1, 2), torch.ones(3, 3).bool())), (2,), ()))
+    changes = [Variant((Edit(SITES["z"], n, **at),), (2,), ()) for n, at in zip(layers, written, strict=True)]
+    changes.append(
+        Variant((*changes[0].edits, Edit(SITES["pattern"], range(1, 2), severed=torch.ones(3, 3).bool())), (2,), ())
+    )
     which = np.repeat(np.arange(len(changes)), 2)
     variants = Variants(tuple(changes), which, np.tile([0, 1], len(changes)), np.full(len(which), -1))
     expected = [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]

@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.models.sites import SITES, Site, Stage, register_site
 from headwater.patching import writing
-from headwater.patching.edits import Replace
+from headwater.patching.edits import Edit
 from headwater.patching.metrics import METRICS
 from headwater.patching.replacements import VALUES, Replacement
 from headwater.patching.writing import EditedRows, ReplacementValues, TokenSpanEdit, write_patterns
@@ -175,7 +175,7 @@ class Halved(Replacement):
     """Half of what the edited run has there itself."""
 
     def values(self, wanted):
-        own = wanted.of_runs([self.given.base[i] for i in wanted.examples], wanted.examples)
+        own = wanted.of_runs([self.inputs.pair.base[i] for i in wanted.examples], wanted.examples)
         return {place: activation / 2 for place, activation in own.items()}
 
 
@@ -217,7 +217,7 @@ def write_one(held, stretch, example, columns, values, site, layer):
     for head in range(held.shape[0]) if edit.heads is None else edit.heads:
         for position in stretch.positions.tolist():
             standing = held[head, position - stretch.start].clone()
-            weights = values.by_site[site.name, edit.read_at(layer)][example, head, position]
+            weights = values.by_site[site.name, edit.source_of(layer)][example, head, position]
             if values.change is not None:
                 ordered = torch.zeros(1, length)
                 ordered[:, columns[known]] = standing[known]
@@ -241,9 +241,9 @@ def test_patterns_written_together_are_those_written_one_by_one(changed, at_once
         n = min(width, lengths[example] - start)
         columns[row, before : before + n] = torch.arange(start, start + n)
     edits = [
-        [(Replace(site, range(3), None, (1, 3)), [0, 3])],
-        [(Replace(site, range(3), (5, 6, 8), None, (2, 5)), [1]), (Replace(site, range(3), (6,), (2,), (5, 6)), [1])],
-        [(Replace(site, range(3), None, None, None, source_layer=0), [2]), (Replace(site, range(3), (4,), (0,)), [2])],
+        [(Edit(site, range(3), None, (1, 3)), [0, 3])],
+        [(Edit(site, range(3), (5, 6, 8), None, (2, 5)), [1]), (Edit(site, range(3), (6,), (2,), (5, 6)), [1])],
+        [(Edit(site, range(3), None, None, None, source_layer=0), [2]), (Edit(site, range(3), (4,), (0,)), [2])],
     ]
     stretches = [
         TokenSpanEdit(edit, np.array([examples[i] for i in at]), starts[at[0]], width, np.array(at))

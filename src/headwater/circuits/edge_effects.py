@@ -39,11 +39,12 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
+from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
-from headwater.patching.replacements import Replacement, ReplacementSpec, ValueName
+from headwater.patching.replacements import Replacement, ValueName
 from headwater.runs.analysis import Run, run_or_resume
 
 QUADRATURES = ("midpoints", "published")
@@ -220,10 +221,10 @@ def refuse_without_path(source: Replacement, method: str) -> None:
     Raises:
         InputError: zeros and means are no run.
     """
-    if method == "eap-ig" and source.given.kind in ("zero", "mean"):
+    if method == "eap-ig" and source.inputs.kind in ("zero", "mean"):
         raise InputError(
             f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
-            f"{source.given.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
+            f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
         )
 
 

@@ -37,9 +37,10 @@ from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
 from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Plan, check_call, metric_options
+from headwater.patching.plan import Plan, check_call
+from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import Prompts, first_difference, prompt_options, read_pairs
-from headwater.patching.replacements import Replacement, Resample, build_replacement, described_replacement
+from headwater.patching.replacements import Replacement, Resample, build_replacement
 
 KEPT_FLOATS = 1 << 29
 """About how many numbers the runs of pairs may hold that are kept between batches."""
@@ -97,21 +98,21 @@ class Outcome:
                 raise InputError("dataset= was given, but values='other run' takes nothing from it; use 'mean'.")
         else:
             sites = tuple(SITES[name] for name in ("resid_pre", "z", "mlp_out"))
-            source = build_replacement(model, values, dataset, base=first, other=None, sites=sites, seed=seed)
+            source = build_replacement(model, values, dataset, PromptPair(first), sites, seed)
             if source.changes or source.samples:
                 raise InputError(
                     "Outside of a circuit values cannot depend on what they replace: use 'zero', 'mean', ..."
                 )
             refuse_other_kinds(source)
-            pool = source.given.dataset
+            pool = source.inputs.dataset
             given |= {"values": values, "dataset": None if pool is None else _ids(pool)}
-            options |= prompt_options(first, pool) | {"values": described_replacement(source), "seed": seed}
+            options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
         second = first if source is not None or second is None else second
         cells = CellTable.unedited(len(first))
-        plan = Plan(model, first, second, True, cells, metrics, batch_size=batch_size)
-        return cls(plan, source, options | {"metrics": metric_options(plan)}, given)
+        plan = Plan(model, PromptPair(first, second), cells, metrics, batch_size=batch_size)
+        return cls(plan, source, options | {"metrics": plan.metric_options}, given)
 
     def say_how_long(self, n_circuits: int, progress: bool) -> None:
         """Say how long circuits take, if it is over a minute."""

@@ -29,8 +29,8 @@ from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
-from headwater.patching.plan import Plan, metric_options
-from headwater.patching.prompt_pair import DIRECTIONS
+from headwater.patching.plan import Plan
+from headwater.patching.prompt_pair import DIRECTIONS, PromptPair
 from headwater.patching.prompts import Prompts, prompt_options, read_pairs
 from headwater.patching.replacements import Replacement, build_replacement
 from headwater.runs.analysis import Run
@@ -59,9 +59,8 @@ def plan_of(
     metrics = as_metrics(metric)
     if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
         raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
-    base, other = (first, second) if direction == "noise" or second is None else (second, first)
-    cells = CellTable.unedited(len(base))
-    return Plan(model, base, other, base is first, cells, metrics, batch_size=batch_size)
+    pair = PromptPair(first, second, direction)
+    return Plan(model, pair, CellTable.unedited(len(first)), metrics, batch_size=batch_size)
 
 
 def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Replacement:
@@ -70,7 +69,7 @@ def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) ->
     Raises:
         InputError: there is no such kind, it is not defined for senders, or the prompts do not allow it.
     """
-    source = build_replacement(plan.model, values, dataset, base=plan.base, other=plan.other, sites=(), seed=seed)
+    source = build_replacement(plan.model, values, dataset, plan.pair, (), seed)
     refuse_other_kinds(source)
     return source
 
@@ -78,17 +77,17 @@ def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) ->
 def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
     """Resolve where senders are exchanged, of a plan's prompts."""
     stops = tuple(kept[-1] + 1 for kept in plan.positions)
-    return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.base_is_clean else 1)
+    return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.pair.base_is_clean else 1)
 
 
 def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
     """What of the pairs decides a result."""
-    clean, corrupted = (plan.base, plan.other) if plan.base_is_clean else (plan.other, plan.base)
-    kind = source.given.kind
-    named: dict[str, Any] = {"direction": "noise" if plan.base_is_clean else "denoise"}
-    named |= {} if kind == OTHER_RUN else {"values": kind, "mean_over": source.mean_over, "seed": source.given.seed}
-    pool = [] if source.given.dataset is None else [source.given.dataset]
-    return named | prompt_options(clean, corrupted, *pool) | {"metrics": metric_options(plan)}
+    inputs = source.inputs
+    named: dict[str, Any] = {"direction": "noise" if plan.pair.base_is_clean else "denoise"}
+    if inputs.kind != OTHER_RUN:
+        named |= {"values": inputs.kind, "mean_over": source.mean_over, "seed": inputs.seed}
+    pool = [] if inputs.dataset is None else [inputs.dataset]
+    return named | prompt_options(plan.pair.clean, plan.pair.corrupted, *pool) | {"metrics": plan.metric_options}
 
 
 class Pairs:
@@ -150,5 +149,5 @@ class Pairs:
             floor = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
             if recomputed:
                 floor = torch.maximum(exact.rounding(), floor)
-            clean, corrupted = (base, other) if self.plan.base_is_clean else (other, base)
+            clean, corrupted = (base, other) if self.plan.pair.base_is_clean else (other, base)
         return {"baselines": torch.stack([clean, corrupted, floor], -1)}

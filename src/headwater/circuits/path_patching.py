@@ -36,11 +36,12 @@ from headwater.circuits.places import Places
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_name, checked_seed
+from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
-from headwater.patching.replacements import Replacement, ReplacementSpec, ValueName
+from headwater.patching.replacements import Replacement, ValueName
 from headwater.runs.analysis import Run, run_or_resume
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]

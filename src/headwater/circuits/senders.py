@@ -132,9 +132,9 @@ def refuse_other_kinds(source: Replacement) -> None:
     Raises:
         InputError: with those that there are.
     """
-    if source.given.kind not in KINDS:
+    if source.inputs.kind not in KINDS:
         raise InputError(
-            f"values={source.given.kind!r} is not defined for what a sender adds; it may be {', '.join(KINDS)}."
+            f"values={source.inputs.kind!r} is not defined for what a sender adds; it may be {', '.join(KINDS)}."
         )
 
 

@@ -22,9 +22,10 @@ from headwater.models.part_names import parts_of_kind
 from headwater.options import checked_count, checked_number, checked_seed
 from headwater.patching.ablation import ablate
 from headwater.patching.components import read_sets
+from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
-from headwater.patching.replacements import ReplacementSpec, TensorLike, ValueName
+from headwater.patching.replacements import TensorLike, ValueName
 from headwater.patching.sweep import Sweep
 from headwater.runs.claim import Claim
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from headwater.patching.edge_knockout import knockout as knockout
     from headwater.patching.edge_knockout import windowed_states as windowed_states
     from headwater.patching.edit_hooks import EditHook as EditHook
+    from headwater.patching.edits import ReplacementSpec as ReplacementSpec
     from headwater.patching.metrics import METRICS as METRICS
     from headwater.patching.metrics import Metric as Metric
     from headwater.patching.metrics import kl_divergence as kl_divergence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from headwater.patching.metrics import rank as rank
     from headwater.patching.replacements import VALUES as VALUES
     from headwater.patching.replacements import Replacement as Replacement
-    from headwater.patching.replacements import ReplacementSpec as ReplacementSpec
     from headwater.patching.sweep import Sweep as Sweep
     from headwater.patching.writing import EditedRows as EditedRows
 

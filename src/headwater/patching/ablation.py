@@ -15,7 +15,6 @@ is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -25,18 +24,16 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.models.sites import sites_named
 from headwater.options import checked_flag, checked_name, checked_seed
-from headwater.patching.axes import SweepSpec, seen_positions
+from headwater.patching.axes import seen_positions
 from headwater.patching.components import Node, read_nodes, read_sets, set_name
-from headwater.patching.edits import CellTable, CellTemplate, refuse_too_many_cells
-from headwater.patching.measure import measure
+from headwater.patching.edits import CellTable, CellTemplate, ReplacementSpec, refuse_too_many_cells
+from headwater.patching.measure import ENGINES, run_sweep
 from headwater.patching.metrics import Measures, Metric, as_metrics
-from headwater.patching.plan import Plan, check_call, engine_option, metric_options, plan_of, recorded_roles
-from headwater.patching.prompt_pair import PromptPair, read_prompt_pair
+from headwater.patching.plan import Plan, check_call, recorded_roles
+from headwater.patching.prompt_pair import read_prompt_pair
 from headwater.patching.prompts import Prompts
-from headwater.patching.replacements import Replacement, ReplacementSpec, TensorLike, ValueName, described_replacement
-from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.walk_runner import ENGINES
-from headwater.runs.analysis import Run, run_or_resume
+from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
+from headwater.patching.sweep import Sweep
 
 
 @checked_call
@@ -95,79 +92,53 @@ def ablate(
     Raises:
         InputError: there is no such component, one is named twice, a set is empty, or another option cannot be used.
     """
+    checked_name("engine", engine, list(ENGINES))
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
-    complement = checked_flag("complement", complement)
-    runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
-    ask = SweepSpec((), None, positions, None, None)
-    sides = read_prompt_pair(model, prompts, corrupted, ask, "noise")
-    chosen = read_sets(
-        model, {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}, sets, complement
+    complement, metrics = checked_flag("complement", complement), as_metrics(metric)
+    pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)
+    one = {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}
+    chosen = read_sets(model, one, sets, complement)
+    sites = tuple(dict.fromkeys(part.site for component_set in chosen for part in component_set.parts))
+    edited = pair.spans(positions)
+    in_base = [{role: span.base for role, span in of_prompt.items()} for of_prompt in edited]
+    replacement = build_replacement(
+        model, values, dataset, pair, sites, seed, roles=positions, positions_by_role=in_base
     )
-    metrics = as_metrics(metric)
-    named = tuple(dict.fromkeys(part.site for one in chosen for part in one.parts))
-    spots = sides.spots(ask)
-    source = sides.source(model, values, dataset, named, seed, sides.roles(ask, spots))
-    matched = sides.matched(spots, named)
-    refuse_too_many_cells(sum(map(len, spots)) * len(chosen) * len(metrics) * (source.samples or 1) * sides.draws)
-    common = {"site": "complement" if complement else "ablation"} | ({"values": source.label} if source.label else {})
+    matched = pair.matched(edited, sites)
+    refuse_too_many_cells(sum(map(len, edited)) * len(chosen) * len(metrics) * (replacement.samples or 1) * pair.draws)
+
+    site_label = {"site": "complement" if complement else "ablation"}
+    values_label = {"values": replacement.label} if replacement.label else {}
+    by_role = isinstance(positions, Mapping)
     rows = []
-    for example, prompt in enumerate(sides.base):
-        i = example // sides.draws
-        since = source.since(example) if matched[i] is None else 0
-        for role, spot in spots[i].items():
-            labels = common | ({"role": role} if ask.by_role else {})
-            places = {site.name: seen_positions(site, prompt, spot.base) for site in named}
-            at = {name: None if len(own) == len(prompt) else own for name, own in places.items()}
-            for one, sample in product(chosen, range(source.samples or 1)):
-                own = {"set": one.name} | ({"sample": sample} if source.samples is not None else {})
-                edits = tuple(replace(part.edit(at[part.site.name], since), sample=sample) for part in one.parts)
-                rows.append((example, [CellTemplate(labels | own, edits)]))
-    plan = plan_of(model, sides, CellTable.of(rows), metrics, source, matched=matched, batch_size=batch_size)
+    for example, prompt in enumerate(pair.base):
+        i = example // pair.draws
+        since = replacement.since(example) if matched[i] is None else 0
+        for role, span in edited[i].items():
+            seen = {site.name: seen_positions(site, prompt, span.base) for site in sites}
+            at = {name: None if len(found) == len(prompt) else found for name, found in seen.items()}
+            for component_set, sample in product(chosen, range(replacement.samples or 1)):
+                labels: dict[str, Any] = site_label | values_label | ({"role": role} if by_role else {})
+                labels |= {"set": component_set.name}
+                labels |= {} if replacement.samples is None else {"sample": sample}
+                edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
+                rows.append((example, [CellTemplate(labels, tuple(edits))]))
+    plan = Plan(model, pair, CellTable.of(rows), metrics, replacement, batch_size, matched=matched)
     options = {
-        "sets": [one.described() for one in chosen],
+        "sets": [component_set.described() for component_set in chosen],
         "complement": complement,
-        "positions": recorded_roles(spots),
-        "direction": "noise",
-        "values": described_replacement(source),
-        "mean_over": source.mean_over,
-        **sides.described(source.given.dataset),
-        "metrics": metric_options(plan),
-    } | engine_option(engine)
-
-    def work(run: Run) -> Sweep:
-        return sweep_of(plan, measure(plan, run, runner), run)
-
-    return run_or_resume(Sweep, "ablate", model, options, work, out=out, seed=seed, progress=progress)
+        "positions": recorded_roles(edited),
+    }
+    return run_sweep("ablate", plan, options, engine=engine, seed=seed, progress=progress, out=out)
 
 
-WHOLE_PROMPTS = SweepSpec((), None, "all", None, None)
-"""What is asked for of prompts where nodes name positions themselves."""
-
-
-def joint_template(nodes: Sequence[Node], example: int, source: Replacement, sample: int = 0) -> CellTemplate:
+def joint_template(nodes: Sequence[Node], example: int, replacement: Replacement, sample: int = 0) -> CellTemplate:
     """Return what is edited where nodes of one example are replaced together."""
     labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
-    labels |= {"values": source.label} if source.label else {}
-    labels |= {} if source.samples is None else {"sample": sample}
-    since = source.since(example)
-    return CellTemplate(labels, tuple(replace(node.edit(since), sample=sample) for node in nodes))
-
-
-def joint_plan(
-    model: HookedModel,
-    sides: PromptPair,
-    source: Replacement,
-    metrics: tuple[Metric, ...],
-    sets: Sequence[Sequence[Node]],
-    batch_size: int | None = None,
-) -> Plan:
-    """Return the plan of a cell for each set of nodes, draw and example."""
-    draws = range(source.samples or 1)
-    cells = CellTable.of(
-        (example, [joint_template(nodes, example, source, sample) for nodes in sets for sample in draws])
-        for example in range(len(sides.base))
-    )
-    return plan_of(model, sides, cells, metrics, source, matched=[None] * len(sides.prompts), batch_size=batch_size)
+    labels |= {"values": replacement.label} if replacement.label else {}
+    labels |= {} if replacement.samples is None else {"sample": sample}
+    since = replacement.since(example)
+    return CellTemplate(labels, tuple(node.edit(since, sample) for node in nodes))
 
 
 def patch_together(
@@ -186,29 +157,14 @@ def patch_together(
     progress: bool,
     out: str | Path | None,
 ) -> Sweep:
-    """Patch several nodes at once: what `hw.patch(..., together=)` does, whose options these are, checked.
-
-    Returns:
-        A sweep with a row per example, metric and draw; `set` names the nodes.
-
-    Raises:
-        InputError: see `read_nodes`; or a prompt or kind of values cannot be used.
-    """
-    sides = read_prompt_pair(model, clean, corrupted, WHOLE_PROMPTS, direction)
-    read = read_nodes(model, nodes, sides.prompts)
-    named = sites_named(list(dict.fromkeys(node.site for node in read)), model)
-    source = sides.source(model, values, dataset, named, seed)
-    plan = joint_plan(model, sides, source, metrics, [read], batch_size)
-    options = {
-        "together": [node.described() for node in read],
-        "direction": direction,
-        "values": described_replacement(source),
-        "mean_over": source.mean_over,
-        **sides.described(source.given.dataset),
-        "metrics": metric_options(plan),
-    } | engine_option(engine)
-
-    def work(run: Run) -> Sweep:
-        return sweep_of(plan, measure(plan, run, ENGINES[engine]), run)
-
-    return run_or_resume(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
+    """Patch several nodes at once: what `hw.patch(..., together=)` does, whose options these are, checked."""
+    pair = read_prompt_pair(model, clean, corrupted, direction)
+    read = read_nodes(model, nodes, pair.prompts)
+    sites = sites_named(list(dict.fromkeys(node.site for node in read)), model)
+    replacement = build_replacement(model, values, dataset, pair, sites, seed)
+    draws = range(replacement.samples or 1)
+    examples = range(len(pair.base))
+    cells = CellTable.of((i, [joint_template(read, i, replacement, sample) for sample in draws]) for i in examples)
+    plan = Plan(model, pair, cells, metrics, replacement, batch_size)
+    options = {"together": [node.described() for node in read]}
+    return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)

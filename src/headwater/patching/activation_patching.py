@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import pandas as pd
 
@@ -28,27 +28,27 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
-from headwater.models.positions import Prompt, Where, is_all
+from headwater.models.positions import Where, is_all
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
 from headwater.options import checked_name, checked_seed, resolve_indices, shown
 from headwater.patching.ablation import patch_together
 from headwater.patching.attribution import AttributionRunner
-from headwater.patching.axes import AxisName, AxisStep, SpansName, SweepSpec, Window, covered, materialize, templates_of
-from headwater.patching.edits import CellTable, CellTemplate, refuse_too_many_cells
-from headwater.patching.measure import measure
+from headwater.patching.axes import AxisName, AxisStep, SpansName, SweepSpec, Window, covered, materialize
+from headwater.patching.edits import CellTable, CellTemplate, ReplacementSpec, refuse_too_many_cells
+from headwater.patching.measure import ENGINES, run_sweep
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import check_call, engine_option, metric_options, plan_of, recorded_roles
-from headwater.patching.prompt_pair import DIRECTIONS, DirectionName, read_prompt_pair
+from headwater.patching.plan import Plan, check_call, recorded_roles
+from headwater.patching.prompt_pair import DIRECTIONS, DirectionName, PromptPair, read_prompt_pair
 from headwater.patching.prompts import AlignedSpan, Prompts
-from headwater.patching.replacements import ReplacementSpec, TensorLike, ValueName, described_replacement
-from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.walk_runner import ENGINES
-from headwater.runs.analysis import Run, run_or_resume
+from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
+from headwater.patching.sweep import Sweep
 
 METHODS = ("exact", "attribution")
 MOST_FEATURES = 4096
 """A dictionary of more features is swept exactly over those that were chosen only."""
+Steps: TypeAlias = Mapping[str, list[AxisStep]]
+"""By axis."""
 
 
 @checked_call
@@ -143,144 +143,144 @@ def patch(
         if engine != "auto":
             raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
         runner = AttributionRunner
-    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
+    batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
     if together is not None:
         where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         where |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
         _refuse_beside_together(where | {"keys": None if is_all(keys) else keys}, method)
         return patch_together(
-            model, clean, corrupted, together, metrics=as_metrics(metric), direction=direction, values=values,
+            model, clean, corrupted, together, metrics=metrics, direction=direction, values=values,
             dataset=dataset, seed=seed, batch_size=batch_size, engine=engine, progress=progress, out=out,
         )  # fmt: skip
     if sites is None:
         raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
-    over, layers, heads, from_layer = (
-        materialize(over),
-        materialize(layers),
-        materialize(heads),
-        materialize(from_layer),
+
+    over, from_layer, sites_asked = materialize(over), materialize(from_layer), sites_named(sites, model)
+    layers, head_numbers = layers_and_heads(
+        materialize(layers), materialize(heads), model.shape, kv_site_of(sites_asked)
     )
-    named, metrics = sites_named(sites, model), as_metrics(metric)
-    layers_asked, heads_asked = layers_and_heads(layers, heads, model.shape, kv_site_of(named))
-    ask = SweepSpec(over, layers_asked, positions, heads_asked, window, spans, from_layer, keys)
-    sides = read_prompt_pair(model, clean, corrupted, ask, direction)
-    if heads is not None and not any(site.has_heads for site in named):
-        raise InputError(f"heads={shown(heads)} was given, but {', '.join(site.name for site in named)} has no heads.")
-    if not (is_all(keys) or any(site.has_keys for site in named)):
-        raise InputError(f"keys={shown(keys)} was given, but {', '.join(site.name for site in named)} has no keys.")
-    spots, attended = sides.spots(ask), sides.keys(ask)
-    source = sides.source(model, values, dataset, named, seed, sides.roles(ask, spots))
-    if from_layer is not None and not source.takes_other_run:
-        kind = source.given.kind
+    spec = SweepSpec(over, layers, positions, head_numbers, window, spans, from_layer, keys)
+    by_role = None if over == () else spec.by_role
+    pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
+    _refuse_unused(sites_asked, heads, keys)
+
+    # What is edited of each prompt, and what that is in the other prompt of its pair.
+    edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
+    matched = pair.matched(edited, sites_asked, attended if spec.keys_by_role else None)
+    in_base = [{role: span.base for role, span in one.items()} for one in edited]
+    replacement = build_replacement(
+        model, values, dataset, pair, sites_asked, seed, roles=positions, positions_by_role=in_base
+    )
+    if from_layer is not None and not replacement.takes_other_run:
+        kind = replacement.inputs.kind
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
-    base, draws = sides.prompts, sides.draws
-    matched = sides.matched(spots, named, attended if ask.keys_by_role else None)
-    planned = _planned(ask, model, named, base, spots, attended)
+
+    steps = _steps(spec, model, sites_asked, pair, edited, attended)
     if method == "exact":
-        _refuse_whole_dictionaries([(site, steps) for _, site, steps in planned], model.shape)
-    n_each = len(metrics) * (source.samples or 1) * len(ask.sources(model)) * draws
-    refuse_too_many_cells(sum(math.prod(map(len, steps.values())) for _, _, steps in planned) * n_each)
-    sizes, sources = {site.name: ask.sizes(site) for site in named}, ask.sources(model)
-    made: dict[tuple[int, int], list[CellTemplate]] = {}
-    rows: list[tuple[int, Sequence[CellTemplate]]] = []
-    for i, own in groupby(planned, key=lambda one: one[0]):
-        in_line = matched[i] is None
-        for example, (_, site, steps) in product(range(i * draws, (i + 1) * draws), list(own)):
-            first = source.since(example) if in_line else 0
-            if (kinds := made.get((id(steps), first))) is None:
-                kinds = made[id(steps), first] = list(
-                    templates_of(site, steps, sizes[site.name], source, first, sources)
-                )
-            rows.append((example, kinds))
-    cells = CellTable.of(rows)
-    plan = plan_of(model, sides, cells, metrics, source, matched=matched, batch_size=batch_size)
-    options = {
-        "sites": [site.described for site in named],
-        "over": {site.name: ask.axes(site) for site in named},
-        "window": {site.name: ask.sizes(site) for site in named},
-        "layers": resolve_indices(layers_asked, model.shape.n_layers, "layer"),
-        "positions": _covered(planned[:: len(named)], base),
-        "heads": {s.name: resolve_indices(heads_asked, s.n_heads(model.shape), "head") for s in named if s.has_heads},
-        "direction": direction,
-        "from_layer": ask.sources(model) if from_layer is not None else None,
-        "values": described_replacement(source),
-        "mean_over": source.mean_over,
+        _refuse_whole_dictionaries(sites_asked, steps, model.shape)
+    n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
+    n_each = len(metrics) * (replacement.samples or 1) * len(spec.source_layers(model)) * pair.draws
+    refuse_too_many_cells(n_places * n_each)
+    cells = _cells(spec, model, sites_asked, pair, steps, replacement, matched)
+    plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
+
+    at = [covered(of_prompt[0]["position"], len(prompt)) for of_prompt, prompt in zip(steps, pair.prompts, strict=True)]
+    of_heads = [site for site in sites_asked if site.has_heads]
+    options: dict[str, Any] = {
+        "sites": [site.described for site in sites_asked],
+        "over": {site.name: spec.axes(site) for site in sites_asked},
+        "window": {site.name: spec.windows(site) for site in sites_asked},
+        "layers": resolve_indices(layers, model.shape.n_layers, "layer"),
+        "positions": at,
+        "heads": {site.name: resolve_indices(head_numbers, site.n_heads(model.shape), "head") for site in of_heads},
+        "from_layer": spec.source_layers(model) if from_layer is not None else None,
         "method": method,
-        **sides.described(source.given.dataset),
-        "metrics": metric_options(plan),
     }
-    options |= {"roles": recorded_roles(spots), "spans": spans} if ask.by_role else {}
-    options |= engine_option(engine)
+    options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role else {}
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
-
-    def work(run: Run) -> Sweep:
-        return sweep_of(plan, measure(plan, run, runner), run)
-
-    return run_or_resume(Sweep, "patch", model, options, work, out=out, seed=seed, progress=progress)
+    return run_sweep("patch", plan, options, runner=runner, engine=engine, seed=seed, progress=progress, out=out)
 
 
 def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
-    """Refuse what says elsewhere where nodes are that say it themselves.
-
-    Raises:
-        InputError: one of these was given.
-    """
+    """Refuse options that say where to patch, beside nodes that say it themselves."""
     if given := [name for name, value in where.items() if value is not None]:
         raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
     if method != METHODS[0]:
         raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
 
 
-def _refuse_whole_dictionaries(
-    planned: Sequence[tuple[Site, Mapping[str, Sequence[object]]]], shape: ModelShape
-) -> None:
-    """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing.
-
-    Args:
-        planned: for each example and site, the places on each axis.
-        shape: of the model.
-
-    Raises:
-        InputError: with how many runs these would be, and of how many layers.
-    """
-    cells: dict[Site, int] = {}
-    for site, steps in planned:
-        if site.has_units and len(steps["feature"]) == site.width(shape, 1):
-            cells[site] = cells.get(site, 0) + math.prod(map(len, steps.values()))
-    for site, n_cells in cells.items():
-        if (count := site.width(shape, 1)) > MOST_FEATURES:
-            above = shape.n_layers - min(site.layers(shape))
-            raise InputError(
-                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
-                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
-                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
-                "forward and one backward for all."
-            )
+def _refuse_unused(sites: Sequence[Site], heads: Heads, keys: Where) -> None:
+    """Refuse heads or keys where no site has any."""
+    names = ", ".join(site.name for site in sites)
+    if heads is not None and not any(site.has_heads for site in sites):
+        raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
+    if not (is_all(keys) or any(site.has_keys for site in sites)):
+        raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
 
 
-def _covered(
-    planned: Sequence[tuple[int, Site, dict[str, list[AxisStep]]]], base: Sequence[Prompt]
-) -> list[tuple[int, ...] | str]:
-    """Return by example the positions that the steps of one site cover."""
-    found = {(id(listed), len(base[i])): (listed, len(base[i])) for i, _, listed in planned}
-    alike = {one: covered(listed["position"], length) for one, (listed, length) in found.items()}
-    return [alike[id(listed), len(base[i])] for i, _, listed in planned]
+def _refuse_whole_dictionaries(sites: Sequence[Site], steps: Sequence[Sequence[Steps]], shape: ModelShape) -> None:
+    """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing."""
+    for number, site in enumerate(sites):
+        count = site.width(shape, 1) if site.has_units else 0
+        if count <= MOST_FEATURES or len(steps[0][number]["feature"]) != count:
+            continue
+        n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
+        above = shape.n_layers - min(site.layers(shape))
+        raise InputError(
+            f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
+            f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
+            "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
+            "forward and one backward for all."
+        )
 
 
-def _planned(
-    ask: SweepSpec,
+def _steps(
+    spec: SweepSpec,
     model: HookedModel,
     sites: Sequence[Site],
-    base: Sequence[Prompt],
-    spots: Sequence[Mapping[str, AlignedSpan]],
-    keys: Sequence[Mapping[str, AlignedSpan]],
-) -> list[tuple[int, Site, dict[str, list[AxisStep]]]]:
-    """List by example and site the places on each axis; those of examples that share their spots are one object."""
-    listed: dict[Hashable, dict[str, list[AxisStep]]] = {}
-    planned = []
-    for (i, prompt), site in product(enumerate(base), sites):
-        same = (site.name, len(prompt), id(spots[i]), id(keys[i]), site.left_out(prompt.ids))
-        if same not in listed:
-            listed[same] = ask.steps(model, site, prompt, spots[i], keys[i])
-        planned.append((i, site, listed[same]))
-    return planned
+    pair: PromptPair,
+    edited: Sequence[Mapping[str, AlignedSpan]],
+    attended: Sequence[Mapping[str, AlignedSpan]],
+) -> list[list[Steps]]:
+    """Return by prompt and site the steps of each axis.
+
+    Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
+    """
+    known: dict[Hashable, Steps] = {}
+
+    def steps(i: int, site: Site) -> Steps:
+        prompt = pair.prompts[i]
+        same = (site.name, len(prompt), id(edited[i]), id(attended[i]), site.left_out(prompt.ids))
+        if same not in known:
+            known[same] = spec.steps(model, site, prompt, edited[i], attended[i])
+        return known[same]
+
+    return [[steps(i, site) for site in sites] for i in range(len(pair.prompts))]
+
+
+def _cells(
+    spec: SweepSpec,
+    model: HookedModel,
+    sites: Sequence[Site],
+    pair: PromptPair,
+    steps: Sequence[Sequence[Steps]],
+    replacement: Replacement,
+    matched: Sequence[Mapping[int, int] | None],
+) -> CellTable:
+    """Return the cells of every example. Prompts that share their steps share one list of templates."""
+    known: dict[tuple[int, int], list[CellTemplate]] = {}
+
+    def templates(example: int, site: Site, of_site: Steps) -> list[CellTemplate]:
+        # Tokens before the first difference are known to be equal only where they are at the same positions.
+        since = replacement.since(example) if matched[example // pair.draws] is None else 0
+        if (id(of_site), since) not in known:
+            known[id(of_site), since] = list(spec.templates(site, of_site, replacement, since, model))
+        return known[id(of_site), since]
+
+    return CellTable.of(
+        (example, templates(example, site, of_site))
+        for i, of_prompt in enumerate(steps)
+        for example, (site, of_site) in product(
+            range(i * pair.draws, (i + 1) * pair.draws), zip(sites, of_prompt, strict=True)
+        )
+    )

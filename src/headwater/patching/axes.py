@@ -9,18 +9,18 @@ up to i. An axis that the sweep does not run over is covered whole by every cell
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Prompt, Where, is_all
+from headwater.models.positions import Prompt, Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_name, one_or_several, resolve_indices, shown
-from headwater.patching.edits import CellTemplate, Replace
-from headwater.patching.prompts import AlignedSpan, aligned_spans, spans_by_role
+from headwater.patching.edits import CellTemplate, Edit
+from headwater.patching.prompts import AlignedSpan
 from headwater.patching.replacements import Replacement
 
 T = TypeVar("T")
@@ -42,134 +42,6 @@ class AxisStep:
     covers: tuple[int, ...] | None
     role: str | None = None
     """What the positions are in their prompt."""
-
-
-def tokens_by_role(columns: Iterable[str]) -> set[str]:
-    """Return the columns of tokens, of those of a sweep, in whose place roles stand."""
-    return {ROLES[column] for column in columns if column in ROLES}
-
-
-def axes_of(
-    over: str | Iterable[str] | None, default: tuple[str, ...], allowed: Sequence[str], what: str
-) -> tuple[str, ...]:
-    """Return the axes that a sweep runs over.
-
-    Raises:
-        InputError: an axis does not exist, or the site has none of it.
-    """
-    if over is None:
-        return default
-    names = one_or_several(over)
-    for name in names:
-        if checked_name("over", name, AXES) not in allowed:
-            raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
-    return tuple(axis for axis in AXES if axis in names)
-
-
-def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
-    """Return the window of each axis that has one.
-
-    Raises:
-        InputError: a window is neither a size nor "cumulative", or its axis is not swept over.
-    """
-    asked = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
-    by_axis: dict[str, int | str] = {}
-    for axis, size in asked.items():
-        if axis not in over:
-            raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
-        try:
-            is_named = isinstance(size, str) and size == "cumulative"
-            by_axis[axis] = "cumulative" if is_named else checked_count("window", size)
-        except InputError:
-            raise InputError(f"window={shown(size)} is neither a number of {axis}s nor 'cumulative'.") from None
-    return by_axis
-
-
-def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
-    """Return the layers of a site that were asked for.
-
-    Raises:
-        InputError: the model has no such layer, or the site is of others, or can be edited in others only.
-    """
-    asked, own = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
-    found = tuple(layer for layer in asked if layer in own)
-    if not found:
-        raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, own))}.")
-    return site.among(found, model, edited=True)
-
-
-def materialize(value: T) -> T:
-    """Turn an iterator into a tuple, which can be gone through twice."""
-    return cast("T", tuple(value)) if isinstance(value, Iterator) else value
-
-
-def steps(among: Sequence[int], swept: bool, window: int | str | None, whole: bool) -> list[AxisStep]:
-    """List the places on one axis.
-
-    Args:
-        among: the indices that take part.
-        swept: whether the sweep runs over the axis; otherwise one step covers all of them.
-        window: size of the window, or "cumulative".
-        whole: whether `among` is everything there is, so that a step covering it can say None.
-    """
-    if not swept:
-        return [AxisStep(None, None if whole else tuple(among))]
-    if window is None:
-        return [AxisStep(i, (i,)) for i in among]
-    if window == "cumulative":
-        return [AxisStep(i, tuple(j for j in among if j <= i)) for i in among]
-    size = int(window)
-    return [AxisStep(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
-
-
-def role_steps(spots: Mapping[str, AlignedSpan], swept: bool, spans: str) -> list[AxisStep]:
-    """List the roles of a prompt as places on the axis of positions; or, not swept over, as one.
-
-    Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
-    """
-    if not swept:
-        return [AxisStep(None, tuple(_places(spots)), " + ".join(spots))]
-    if spans == SPANS[0]:
-        return [AxisStep(s.base[0] if len(s.base) == 1 else None, s.base, role) for role, s in spots.items()]
-    return [
-        AxisStep(position, (position,), f"{role}[{i}]" if len(spot.base) > 1 else role)
-        for role, spot in spots.items()
-        for i, position in enumerate(spot.base)
-    ]
-
-
-def matched_positions(same: dict[int, int], aligned: bool) -> dict[int, int] | None:
-    """Return which position of the other prompt each position that may be edited is; None where they are the same.
-
-    `aligned`: whether the two prompts are of one length.
-    """
-    return None if aligned and all(here == there for here, there in same.items()) else same
-
-
-def grid(axes: Mapping[str, list[AxisStep]]) -> list[dict[str, AxisStep]]:
-    """Combine the places on each axis; layers run fastest, so that nested ones stand side by side."""
-    order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
-    return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
-
-
-def layer_runs(covered: Sequence[int]) -> list[range]:
-    """Return layers as ranges without gaps."""
-    runs: list[range] = []
-    for layer in covered:
-        if runs and runs[-1].stop == layer:
-            runs[-1] = range(runs[-1].start, layer + 1)
-        else:
-            runs.append(range(layer, layer + 1))
-    return runs
-
-
-def labels_of(step: Mapping[str, AxisStep], window: Mapping[str, int | str]) -> dict[str, Any]:
-    """Return the coordinates of a cell as the table shows them."""
-    named: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
-    named |= {column: step[axis].role for column, axis in ROLES.items() if axis in step and step[axis].role is not None}
-    if window:
-        named["window"] = ", ".join(str(size) if axis == "layer" else f"{axis} {size}" for axis, size in window.items())
-    return named
 
 
 @dataclass(frozen=True)
@@ -194,100 +66,220 @@ class SweepSpec:
             raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
 
     @property
-    def whole_prompts(self) -> bool:
-        """Whether cells are of whole prompts, as nodes are: they run over no axis, and so no role is told apart."""
-        return isinstance(self.over, tuple) and not self.over
-
-    @property
     def by_role(self) -> bool:
-        """Whether positions stand by role."""
+        """Whether positions are named by role."""
         return isinstance(self.positions, Mapping)
 
     @property
     def keys_by_role(self) -> bool:
-        """Whether keys stand by role."""
+        """Whether keys are named by role."""
         return isinstance(self.keys, Mapping)
 
-    def sources(self, model: HookedModel) -> tuple[int | None, ...]:
+    def source_layers(self, model: HookedModel) -> tuple[int | None, ...]:
         """Return the layers that values come from, in turn; None is the layer that is written."""
-        return (
-            (None,)
-            if self.from_layer is None
-            else resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
-        )
+        if self.from_layer is None:
+            return (None,)
+        return resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
 
     def axes(self, site: Site) -> tuple[str, ...]:
-        """The axes that run; roles are told apart unless `over` leaves positions out."""
+        """Return the axes that run; roles are told apart unless `over` leaves positions out."""
         named = {"position": self.by_role, "key": self.keys_by_role and site.has_keys}
         by_role = [axis for axis, is_named in named.items() if is_named and axis not in site.default_axes]
         return axes_of(self.over, (*site.default_axes, *by_role), site.swept_axes, f"The site {site.name}")
 
-    def sizes(self, site: Site) -> dict[str, int | str]:
-        """The window of each axis that has one.
-
-        Raises:
-            InputError: it is of positions or keys, which roles do not put in a row.
-        """
-        sizes = windows_of(self.window, self.axes(site))
+    def windows(self, site: Site) -> dict[str, int | str]:
+        """Return the window of each axis that has one; positions and keys by role have no order, and so none."""
+        windows = windows_of(self.window, self.axes(site))
         for axis, by_role in (("position", self.by_role), ("key", self.keys_by_role)):
-            if by_role and axis in sizes:
+            if by_role and axis in windows:
                 raise InputError(f"A window of {axis}s needs {axis}s in a row; roles have none. Name a span as a role.")
-        return sizes
+        return windows
 
     def steps(
         self,
         model: HookedModel,
         site: Site,
         prompt: Prompt,
-        spots: Mapping[str, AlignedSpan],
+        spans: Mapping[str, AlignedSpan],
         keys: Mapping[str, AlignedSpan],
     ) -> dict[str, list[AxisStep]]:
-        """The places on each axis of a site, in one prompt, of which `spots` are the positions."""
-        axes, sizes = self.axes(site), self.sizes(site)
-        at = seen_positions(site, prompt, _places(spots))
-        spots = {r: AlignedSpan(k, k) for r, s in spots.items() if (k := tuple(p for p in s.base if p in at))}
-        n_heads, n_layers = site.n_heads(model.shape), model.shape.n_layers
-        units = site.units or ()
+        """Return the steps of each axis of a site, in one prompt; `spans` and `keys` are its positions and keys."""
+        axes, windows, shape = self.axes(site), self.windows(site), model.shape
+        at = seen_positions(site, prompt, positions_in(spans))
+        seen = {role: tuple(p for p in span.base if p in at) for role, span in spans.items()}
         among: dict[str, Sequence[int]] = {
             "layer": layers_of(self.layers, site, model),
             "position": at,
-            "head": resolve_indices(self.heads, n_heads, "head") if site.has_heads else (),
-            "key": _places(keys),
-            "feature": units,
+            "head": resolve_indices(self.heads, site.n_heads(shape), "head") if site.has_heads else (),
+            "key": positions_in(keys),
+            "feature": site.units or (),
         }
-        total = {"layer": n_layers, "position": len(prompt), "head": n_heads, "key": len(prompt)}
-        total["feature"] = site.width(model.shape, len(prompt)) if units else 0
-        listed = {
-            axis: steps(among[axis], axis in axes, sizes.get(axis), axis != "layer" and len(among[axis]) == total[axis])
+        total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
+        total["feature"] = site.width(shape, len(prompt)) if site.units else 0
+        found = {
+            axis: axis_steps(among[axis], axis in axes, windows.get(axis), len(among[axis]) == total.get(axis))
             for axis in site.swept_axes
         }
         if self.by_role:
-            listed["position"] = role_steps(spots, "position" in axes, self.spans)
+            found["position"] = role_steps({r: p for r, p in seen.items() if p}, "position" in axes, self.spans)
         if self.keys_by_role and site.has_keys:
-            listed["key"] = role_steps(keys, "key" in axes, self.spans)
-        return listed
+            found["key"] = role_steps({r: span.base for r, span in keys.items()}, "key" in axes, self.spans)
+        return found
 
-    def spots(
-        self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
-    ) -> list[dict[str, AlignedSpan]]:
-        """By example: what the positions are in both prompts, by role; by an empty name where there are no roles."""
-        return _spots(self.positions, base, other, base_side)
+    def templates(
+        self, site: Site, steps: Mapping[str, list[AxisStep]], replacement: Replacement, since: int, model: HookedModel
+    ) -> Iterator[CellTemplate]:
+        """Yield what is edited of one site, once for each layer that values come from and each draw.
 
-    def key_spots(
-        self, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
-    ) -> list[dict[str, AlignedSpan]]:
-        """By example: what the keys are in both prompts, in the same way; where all take part, each is itself."""
-        if is_all(self.keys):
-            return _spots("all", base, None, base_side)
-        return _spots(self.keys, base, other, base_side)
+        Args:
+            site: where.
+            steps: on each axis.
+            replacement: what is written.
+            since: before this position the values of a layer are those of the run itself.
+            model: the model.
+        """
+        windows = self.windows(site)
+        values = {"values": replacement.label} if replacement.label else {}
+        draws = range(replacement.samples or 1)
+        for from_layer, sample, step in product(self.source_layers(model), draws, grid(steps)):
+            covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
+            runs = layer_runs(covers["layer"] or ())
+            at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
+            first = since if from_layer is None else 0
+            edits = tuple(Edit(site, run, at, of, to, units, first, from_layer, sample) for run in runs)
+            labels = {"site": site.name} | labels_of(step, windows) | values
+            if from_layer is not None:
+                labels["from_layer"] = from_layer
+            if replacement.samples is not None:
+                labels["sample"] = sample
+            token_at = (labels["position"],) if "position" in labels else (at or ()) if "role" in labels else None
+            if "head" in labels:
+                labels[site.head_column] = labels.pop("head")
+            nested = None
+            if "layer" in windows and len(runs) == 1:
+                others = tuple((step[axis].label, step[axis].role) for axis in steps if axis != "layer")
+                nested = (site.name, *others, runs[0].start, from_layer, sample)
+            yield CellTemplate(labels, edits, nested, token_at)
+
+
+def tokens_by_role(columns: Iterable[str]) -> set[str]:
+    """Return the columns of tokens, of those of a sweep, in whose place roles are shown."""
+    return {ROLES[column] for column in columns if column in ROLES}
+
+
+def axes_of(
+    over: str | Iterable[str] | None, default: tuple[str, ...], allowed: Sequence[str], what: str
+) -> tuple[str, ...]:
+    """Return the axes that a sweep runs over; refuse one that does not exist, or that the site has not."""
+    if over is None:
+        return default
+    names = one_or_several(over)
+    for name in names:
+        if checked_name("over", name, AXES) not in allowed:
+            raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
+    return tuple(axis for axis in AXES if axis in names)
+
+
+def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
+    """Return the window of each axis that has one, a size or "cumulative"; refuse one of an axis that does not run."""
+    asked = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
+    by_axis: dict[str, int | str] = {}
+    for axis, size in asked.items():
+        if axis not in over:
+            raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
+        try:
+            is_named = isinstance(size, str) and size == "cumulative"
+            by_axis[axis] = "cumulative" if is_named else checked_count("window", size)
+        except InputError:
+            raise InputError(f"window={shown(size)} is neither a number of {axis}s nor 'cumulative'.") from None
+    return by_axis
+
+
+def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
+    """Return the layers of a site that were asked for; refuse those that the site has not, or that cannot be edited."""
+    asked, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
+    found = tuple(layer for layer in asked if layer in has)
+    if not found:
+        raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, has))}.")
+    return site.among(found, model, edited=True)
+
+
+def materialize(value: T) -> T:
+    """Turn an iterator into a tuple, which can be gone through twice."""
+    return cast("T", tuple(value)) if isinstance(value, Iterator) else value
+
+
+def axis_steps(among: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
+    """Return the steps on one axis.
+
+    Args:
+        among: the indices that take part.
+        swept: whether the sweep runs over the axis; otherwise one step covers all of them.
+        window: size of the window, or "cumulative".
+        is_all: whether `among` is everything there is, so that a step covering it can say None.
+    """
+    if not swept:
+        return [AxisStep(None, None if is_all else tuple(among))]
+    if window is None:
+        return [AxisStep(i, (i,)) for i in among]
+    if window == "cumulative":
+        return [AxisStep(i, tuple(j for j in among if j <= i)) for i in among]
+    size = int(window)
+    return [AxisStep(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
+
+
+def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:
+    """Return the roles of a prompt as steps on the axis of positions; or, not swept over, as one.
+
+    Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
+    """
+    if not swept:
+        return [AxisStep(None, tuple(sorted({p for at in roles.values() for p in at})), " + ".join(roles))]
+    if spans == SPANS[0]:
+        return [AxisStep(at[0] if len(at) == 1 else None, at, role) for role, at in roles.items()]
+    return [
+        AxisStep(position, (position,), f"{role}[{i}]" if len(at) > 1 else role)
+        for role, at in roles.items()
+        for i, position in enumerate(at)
+    ]
+
+
+def grid(axes: Mapping[str, list[AxisStep]]) -> list[dict[str, AxisStep]]:
+    """Combine the steps on each axis; layers run fastest, so that nested cells are adjacent."""
+    order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
+    return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
+
+
+def layer_runs(covered: Sequence[int]) -> list[range]:
+    """Return layers as ranges without gaps."""
+    runs: list[range] = []
+    for layer in covered:
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
+        else:
+            runs.append(range(layer, layer + 1))
+    return runs
+
+
+def labels_of(step: Mapping[str, AxisStep], windows: Mapping[str, int | str]) -> dict[str, Any]:
+    """Return the coordinates of a cell as the table shows them."""
+    labels: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
+    labels |= {
+        column: step[axis].role for column, axis in ROLES.items() if axis in step and step[axis].role is not None
+    }
+    if windows:
+        sizes = [str(size) if axis == "layer" else f"{axis} {size}" for axis, size in windows.items()]
+        labels["window"] = ", ".join(sizes)
+    return labels
+
+
+def positions_in(spans: Mapping[str, AlignedSpan]) -> list[int]:
+    """Return every position of the edited prompt that is meant."""
+    return sorted({position for span in spans.values() for position in span.base})
 
 
 def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
-    """Return positions without those at which a site is not edited.
-
-    Raises:
-        InputError: no other was named.
-    """
+    """Return positions without those at which a site is not edited; refuse where no other was named."""
     left_out = site.left_out(prompt.ids) if site.leaves_out else frozenset()
     kept = tuple(position for position in positions if position not in left_out)
     if not kept:
@@ -298,62 +290,7 @@ def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tupl
     return kept
 
 
-def _spots(
-    where: Where, base: Sequence[Prompt], other: Sequence[Prompt] | None, base_side: int
-) -> list[dict[str, AlignedSpan]]:
-    """By example, what positions are by role; those of examples that have the same ones are one object."""
-    others: Sequence[Prompt | None] = other or [None] * len(base)
-    if not isinstance(where, Mapping):
-        return _shared({"": spot} for spot in aligned_spans(where, base, others, base_side))
-    pairs = enumerate(zip(base, others, strict=True))
-    return _shared(spans_by_role(where, *pair, i, len(base), base_side) for i, pair in pairs)
-
-
-def _shared(spots: Iterable[dict[str, AlignedSpan]]) -> list[dict[str, AlignedSpan]]:
-    known: dict[Hashable, dict[str, AlignedSpan]] = {}
-    return [known.setdefault(tuple(one.items()), one) for one in spots]
-
-
-def _places(spots: Mapping[str, AlignedSpan]) -> list[int]:
-    """Every position of the edited prompt that is meant."""
-    return sorted({position for spot in spots.values() for position in spot.base})
-
-
-def templates_of(
-    site: Site,
-    listed: Mapping[str, list[AxisStep]],
-    sizes: Mapping[str, int | str],
-    source: Replacement,
-    first: int,
-    source_layers: Sequence[int | None] = (None,),
-) -> Iterator[CellTemplate]:
-    """Yield what is edited of one site, a set of kinds for each layer that values come from and each draw.
-
-    `first`: before this position the values of a layer are those that stand there.
-    """
-    values = {"values": source.label} if source.label else {}
-    for from_layer, sample, step in product(source_layers, range(source.samples or 1), grid(listed)):
-        since = first if from_layer is None else 0
-        covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
-        at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
-        runs = layer_runs(covers["layer"] or ())
-        labels = {"site": site.name} | labels_of(step, sizes) | values
-        if from_layer is not None:
-            labels["from_layer"] = from_layer
-        if source.samples is not None:
-            labels["sample"] = sample
-        token_at = (labels["position"],) if "position" in labels else (at or ()) if "role" in labels else None
-        if "head" in labels:
-            labels[site.head_column] = labels.pop("head")
-        nested = "layer" in sizes and len(runs) == 1
-        others = tuple((step[axis].label, step[axis].role) for axis in listed if axis != "layer")
-        family = (site.name, *others, runs[0].start, from_layer, sample) if nested else None
-        edits = tuple(Replace(site, run, at, of, to, units, since, from_layer, sample) for run in runs)
-        yield CellTemplate(labels, edits, family, token_at)
-
-
-def covered(listed: Sequence[AxisStep], length: int) -> tuple[int, ...] | str:
+def covered(steps: Sequence[AxisStep], length: int) -> tuple[int, ...] | str:
     """Return the positions that the steps of an axis cover together."""
-    whole = any(step.covers is None for step in listed)
-    covered = sorted({place for step in listed for place in step.covers or ()})
-    return "all" if whole or len(covered) == length else tuple(covered)
+    positions = sorted({position for step in steps for position in step.covers or ()})
+    return "all" if any(step.covers is None for step in steps) or len(positions) == length else tuple(positions)

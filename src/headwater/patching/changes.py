@@ -8,20 +8,11 @@
 
 σ is the standard deviation of the row's own entries (the vector of one token, or of one head at one token), so that a
 strength means the same at every layer of every model; or 1, where the strength is given in the activation's own units.
-
-Noise at the embeddings makes the corrupted run of causal tracing (Meng et al. 2022), for every corrupted token i:
-
-    embedding'_i = embedding_i + std · σ · ε_i
-
-where σ is the standard deviation of all entries of these embeddings, over all prompts, and std = 3 in the paper. Each
-draw is a corrupted run of its own, and the same draw stands in every cell that restores a part of it.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsFloat
 
 import torch
@@ -29,20 +20,16 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError
-from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.hooked import HookedModel
 from headwater.models.memory import failures_named
-from headwater.models.positions import Prompt, Where, positions_of
-from headwater.models.sites import Site, hook_name
-from headwater.models.tokens import Batch, pad_id
+from headwater.models.positions import Where
+from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
-from headwater.patching.edits import Place
+from headwater.patching.corruption import draw
+from headwater.patching.edits import Place, ReplacementSpec
 from headwater.patching.replacements import (
-    BATCH,
     VALUES,
     Replacement,
     ReplacementInputs,
-    ReplacementSpec,
     TensorLike,
     ValueRequest,
     checked_tensor,
@@ -126,11 +113,10 @@ class _Changing(Replacement):
     """Values made of what stands there."""
 
     changes = True
-    copies = 0
 
     def site(self, name: str) -> Site:
         """Return one of the sites that are edited."""
-        return next(site for site in self.given.sites if site.name == name)
+        return next(site for site in self.inputs.sites if site.name == name)
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return nothing: what stands there is enough."""
@@ -142,12 +128,11 @@ class Function(_Changing):
     """What a function makes of the activation, of the other run's, and of which rows they are."""
 
     needs = ("function",)
-    copies = 2
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        self.takes_other_run = given.other is not None
-        self.function: Callable[..., Any] = given.arguments["function"]
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        self.takes_other_run = inputs.pair.other is not None
+        self.function: Callable[..., Any] = inputs.arguments["function"]
         self._seen: set[Place] = set()
 
     @property
@@ -242,10 +227,10 @@ class _OfTensor(_Changing):
         Raises:
             InputError: its shape is that of no rows of the site.
         """
-        longest = max(map(len, self.given.base))
+        longest = max(map(len, self.inputs.pair.base))
         for name in dict.fromkeys(site for site, _ in wanted.places):
             listed, lengths = _axes(self.site(name)), self.site(name).size(wanted.model.shape, longest)
-            sizes = {"example": self.given.prompts} | dict(zip(self.site(name).axes, lengths, strict=True))
+            sizes = {"example": len(self.inputs.pair.prompts)} | dict(zip(self.site(name).axes, lengths, strict=True))
             if not any(_fits(self.tensor.shape, axes, sizes) for axes in listed):
                 known = " or ".join(f"({', '.join(f'{axis} {sizes[axis]}' for axis in axes)})" for axes in listed)
                 raise InputError(
@@ -287,9 +272,9 @@ class Written(_OfTensor):
 
     needs = ("tensor",)
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        self.tensor = given.arguments["tensor"]
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        self.tensor = inputs.arguments["tensor"]
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return the tensor's rows."""
@@ -302,9 +287,9 @@ class Added(_OfTensor):
 
     needs = ("direction",)
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        self.tensor = given.arguments["direction"]
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        self.tensor = inputs.arguments["direction"]
         self.is_control = not bool(self.tensor.any())
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
@@ -318,18 +303,18 @@ class Scaled(_Changing):
 
     needs = ("factor",)
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        self.is_control = given.arguments["factor"] == 1
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        self.is_control = inputs.arguments["factor"] == 1
 
     @property
     def label(self) -> str:
         """The factor."""
-        return f"scale {self.given.arguments['factor']:g}"
+        return f"scale {self.inputs.arguments['factor']:g}"
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Multiply."""
-        return activation * self.given.arguments["factor"]
+        return activation * self.inputs.arguments["factor"]
 
 
 @VALUES.add("noise")
@@ -339,23 +324,22 @@ class Noise(_Changing):
     needs = ("std",)
     of_prompts = True
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        if "positions" in given.arguments:
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        if "positions" in inputs.arguments:
             raise InputError(
                 "hw.noise(..., positions=) says which embeddings corrupted=hw.noise(...) makes noisy; noise given as "
                 "values= is added at the positions of the call."
             )
-        if any(site.has_keys for site in given.sites):
+        if any(site.has_keys for site in inputs.sites):
             raise InputError("Noise cannot be added to attention patterns: their weights would not sum to 1 any more.")
-        self.samples: int = given.arguments["samples"]
-        self.is_control = given.arguments["std"] == 0
-        self.copies = self.samples
+        self.samples: int = inputs.arguments["samples"]
+        self.is_control = inputs.arguments["std"] == 0
 
     @property
     def label(self) -> str:
         """The strength."""
-        return f"noise {self.given.arguments['std']:g}"
+        return f"noise {self.inputs.arguments['std']:g}"
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Draw for each example and sample, over the tokens of the example's prompt."""
@@ -364,32 +348,17 @@ class Noise(_Changing):
             size = self.site(site).size(model.shape, wanted.width)
             held = torch.zeros(len(wanted.examples), self.samples, *size)
             for row, example in enumerate(wanted.examples):
-                length = len(self.given.base[example])
+                length = len(self.inputs.pair.base[example])
                 for sample in range(self.samples):
                     own = (length, *size[1:])
-                    held[row, sample, :length] = draw(self.given.arguments["seed"], site, layer, example, sample, own)
+                    held[row, sample, :length] = draw(self.inputs.arguments["seed"], site, layer, example, sample, own)
             drawn[site, layer] = held.flatten(0, 1).to(model.device, model.dtype)
         return drawn
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Add what was drawn."""
         assert other is not None
-        return add_noise(activation, other, self.given.arguments)
-
-
-def draw(seed: int, site: str, layer: int, example: int, sample: int, size: tuple[int, ...]) -> Tensor:
-    """Return the standard normal numbers of one draw, the same on every machine that has the same torch.
-
-    Args:
-        seed: of `hw.noise`.
-        site: where it is added.
-        layer: of the site.
-        example: the number of the prompt.
-        sample: the number of the draw.
-        size: of the prompt's activation at the site.
-    """
-    mixed = hashlib.sha256(f"{seed} {site} {layer} {example} {sample}".encode()).digest()
-    return torch.randn(size, generator=torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big")))
+        return add_noise(activation, other, self.inputs.arguments)
 
 
 def add_noise(activation: Tensor, drawn: Tensor, arguments: Mapping[str, Any]) -> Tensor:
@@ -403,90 +372,3 @@ def _number(option: str, value: object) -> float:
         return checked_number(option, value, above=-float("inf"))
     except InputError:
         raise InputError(f"{option}={shown(value)} is not a finite number.") from None
-
-
-@dataclass(frozen=True)
-class Corruption:
-    """Noise at the embeddings of some tokens of each prompt."""
-
-    at: tuple[tuple[int, ...], ...]
-    """By prompt: the tokens."""
-    std: float
-    """Of the noise, in the embeddings' own units."""
-    samples: int
-    """How many draws of each prompt there are; draw s of prompt i is example i · samples + s of a plan."""
-    seed: int
-
-    def starts(self) -> tuple[int, ...]:
-        """Return by example the first position at which the clean and the corrupted run differ."""
-        return tuple(min(at) for at in self.at for _ in range(self.samples))
-
-    def hook(self, examples: Sequence[int | None]) -> Hook:
-        """Return the hook that corrupts the runs of a batch.
-
-        Args:
-            examples: by row of the batch, whose noise it gets; None where it stays clean.
-        """
-
-        def corrupt(activation: Tensor, hook: object) -> Tensor:
-            noisy = activation.clone()
-            for row, example in enumerate(examples):
-                if example is not None:
-                    noisy[row, list(self.at[example // self.samples])] += self.noise(example, noisy.shape[-1]).to(noisy)
-            return noisy
-
-        return hook_name("embed"), replace_hook(corrupt)
-
-    def noise(self, example: int, width: int) -> Tensor:
-        """Return what is added to the corrupted tokens of an example, `token width`."""
-        prompt, sample = divmod(example, self.samples)
-        return self.std * draw(self.seed, "embed", 0, prompt, sample, (len(self.at[prompt]), width))
-
-
-def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:
-    """Resolve `corrupted=hw.noise(...)` for some prompts.
-
-    Args:
-        model: whose embeddings are corrupted.
-        recipe: what `hw.noise` returned.
-        prompts: the clean prompts.
-        roles: the positions of the sweep: where they are by role, the noise may name one of the roles.
-
-    Raises:
-        InputError: it is no noise, says no tokens, or a prompt has not these.
-    """
-    if recipe.kind != "noise":
-        raise InputError(
-            f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "
-            "hw.noise(3, positions=...), which corrupts embeddings."
-        )
-    given = recipe.arguments
-    if given["std"] == 0:
-        raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
-    where = given.get("positions")
-    if where is None:
-        raise InputError(
-            "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
-            "instance, the last token's number, or the name of a role of positions=."
-        )
-    if isinstance(roles, dict) and isinstance(where, str) and where in roles:
-        where = roles[where]
-    at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
-    unit = 1.0 if given["absolute"] else embedding_std(model, prompts, at)
-    return Corruption(at, given["std"] * unit, given["samples"], given["seed"])
-
-
-def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Sequence[int]]) -> float:
-    """Return the standard deviation of the entries of some tokens' embeddings, over all prompts."""
-    entries: list[Tensor] = []
-
-    def keep(activation: Tensor, hook: object, start: int) -> None:
-        rows = zip(activation, at[start:], strict=False)
-        entries.extend(held[list(places)].float().flatten().cpu() for held, places in rows)
-
-    for start in range(0, len(prompts), BATCH):
-        batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
-        model.run(
-            batch, [(hook_name("embed"), read_hook(lambda a, hook, start=start: keep(a, hook, start)))], stop_at=1
-        )
-    return float(torch.cat(entries).std())

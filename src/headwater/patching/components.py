@@ -35,7 +35,7 @@ from headwater.models.positions import Prompt
 from headwater.models.shape import ModelShape
 from headwater.models.sites import SITES, Site, place_named, sites_named
 from headwater.options import is_one, one_or_several, shown, whole_number
-from headwater.patching.edits import Replace
+from headwater.patching.edits import Edit
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Node:
     key: int | None = None
     """Of a pattern, the token that is read."""
 
-    def edit(self, since: int) -> Replace:
+    def edit(self, since: int, sample: int = 0) -> Edit:
         """Return the edit that replaces it; before the token `since` its values are its own."""
         at, of, to = (None if one is None else (one,) for one in (self.position, self.head, self.key))
-        return Replace(SITES[self.site], range(self.layer, self.layer + 1), at, of, to, since=since)
+        return Edit(SITES[self.site], range(self.layer, self.layer + 1), at, of, to, since=since, sample=sample)
 
     def described(self) -> dict[str, str | int]:
         """Return it as `read_nodes` takes it."""
@@ -180,12 +180,11 @@ class Part:
     among: tuple[int, ...] | None
     """Which heads or neurons; None is the whole activation."""
 
-    def edit(self, positions: tuple[int, ...] | None, since: int) -> Replace:
+    def edit(self, positions: tuple[int, ...] | None, since: int, sample: int) -> Edit:
         """Return the edit that replaces it at some positions."""
-        layers = range(self.layer, self.layer + 1)
-        if self.site.has_heads:
-            return Replace(self.site, layers, positions, heads=self.among, since=since)
-        return Replace(self.site, layers, positions, units=self.among, since=since)
+        layers, axis = range(self.layer, self.layer + 1), "heads" if self.site.has_heads else "units"
+        among: dict[str, Any] = {axis: self.among}
+        return Edit(self.site, layers, positions, since=since, sample=sample, **among)
 
 
 @dataclass(frozen=True)

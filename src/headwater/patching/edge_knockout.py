@@ -37,22 +37,21 @@ from headwater.patching.axes import (
     AxisName,
     Window,
     axes_of,
+    axis_steps,
     grid,
     labels_of,
     layer_runs,
     materialize,
-    steps,
     windows_of,
 )
-from headwater.patching.edits import CellTable, CellTemplate, Cut
-from headwater.patching.measure import collect_states, measure
+from headwater.patching.edits import CellTable, CellTemplate, Edit
+from headwater.patching.measure import ENGINES, collect_states, run_sweep
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Plan, check_call, engine_option, metric_options
-from headwater.patching.prompts import Prompts, prompt_options, read_prompts
+from headwater.patching.plan import Plan, check_call
+from headwater.patching.prompt_pair import PromptPair
+from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.readout import Measured
-from headwater.patching.sweep import Sweep, sweep_of
-from headwater.patching.walk_runner import ENGINES
-from headwater.runs.analysis import Run, run_or_resume
+from headwater.patching.sweep import Sweep
 
 VariantName: TypeAlias = Literal["mask", "zero"]
 VARIANTS = get_args(VariantName)
@@ -146,44 +145,36 @@ def knockout(
         InterventionError: a query is left without any key (`mask`), or no layer can see the edges.
     """
     checked_name("variant", variant, VARIANTS)
-    runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
-    check_call(model, batch_size)
-    over, layers = materialize(over), _layers_cut(layers, model)
-    base = read_prompts(model, prompts)
-    metrics = as_metrics(metric)
-    axes = axes_of(over, ("layer",), ("layer", "head"), "A knockout")
-    sizes = windows_of(window, axes)
+    checked_name("engine", engine, list(ENGINES))
+    batch_size = check_call(model, batch_size)
+    layers = _layers_with_attention(layers, model)
+    base, metrics = read_prompts(model, prompts), as_metrics(metric)
+    axes = axes_of(materialize(over), ("layer",), ("layer", "head"), "A knockout")
+    windows = windows_of(window, axes)
     named = edges_by_role(named_edges(block))
+    matrices = [
+        [edges.matrix(prompt, i, len(base), ahead=model.looks_ahead) for _, edges in named]
+        for i, prompt in enumerate(base)
+    ]
     cells = CellTable.of(
-        (example, _kinds(model, labels, edges, base, example, axes, sizes, layers, variant))
-        for example in range(len(base))
-        for labels, edges in named
+        (example, _templates(model, labels, edges, matrix, axes, windows, layers, variant))
+        for example, of_example in enumerate(matrices)
+        for (labels, edges), matrix in zip(named, of_example, strict=True)
     )
-    plan = Plan(model, base, None, True, cells, metrics, batch_size=batch_size)
+    plan = Plan(model, PromptPair(base), cells, metrics, batch_size=batch_size)
     where = [layers_and_heads(layers, edges.heads, model.shape) for _, edges in named]
     of_layers = [tuple(asked) for asked, _ in where]
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
-        "matrices": [
-            torch.nonzero(e.matrix(p, i, len(base), ahead=model.looks_ahead)).tolist()
-            for i, p in enumerate(base)
-            for _, e in named
-        ],
+        "matrices": [torch.nonzero(matrix).tolist() for of_example in matrices for matrix in of_example],
         "heads": [resolve_indices(heads, model.shape.n_heads, "head") for _, heads in where],
         "layers": of_layers[0] if len(set(of_layers)) == 1 else of_layers,
-        "window": sizes,
+        "window": windows,
         "variant": variant,
         "over": axes,
-        **prompt_options(base),
-        "metrics": metric_options(plan),
-    } | engine_option(engine)
-
-    def work(run: Run) -> Sweep:
-        measured = measure(plan, run, runner)
-        _leave_out_what_was_not_severed(plan, measured)
-        return sweep_of(plan, measured, run)
-
-    return run_or_resume(Sweep, "knockout", model, options, work, out=out, progress=progress)
+    }
+    finish = _leave_out_what_was_not_severed
+    return run_sweep("knockout", plan, options, engine=engine, finish=finish, progress=progress, out=out)
 
 
 def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
@@ -196,11 +187,12 @@ def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
     if bool(nothing.all()):
         raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
     if bool(nothing.any()):
-        blind = sorted({cell.labels.get("layer", -1) for cell, none in zip(plan.cells, nothing, strict=True) if none})
+        pairs = zip(plan.cells, nothing, strict=True)
+        blind = sorted({template.labels.get("layer", -1) for (_, template), none in pairs if none})
         warnings.warn(
             f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed there, "
             "and the effect is NaN.",
-            stacklevel=5,
+            stacklevel=6,
         )
         measured.values[nothing] = torch.nan
 
@@ -245,39 +237,39 @@ def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edge
     return found
 
 
-def _kinds(
+def _templates(
     model: HookedModel,
     labels: Mapping[str, str],
     edges: Edges,
-    base: Sequence[Prompt],
-    example: int,
+    matrix: Bool[Tensor, "query key"],
     axes: tuple[str, ...],
-    sizes: Mapping[str, int | str],
+    windows: Mapping[str, int | str],
     layers: Sequence[int],
     variant: str,
 ) -> list[CellTemplate]:
-    """List what is severed in one prompt of one set of edges."""
-    shape = model.shape
-    matrix = edges.matrix(base[example], example, len(base), ahead=model.looks_ahead)
-    first, there = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
-    layers, heads_asked = layers_and_heads(layers, edges.heads, shape)
-    heads = resolve_indices(heads_asked, shape.n_heads, "head")
-    listed = {
-        "head": steps(heads, "head" in axes, sizes.get("head"), len(heads) == shape.n_heads),
-        "layer": steps(layers, "layer" in axes, sizes.get("layer"), False),
+    """List what is severed in one prompt, whose severed edges are `matrix`."""
+    first_query, severed = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
+    layers, head_numbers = layers_and_heads(layers, edges.heads, model.shape)
+    heads = resolve_indices(head_numbers, model.shape.n_heads, "head")
+    steps = {
+        "head": axis_steps(heads, "head" in axes, windows.get("head"), len(heads) == model.shape.n_heads),
+        "layer": axis_steps(layers, "layer" in axes, windows.get("layer"), False),
     }
-    kinds = []
-    for step in grid(listed):
-        covers = step["head"].covers
+    (pattern,) = sites_named("pattern", model)
+    templates = []
+    for step in grid(steps):
         runs = layer_runs(step["layer"].covers or ())
-        edits = tuple(Cut(run, there, covers, variant == "zero", first) for run in runs)
-        nested = "layer" in sizes and len(edits) == 1
-        family = (*labels.values(), step["head"].label, edits[0].layers.start) if nested else None
-        kinds.append(CellTemplate(dict(labels) | labels_of(step, sizes), edits, family))
-    return kinds
+        of, zero = step["head"].covers, variant == "zero"
+        edits = tuple(
+            Edit(pattern, run, heads=of, since=first_query, severed=severed, after_softmax=zero) for run in runs
+        )
+        is_nested = "layer" in windows and len(edits) == 1
+        nested = (*labels.values(), step["head"].label, edits[0].layers.start) if is_nested else None
+        templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nested))
+    return templates
 
 
-def _layers_cut(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
+def _layers_with_attention(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
     """Return the layers asked for in which there is attention to cut."""
     (pattern,) = sites_named("pattern", model)
     return pattern.among(resolve_indices(layers, model.shape.n_layers, "layer"), model)
@@ -331,10 +323,13 @@ def knocked_out_states(
     checked_name("variant", variant, VARIANTS)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
-    shape, names, asked = model.shape, _states_named(sites, model), _layers_cut(layers, model)
-    cells = CellTable.of((i, _kinds(model, EDGES, edges, base, i, (), {}, asked, variant)) for i in range(len(base)))
+    shape, names, asked = model.shape, _states_named(sites, model), _layers_with_attention(layers, model)
+    cells = CellTable.of(
+        (i, _templates(model, EDGES, edges, matrix, (), {}, asked, variant))
+        for i, matrix in enumerate(edges.matrix(p, i, len(base), ahead=model.looks_ahead) for i, p in enumerate(base))
+    )
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
-    plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
+    plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
     for done, found in collect_states(plan, progress):
         for name, (held, states) in product(names, ((before, found.before), (after, found.after))):
@@ -375,23 +370,22 @@ def windowed_states(
     _states_named(site, model)
     base, layers = read_prompts(model, prompts), range(model.shape.n_layers)
     (edges,) = named_edges(block).values()
-    listed = (
-        (i, _kinds(model, EDGES, edges, base, i, ("layer",), {"layer": window}, layers, variant))
-        for i in range(len(base))
-    )
-    cells = CellTable.of(
-        (i, [kind for kind in kinds if min(edit.layers.start for edit in kind.edits) <= max(read)])
-        for i, kinds in listed
-    )
+    windows, deepest, rows = {"layer": window}, max(read), []
+    for i, prompt in enumerate(base):
+        matrix = edges.matrix(prompt, i, len(base), ahead=model.looks_ahead)
+        templates = _templates(model, EDGES, edges, matrix, ("layer",), windows, layers, variant)
+        # A window that begins above every layer that is read changes nothing there.
+        rows.append((i, [one for one in templates if min(edit.layers.start for edit in one.edits) <= deepest]))
+    cells = CellTable.of(rows)
     readings = tuple((site, layer) for layer in read)
-    plan = Plan(model, base, None, True, cells, (), batch_size=batch_size, states=readings, states_at=at)
-    above = sorted(set(range(model.shape.n_layers)) - {cell.labels["layer"] for cell in cells})
+    plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
+    above = sorted(set(range(model.shape.n_layers)) - {template.labels["layer"] for _, template in cells})
     found = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
     for done, measured in collect_states(plan, progress=False):
         part = cells.part(done)
-        windows, examples = [cell.labels["layer"] for cell in part], [cell.example for cell in part]
+        centers, examples = [template.labels["layer"] for _, template in part], part.example.tolist()
         for place, reading in enumerate(readings):
-            found[windows, place, examples] = measured.after[reading].float().cpu()
+            found[centers, place, examples] = measured.after[reading].float().cpu()
             for layer in above:
                 found[layer, place, examples] = measured.before[reading].float().cpu()
     return found

@@ -22,12 +22,11 @@ from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
 from headwater.patching.axes import materialize, seen_positions
-from headwater.patching.edits import Replace
+from headwater.patching.edits import Edit, ReplacementSpec
+from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import read_prompts
 from headwater.patching.replacements import (
     VALUES,
-    ReplacementSpec,
-    Roles,
     TensorLike,
     ValueName,
     ValueRequest,
@@ -119,25 +118,22 @@ class EditHook(PromptHook):
             at = seen_positions(site, prompt, at) if prompt.strings else at
             of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
             every = len(at) == len(prompt)
-            write = Replace(site, range(layer, layer + 1), None if every else at, heads, of, units)
+            write = Edit(site, range(layer, layer + 1), None if every else at, heads, of, units)
             edits.append((write, example))
         values = self._values(model, site, layer, prompts)
         return lambda activation: written_into(activation, None, edits, values, layer)
 
-    def _roles(self, prompts: tuple[Prompt, ...]) -> Roles | None:
-        where = self.positions
-        if not isinstance(where, Mapping):
-            return None
-        return Roles(where, [roles_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts)])
-
     def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> ReplacementValues:
-        source = build_replacement(
-            model, self.recipe, None, base=prompts, other=None, sites=(site,), seed=0, roles=self._roles(prompts)
+        where, n = self.positions, len(prompts)
+        by_role = [roles_of(where, one, i, n) for i, one in enumerate(prompts)] if isinstance(where, Mapping) else []
+        pair = PromptPair(prompts)
+        replacement = build_replacement(
+            model, self.recipe, None, pair, (site,), roles=self.positions, positions_by_role=by_role
         )
         lengths = [len(prompt) for prompt in prompts]
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         with torch.inference_mode(not torch.is_grad_enabled()):
-            return compute_values(source, wanted, lengths)
+            return compute_values(replacement, wanted, lengths)
 
 
 def _without_strings(batch: Batch) -> tuple[Prompt, ...]:

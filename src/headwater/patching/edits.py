@@ -1,9 +1,9 @@
 """What a sweep edits and reads: edits, the table of cells that they make, and the variants of runs that are measured.
 
     Edit          writes an activation at a site, over layers, positions, heads; or severs attention edges
-    CellTemplate  the edits of one cell with its labels, for all examples that have it alike
+    CellTemplate  the edits of a cell with its labels, shared by all examples that have the same
     CellTable     which example and template each cell is: a sweep of 24 places over 500 prompts is 24 templates
-    Variant       what is run for a cell: its edits, from where on, and what is read afterwards
+    Variant       what is run for a cell: its edits, from where on it is recomputed, and what is read afterwards
     Variants      the variants of one walk down the layers
 
 Both engines, whole runs and the walk, take the same variants and write them by `headwater.patching.writing`.
@@ -27,11 +27,30 @@ from headwater.models.sites import Site, Stage
 LOGITS = "logits"
 NEVER = 1 << 40
 """A position that no prompt has."""
+CELL_BYTES = 800
+"""What a cell takes from its first label to its row of the table."""
+
+Indices: TypeAlias = Int[np.ndarray, "_"]
+Place: TypeAlias = tuple[str, int]
+"""A site and a layer."""
+Reading: TypeAlias = Place
+"""Where a metric reads; `("logits", n_layers)` for the logits."""
+Deliver: TypeAlias = Callable[[Reading, Indices, Tensor], None]
+"""Takes a reading, the variants read and their values, `variant kept width`."""
 
 
 @dataclass(frozen=True)
-class Replace:
-    """Write other values at a site."""
+class ReplacementSpec:
+    """Values with what they need: what `hw.add`, `hw.scale`, `hw.noise`, `hw.mean` and `hw.resample` return."""
+
+    kind: str
+    """The name of a kind of values."""
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """One change to a run: other values at a site, or (a knockout) attention edges that are severed in its pattern."""
 
     site: Site
     layers: range
@@ -43,20 +62,35 @@ class Replace:
     units: tuple[int, ...] | None = None
     """Of the last axis, such as neurons; None is all of it."""
     since: int = 0
-    """Before this position the values are those of the run itself, so that writing them changes nothing."""
+    """Before this position nothing changes: the values are those of the run itself, or no query loses a key."""
     source_layer: int | None = None
     """The layer whose values are written; None is the layer itself."""
     sample: int = 0
     """Which draw, of values that are drawn several times."""
+    severed: Bool[Tensor, "query key"] | None = None
+    """In place of values: True where query must not read key."""
+    after_softmax: bool = False
+    """Of severed edges: set their weights to 0, rather than their scores to minus infinity (the others then grow)."""
 
-    def read_at(self, layer: int) -> int:
-        """Return the layer whose values are written at a layer."""
-        return layer if self.source_layer is None else self.source_layer
+    @property
+    def writes(self) -> bool:
+        """Whether it writes values, rather than severing edges."""
+        return self.severed is None
+
+    @property
+    def edges(self) -> Bool[Tensor, "query key"]:
+        """The edges that are severed, of an edit that severs any."""
+        assert self.severed is not None
+        return self.severed
 
     @property
     def stage(self) -> Stage | None:
         """How far into the block the edit acts; None where the site does not say."""
-        return self.site.stage
+        return self.site.stage if self.writes else Stage.ATTENTION
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose values are written at a layer."""
+        return layer if self.source_layer is None else self.source_layer
 
     @cached_property
     def first_position(self) -> int:
@@ -66,28 +100,86 @@ class Replace:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """Sever attention edges, before the softmax (`zero=False`: the other weights grow) or after it."""
+class CellTemplate:
+    """What cells of several examples may have in common."""
 
-    layers: range
-    edges: Bool[Tensor, "query key"]
-    """True where query must not read key."""
-    heads: tuple[int, ...] | None = None
-    zero: bool = False
-    first_position: int = 0
-    """The first position whose state can change: the first query that loses a key, or one before it."""
+    labels: Mapping[str, Any]
+    """Their coordinates, as they are in the table."""
+    edits: tuple[Edit, ...]
+    nested: tuple[Any, ...] | None = None
+    """Cells of one example with the same key here begin at one layer and end ever later: each contains those before."""
+    token_at: tuple[int, ...] | None = None
+    """The positions whose tokens the table shows."""
 
-    stage = Stage.ATTENTION
+    @cached_property
+    def first_position(self) -> int:
+        """The first position whose state can change."""
+        return min((edit.first_position for edit in self.edits), default=NEVER)
 
 
-Edit = Replace | Cut
-Indices: TypeAlias = Int[np.ndarray, "_"]
-Place: TypeAlias = tuple[str, int]
-"""A site and a layer."""
-Reading: TypeAlias = Place
-"""Where a metric reads; `("logits", n_layers)` for the logits."""
-Deliver: TypeAlias = Callable[[Reading, Indices, Tensor], None]
-"""Takes a reading, the variants read and their values, `variant kept width`."""
+@dataclass(frozen=True, eq=False)
+class CellTable:
+    """Many cells: those of an example are adjacent, and the examples in order."""
+
+    templates: tuple[CellTemplate, ...]
+    example: Indices
+    template: Indices
+    """By cell: which of `templates` it is."""
+
+    @classmethod
+    def of(cls, by_example: Iterable[tuple[int, Sequence[CellTemplate]]]) -> CellTable:
+        """Put the cells of each example in a row."""
+        # A list that several examples share is numbered once: 500 prompts of one shape cost as much as one.
+        rows = list(by_example)
+        lists = {id(some): some for _, some in rows}
+        templates = {id(template): template for some in lists.values() for template in some}
+        number = {one: i for i, one in enumerate(templates)}
+        numbers = {one: np.array([number[id(template)] for template in some], int) for one, some in lists.items()}
+        template = np.concatenate([np.zeros(0, dtype=np.int64), *(numbers[id(some)] for _, some in rows)])
+        example = np.repeat(np.array([one for one, _ in rows], dtype=np.int64), [len(some) for _, some in rows])
+        return cls(tuple(templates.values()), example, template)
+
+    @classmethod
+    def unedited(cls, n_examples: int) -> CellTable:
+        """Return a cell without edits for each example."""
+        return cls((CellTemplate({}, ()),), np.arange(n_examples), np.zeros(n_examples, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.example)
+
+    def __iter__(self) -> Iterator[tuple[int, CellTemplate]]:
+        return ((int(i), self.templates[t]) for i, t in zip(self.example, self.template, strict=True))
+
+    def part(self, cells: range) -> CellTable:
+        """Return adjacent cells."""
+        return CellTable(
+            self.templates, self.example[cells.start : cells.stop], self.template[cells.start : cells.stop]
+        )
+
+    def among(self, examples: range) -> range:
+        """Return which cells are of examples in a row."""
+        first, last = np.searchsorted(self.example, [examples.start, examples.stop])
+        return range(int(first), int(last))
+
+    @cached_property
+    def used(self) -> list[CellTemplate]:
+        """The templates of which there is a cell."""
+        return [self.templates[number] for number in np.unique(self.template)]
+
+    @cached_property
+    def first_position(self) -> Int[np.ndarray, " cell"]:
+        """By cell: the first position whose state can change."""
+        return np.array([one.first_position for one in self.templates], dtype=np.int64)[self.template]
+
+    def longest_of_nested(self) -> Int[np.ndarray, " cell"]:
+        """By cell: the last and longest of the cells that it is nested in; -1 for that one, and for all others."""
+        longest = np.full(len(self), -1)
+        is_nested = np.array([one.nested is not None for one in self.templates], dtype=bool)[self.template]
+        last: dict[tuple[Any, ...], int] = {}
+        for i in np.flatnonzero(is_nested)[::-1].tolist():
+            found = last.setdefault((int(self.example[i]), self.templates[self.template[i]].nested), i)
+            longest[i] = found if found != i else -1
+        return longest
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,39 +217,39 @@ class Variant:
         return max((edit.layers.stop for edit in self.edits), default=0)
 
     @cached_property
+    def first_change(self) -> int:
+        """The first position whose state an edit can change."""
+        return self.start[1] if self.start else min(edit.first_position for edit in self.edits)
+
+    @cached_property
     def first_position(self) -> int:
-        """Where the recomputed stretch begins: at the first change, or at the first position read if earlier."""
-        if self.whole is not None:
-            return 0
-        changed = self.start[1] if self.start else min(edit.first_position for edit in self.edits)
-        return min(changed, self.kept[0])
+        """Where the recomputed positions begin: at the first change, or at the first position read if earlier."""
+        return 0 if self.whole is not None else min(self.first_change, self.kept[0])
 
     @property
     def stop_position(self) -> int:
-        """Where the recomputed stretch ends: after the last position that is read, or that one of these reads."""
+        """Where the recomputed positions end: after the last that is read, or that one of these reads."""
         return self.kept[-1] + 1 if self.whole is None else self.whole
 
     @cached_property
-    def is_felt(self) -> bool:
-        """Whether a position that is read can see any edit."""
-        if self.whole is not None:
-            return True
-        changed = self.start[1] if self.start else min(edit.first_position for edit in self.edits)
-        return changed <= self.kept[-1]
+    def can_change_output(self) -> bool:
+        """Whether a position that is read can see any edit: where not, the effect is 0 and nothing is run."""
+        return self.whole is not None or self.first_change <= self.kept[-1]
 
-    def replacing(self, site: Site | str, layer: int) -> list[Replace]:
+    def writes_at(self, site: Site | str, layer: int) -> list[Edit]:
         """Return the edits that write at a site of a layer."""
         name = site if isinstance(site, str) else site.name
-        return [e for e in self.edits if isinstance(e, Replace) and e.site.name == name and layer in e.layers]
+        return [edit for edit in self.edits if edit.writes and edit.site.name == name and layer in edit.layers]
 
-    def cutting(self, layer: int, zero: bool) -> list[Cut]:
+    def severs_in(self, layer: int, after_softmax: bool) -> list[Edit]:
         """Return the edits that sever edges of a layer, before the softmax or after it."""
-        return [e for e in self.edits if isinstance(e, Cut) and e.zero == zero and layer in e.layers]
+        cuts = (edit for edit in self.edits if not edit.writes and edit.after_softmax == after_softmax)
+        return [edit for edit in cuts if layer in edit.layers]
 
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """The runs of a wave: an example each, and one of a few changes."""
+    """The runs of a walk: an example each, and one of a few changes."""
 
     changes: tuple[Variant, ...]
     which: Indices
@@ -181,10 +273,10 @@ class Variants:
         return self.changes[self.which[index]]
 
     @property
-    def felt(self) -> Bool[np.ndarray, " _"]:
-        """By run: whether what is read can be another than without its edits."""
-        felt = self.each(lambda change: change.is_felt).astype(bool)
-        return felt if self.noop is None else felt & ~self.noop
+    def can_change_output(self) -> Bool[np.ndarray, " _"]:
+        """By run: whether what is read can differ from what it is without the edits."""
+        can = self.each(lambda change: change.can_change_output).astype(bool)
+        return can if self.noop is None else can & ~self.noop
 
     def each(self, number: Callable[[Variant], int]) -> Indices:
         """Return a number of each run's change, by run."""
@@ -199,107 +291,7 @@ def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "_ kept"], 
     return positions, np.arange(most) < counts[:, None]
 
 
-CELL_BYTES = 800
-"""What a cell takes from its first label to its row of the table."""
-
-
-@dataclass(frozen=True, eq=False)
-class CellTemplate:
-    """What cells of several examples may have in common."""
-
-    labels: Mapping[str, Any]
-    """Their coordinates, as they stand in the table."""
-    edits: tuple[Edit, ...]
-    family: tuple[Any, ...] | None = None
-    """Cells of one family (adjacent, of one example) begin at one layer and end ever later: they share a trunk."""
-    token_at: tuple[int, ...] | None = None
-    """The positions whose tokens the table shows."""
-
-    @cached_property
-    def first_position(self) -> int:
-        """The first position whose state can change."""
-        return min((edit.first_position for edit in self.edits), default=NEVER)
-
-
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """One cell of the sweep on one example."""
-
-    example: int
-    kind: CellTemplate
-
-    @property
-    def labels(self) -> Mapping[str, Any]:
-        """Its coordinates, as they stand in the table."""
-        return self.kind.labels
-
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """What is edited."""
-        return self.kind.edits
-
-
-@dataclass(frozen=True, eq=False)
-class CellTable:
-    """Many cells, those of an example side by side and the examples in order."""
-
-    kinds: tuple[CellTemplate, ...]
-    """Those that cells may be of."""
-    example: Int[np.ndarray, " cell"]
-    kind: Int[np.ndarray, " cell"]
-    """Which of `kinds` each cell is of."""
-
-    @classmethod
-    def of(cls, by_example: Iterable[tuple[int, Sequence[CellTemplate]]]) -> CellTable:
-        """Put the cells of each example in a row."""
-        rows = list(by_example)
-        listed = {id(own): own for _, own in rows}
-        kinds = {id(kind): kind for own in listed.values() for kind in own}
-        number = {one: i for i, one in enumerate(kinds)}
-        numbers = {one: np.array([number[id(kind)] for kind in own], dtype=np.int64) for one, own in listed.items()}
-        kind = np.concatenate([np.zeros(0, dtype=np.int64), *(numbers[id(own)] for _, own in rows)])
-        example = np.repeat(np.array([one for one, _ in rows], dtype=np.int64), [len(own) for _, own in rows])
-        return cls(tuple(kinds.values()), example, kind)
-
-    @classmethod
-    def unedited(cls, n_examples: int) -> CellTable:
-        """Return a cell without edits for each example."""
-        return cls((CellTemplate({}, ()),), np.arange(n_examples), np.zeros(n_examples, dtype=np.int64))
-
-    def __len__(self) -> int:
-        return len(self.example)
-
-    def __getitem__(self, index: int) -> Cell:
-        return Cell(int(self.example[index]), self.kinds[self.kind[index]])
-
-    def __iter__(self) -> Iterator[Cell]:
-        return (self[index] for index in range(len(self)))
-
-    def part(self, cells: range) -> CellTable:
-        """Return cells that stand side by side."""
-        return CellTable(self.kinds, self.example[cells.start : cells.stop], self.kind[cells.start : cells.stop])
-
-    def among(self, examples: range) -> range:
-        """Return which cells are of examples in a row."""
-        first, last = np.searchsorted(self.example, [examples.start, examples.stop])
-        return range(int(first), int(last))
-
-    @cached_property
-    def used(self) -> list[CellTemplate]:
-        """The kinds of which there is a cell."""
-        return [self.kinds[number] for number in np.unique(self.kind)]
-
-    @cached_property
-    def first_position(self) -> Int[np.ndarray, " cell"]:
-        """The first position of each cell whose state can change."""
-        return np.array([kind.first_position for kind in self.kinds], dtype=np.int64)[self.kind]
-
-
 def refuse_too_many_cells(n_cells: int) -> None:
-    """Refuse a sweep whose very list of cells would not fit.
-
-    Raises:
-        InputError: with the figures.
-    """
+    """Refuse a sweep whose very list of cells would not fit in memory."""
     advice = "Sweep over fewer axes (over=), layers, heads, positions or prompts."
     refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)

@@ -11,7 +11,9 @@ When memory runs out, half of a group's examples are taken at a time from then o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +22,54 @@ from headwater.models.memory import in_halves
 from headwater.patching.plan import Plan, waves
 from headwater.patching.readout import Measured
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
+from headwater.patching.sweep import Sweep, sweep_of
 from headwater.patching.walk_runner import CannotStepError, WalkRunner
 from headwater.patching.whole_runs import Runner, WholeRuns
 from headwater.progress import progress_bar
-from headwater.runs.analysis import Run
+from headwater.runs.analysis import Run, run_or_resume
+
+ENGINES: Mapping[str, type[Runner]] = {"auto": WalkRunner, "whole runs": WholeRuns}
+"""What measures cells, by the option `engine`: a walk down the layers where the model allows it, or whole runs."""
+
+
+def run_sweep(
+    analysis: str,
+    plan: Plan,
+    options: Mapping[str, Any],
+    *,
+    engine: str,
+    runner: type[Runner] | None = None,
+    finish: Callable[[Plan, Measured], None] = lambda plan, measured: None,
+    seed: int = 0,
+    progress: bool,
+    out: str | Path | None,
+) -> Sweep:
+    """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
+
+    Args:
+        analysis: the name of the call, for the record.
+        plan: what is measured.
+        options: what decides the result beside prompts, metrics and values, which are taken from the plan.
+        engine: as the caller gave it.
+        runner: what measures; default: that of the engine.
+        finish: a last look at what was measured, which it may change or refuse.
+        seed: of the call.
+        progress: show a bar.
+        out: the folder.
+    """
+    replacement, runner = plan.replacement, runner or ENGINES[engine]
+    options = {**options, **plan.pair.described(replacement.inputs.dataset if replacement is not None else None)}
+    if replacement is not None:
+        options |= {"direction": plan.pair.direction, "values": replacement.described}
+        options |= {"mean_over": replacement.mean_over}
+    options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
+
+    def work(run: Run) -> Sweep:
+        measured = measure(plan, run, runner)
+        finish(plan, measured)
+        return sweep_of(plan, measured, run)
+
+    return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
 
 
 def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
@@ -40,7 +86,7 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured
     def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
         parts = [part.tables() for _, part in measuring.parts(*wave)]
         tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        outcome = plan.source.outcome if plan.source is not None else CHANGED
+        outcome = plan.replacement.outcome if plan.replacement is not None else CHANGED
         return tables | {"whole": torch.tensor(measuring.runner is WholeRuns), "outcome": torch.tensor(outcome)}
 
     with run.bar("cells", "cell", len(plan.cells)) as bar:
@@ -51,8 +97,8 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured
             if bool(piece["whole"]):
                 measuring.runner = WholeRuns
             outcome = max(outcome, int(piece.get("outcome", CHANGED)))
-    if plan.source is not None:
-        refuse_values_that_change_nothing(plan.source, outcome)
+    if plan.replacement is not None:
+        refuse_values_that_change_nothing(plan.replacement, outcome)
     found.engine = measuring.runner.name
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.sites import SITES
-from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Cut, Deliver, Indices, Reading, Variants
+from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Deliver, Edit, Indices, Reading, Variants
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Group, Kept, columns_of
 
@@ -95,7 +95,7 @@ class Readout:
     ):
         self.group, self.plan, self.examples = group, group.plan, group.examples
         self.base, self.other, self._visible, self._answer_tokens = base, other, visible, answers
-        self._clean = base if self.plan.base_is_clean else other
+        self._clean = base if self.plan.pair.base_is_clean else other
         self._places = [self._places_of(m) for m in range(len(self.plan.metrics))]
         with torch.no_grad():
             self._of_base = self._baseline(base)
@@ -109,10 +109,10 @@ class Readout:
         found.unedited = self._of(self._of_base, chosen, rows)
         if self._of_other is not None:
             found.other = self._of(self._of_other, chosen, rows)
-        cutting = [any(isinstance(edit, Cut) for edit in kind.edits) for kind in chosen.kinds]
-        if self.plan.metrics and len(among := np.flatnonzero(np.array(cutting)[chosen.kind])):
-            numbers, which = np.unique(chosen.kind[among], return_inverse=True)
-            edges = self._visible_edges([chosen.kinds[number] for number in numbers])
+        cutting = [any(not edit.writes for edit in one.edits) for one in chosen.templates]
+        if self.plan.metrics and len(among := np.flatnonzero(np.array(cutting)[chosen.template])):
+            numbers, which = np.unique(chosen.template[among], return_inverse=True)
+            edges = self._visible_edges([chosen.templates[number] for number in numbers])
             found.edges[torch.from_numpy(among)] = edges[torch.from_numpy(which.reshape(-1))]
         found.values = found.unedited.clone()
         found.before = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
@@ -124,11 +124,11 @@ class Readout:
         chosen = self.plan.cells.part(cells)
         variants = self.group.variants(chosen)
         found = self.unedited(cells)
-        readings = [[self.plan.reading(metric, kind.edits) for metric in self.plan.metrics] for kind in chosen.kinds]
+        readings = [[self.plan.reading(metric, one.edits) for metric in self.plan.metrics] for one in chosen.templates]
 
         def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
             for m in range(len(self.plan.metrics)):
-                asks = np.array([own[m] == reading for own in readings])[chosen.kind[indices]]
+                asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
                 if asks.any():
                     asking = indices[asks]
                     part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
@@ -181,9 +181,9 @@ class Readout:
         """What each cell's metrics gave on an unedited run of its example."""
         found = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
         for m, metric in enumerate(self.plan.metrics):
-            readings = [self.plan.reading(metric, kind.edits) for kind in cells.kinds]
-            for reading in {readings[number] for number in np.unique(cells.kind)}:
-                among = np.flatnonzero(np.array([one == reading for one in readings])[cells.kind])
+            readings = [self.plan.reading(metric, one.edits) for one in cells.templates]
+            for reading in {readings[number] for number in np.unique(cells.template)}:
+                among = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
                 found[torch.from_numpy(among), m] = baseline[reading][torch.from_numpy(rows[among]), m]
         return found
 
@@ -239,33 +239,24 @@ class Readout:
         rows = torch.arange(len(read), device=read.device)[:, None]
         return read[rows, to_device(index, read.device)]
 
-    def _visible_edges(self, kinds: Sequence[CellTemplate]) -> Float[Tensor, " kind"]:
-        """Count the visible edges that cells of each kind sever, over their layers and heads.
-
-        The edges of a matrix are counted in every layer at once, and all counts fetched together.
-        """
-        cuts = [[edit for edit in kind.edits if isinstance(edit, Cut)] for kind in kinds]
-        matrices = {id(cut.edges): cut.edges for own in cuts for cut in own}
+    def _visible_edges(self, templates: Sequence[CellTemplate]) -> Float[Tensor, " template"]:
+        """Count the visible edges that cells sever, over their layers and heads."""
+        cuts = [[edit for edit in template.edits if not edit.writes] for template in templates]
+        matrices = {id(cut.edges): cut.edges for some in cuts for cut in some}
         device = next(iter(matrices.values())).device
         visible = torch.stack([seen.to(device) for seen in self._visible.values()])
-        counts = torch.stack(
-            [(visible[:, : len(edges), : len(edges)] & edges).sum((1, 2)) for edges in matrices.values()]
-        ).tolist()
-        of_matrix = {one: dict(zip(self._visible, own, strict=True)) for one, own in zip(matrices, counts, strict=True)}
-        n_heads = self.plan.model.shape.n_heads
-        return torch.from_numpy(
-            np.array(
-                [
-                    sum(
-                        (n_heads if cut.heads is None else len(cut.heads))
-                        * sum(of_matrix[id(cut.edges)][layer] for layer in cut.layers)
-                        for cut in own
-                    )
-                    for own in cuts
-                ],
-                dtype=np.float64,
-            )
+        # A matrix is counted in every layer at once, and all counts are fetched together: one wait for the device.
+        counts = torch.stack([(visible[:, : len(one), : len(one)] & one).sum((1, 2)) for one in matrices.values()])
+        by_layer = dict(
+            zip(matrices, (dict(zip(self._visible, row, strict=True)) for row in counts.tolist()), strict=True)
         )
+        n_heads = self.plan.model.shape.n_heads
+
+        def count(cut: Edit) -> int:
+            each = sum(by_layer[id(cut.edges)][layer] for layer in cut.layers)
+            return each * (n_heads if cut.heads is None else len(cut.heads))
+
+        return torch.tensor([float(sum(map(count, some))) for some in cuts], dtype=torch.float64)
 
 
 def _batches(read: Sequence[Tensor]) -> Iterator[list[int]]:

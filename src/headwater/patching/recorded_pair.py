@@ -27,9 +27,10 @@ from headwater.patching.ablation import joint_template
 from headwater.patching.components import Node
 from headwater.patching.edits import LOGITS, CellTable, Indices, Reading
 from headwater.patching.metrics import Metric
-from headwater.patching.plan import Plan, plan_of
+from headwater.patching.plan import Plan
 from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import Prompts
+from headwater.patching.replacements import build_replacement
 from headwater.patching.walk_runner import CannotStepError, WalkRunner
 from headwater.patching.whole_runs import WholeRuns
 
@@ -68,7 +69,7 @@ class RecordedPair:
 
     Args:
         model: the model; it is left as it was.
-        sides: one pair, and which of its runs is edited.
+        pair: one pair, and which of its runs is edited.
         metric: of the logits.
         values: what is written: `other run`, `zero`, `mean`, ...; values that are drawn several times are not for this.
         dataset: the prompts of `mean`.
@@ -81,25 +82,25 @@ class RecordedPair:
     def __init__(
         self,
         model: HookedModel,
-        sides: PromptPair,
+        pair: PromptPair,
         metric: Metric,
         *,
         values: Any = "other run",
         dataset: Prompts | None = None,
         sites: Sequence[str],
     ):
-        if len(sides.prompts) != 1:
-            raise InputError(f"One pair of prompts was wanted; {len(sides.prompts)} were given.")
+        if len(pair.prompts) != 1:
+            raise InputError(f"One pair of prompts was wanted; {len(pair.prompts)} were given.")
         if metric.site != LOGITS:
             raise InputError(f"The metric {metric.name!r} reads {metric.site}; one of the logits was wanted.")
-        self.model, self.sides, self.metric = model, sides, metric
+        self.model, self.pair, self.metric = model, pair, metric
         named = sites_named(sites, model)
-        self.source = sides.source(model, values, dataset, named, seed=0)
+        self.replacement = build_replacement(model, values, dataset, pair, named)
         every = [Node(s.name, layer) for s in named for layer in s.among(s.layers(model.shape), model, edited=True)]
-        cells = CellTable.of([(0, [joint_template([node], 0, self.source) for node in every])])
-        plan = plan_of(model, sides, cells, (metric,), self.source, matched=[None], batch_size=None)
-        layers = range(model.shape.n_layers)
-        self.plan: Plan = replace(plan, states=tuple((STATE, layer) for layer in layers), states_at=metric.at)
+        # Cells of every node, none of which is measured: they say what the runs have to record.
+        cells = CellTable.of([(0, [joint_template([node], 0, self.replacement) for node in every])])
+        states = tuple((STATE, layer) for layer in range(model.shape.n_layers))
+        self.plan = Plan(model, pair, cells, (metric,), self.replacement, states=states, states_at=metric.at)
         self.normalise, self.head = unembedding_head(model)
         self._fingerprint = model.fingerprint
         with torch.inference_mode(), model.lock:
@@ -137,7 +138,7 @@ class RecordedPair:
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
         runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
-        cells = CellTable.of([(0, [joint_template(one, 0, self.source) for one in (nodes, *parts)])])
+        cells = CellTable.of([(0, [joint_template(one, 0, self.replacement) for one in (nodes, *parts)])])
         before, _ = self.unedited
         values = [before] * len(cells)
         states: dict[Reading, Tensor] = {reading: runner.readout.base[reading][0] for reading in self.plan.states}
@@ -186,7 +187,7 @@ class RecordedPair:
     def _clean(self) -> Float[Tensor, "1 kept d_vocab"]:
         last = self.plan.states[-1]
         readout = self._runner.readout
-        run = readout.base if self.plan.base_is_clean else readout.other
+        run = readout.base if self.plan.pair.base_is_clean else readout.other
         assert run is not None
         return self.logits(run[last][0][None][:, self._columns])
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -35,69 +35,42 @@ from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_name, checked_seed, shown
-from headwater.patching.edits import Place
-from headwater.patching.prompts import Prompts, first_difference, read_prompts
+from headwater.patching.corruption import BATCH
+from headwater.patching.edits import Place, ReplacementSpec
+from headwater.patching.prompt_pair import PromptPair
+from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.writing import EditedRows, ReplacementValues
 from headwater.registry import Registry
 
-NOT_WRITTEN, LEFT, CHANGED = range(3)
-"""What values made of what stands there have done so far: nothing was asked of them, every row was left, or not."""
-
-
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
-
-
-@dataclass(frozen=True)
-class ReplacementSpec:
-    """Values with what they need: what `hw.add`, `hw.scale`, `hw.noise`, `hw.mean` and `hw.resample` return."""
-
-    kind: str
-    """The name of a kind of values."""
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Positions that were named by role."""
-
-    where: Mapping[str, Any]
-    """As they were named."""
-    at: Sequence[Mapping[str, Sequence[int]]]
-    """By prompt of the caller's: what they are in it."""
+ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
+NOT_WRITTEN, LEFT, CHANGED = range(3)
+"""What computed values have done so far: none was asked for, every row was left as it was, or some row was changed."""
 
 
 @dataclass(frozen=True)
 class ReplacementInputs:
-    """What a sweep gives to a kind of values."""
+    """What a sweep, or an edit, gives to a kind of replacement."""
 
     kind: str
     """The name that was asked for."""
-    base: tuple[Prompt, ...]
-    """The prompts that are edited."""
-    other: tuple[Prompt, ...] | None
-    """The other prompt of each pair."""
-    dataset: tuple[Prompt, ...] | None
-    """What was given as `dataset=`."""
+    pair: PromptPair
     sites: tuple[Site, ...]
-    seed: int
+    """Where it is written."""
+    dataset: tuple[Prompt, ...] | None = None
+    """What was given as `dataset=`."""
+    seed: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the kind was given by the caller, such as a factor."""
-    draws: int = 1
-    """How many of the prompts that are edited stand for one of the caller's, each with other noise."""
-    roles: Roles | None = None
-    """What the edited positions are in their prompts, where they were named by role."""
-    begins: tuple[int, ...] | None = None
-    """By prompt that is edited, where its two runs begin to differ; None: where the texts of the pair do."""
-
-    @property
-    def prompts(self) -> int:
-        """How many prompts the caller gave."""
-        return len(self.base) // self.draws
+    roles: Mapping[str, Any] | None = None
+    """The edited positions as they were named, where they were named by role."""
+    positions_by_role: Sequence[Mapping[str, Sequence[int]]] = ()
+    """By prompt of the caller's: what the roles are in it."""
 
 
 @dataclass(frozen=True)
 class ValueRequest:
-    """What a group of examples asks of its values: `example position ...` at each place."""
+    """What a group of examples asks of a replacement: `example position ...` at each place."""
 
     model: HookedModel
     examples: range
@@ -113,19 +86,17 @@ class ValueRequest:
         """Run prompts, each called by its name in messages, and return their activations at each place."""
         batch = Batch.of([prompt.ids for prompt in prompts], pad_id(self.model.tokenizer)).named(names)
         hooks = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.places}
-        held, _ = capture(self.model, batch, list(dict.fromkeys(hooks.values())))
-        return {place: self.sites[place[0]].read(held[name]) for place, name in hooks.items()}
+        activations, _ = capture(self.model, batch, list(dict.fromkeys(hooks.values())))
+        return {place: self.sites[place[0]].read(activations[name]) for place, name in hooks.items()}
 
 
 class Replacement(ABC):
-    """A kind of values, made for one sweep."""
+    """A kind of values, made for one sweep or edit. It may refuse its inputs when it is made."""
 
     takes_other_run: bool = False
     """Whether it asks for the other run's activations."""
     takes_dataset: ClassVar[bool] = False
     """Whether it can use `dataset=`."""
-    copies: int = 2
-    """How many activations it holds at once for each that it returns: what a sweep takes is estimated with it."""
     labelled: ClassVar[bool] = True
     """Whether the table has a column `values` that names it."""
     of_prompts: ClassVar[bool] = False
@@ -133,21 +104,16 @@ class Replacement(ABC):
     is_control: bool = False
     """Whether they are meant to leave everything as it is: a dose of zero."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """What a caller must give it, by the names of `ReplacementInputs.arguments`: its name alone is not enough then."""
+    """What a caller must give it, by the names of its arguments: its name alone is not enough then."""
     changes: ClassVar[bool] = False
-    """Whether it is made of the activation that stands where it is written, by `changed`."""
+    """Whether it is computed from the activation that is there, by `changed`."""
     mean_over: str | None = None
     """Over what a mean is: examples or tokens."""
     samples: int | None = None
     """How often it is drawn, if so: each draw is a cell of its own; `values` returns an example's draws in turn."""
 
-    def __init__(self, given: ReplacementInputs):
-        """Keep what the sweep gives.
-
-        Raises:
-            InputError: the prompts do not allow these values.
-        """
-        self.given = given
+    def __init__(self, inputs: ReplacementInputs):
+        self.inputs = inputs
         self.outcome = NOT_WRITTEN
 
     @abstractmethod
@@ -155,7 +121,7 @@ class Replacement(ABC):
         """Return the values at every place that is wanted, one row per example, over all of its positions."""
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Return what is written where `activation` stands, `row width`, for kinds that say `changes`.
+        """Return what is written in place of `activation`, `row width`, for kinds that say `changes`.
 
         Args:
             activation: of each row, in the run that is edited, after the edits of earlier layers; a copy.
@@ -165,11 +131,11 @@ class Replacement(ABC):
         raise NotImplementedError
 
     def written(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Return what `changed` makes of rows, and remember whether it ever was anything else than these."""
-        made = self.changed(activation, other, rows)
+        """Return `changed`, and remember whether it ever was anything else than the rows themselves."""
+        changed = self.changed(activation, other, rows)
         if self.outcome != CHANGED and len(rows):
-            self.outcome = LEFT if torch.equal(made, activation) else CHANGED
-        return made
+            self.outcome = LEFT if torch.equal(changed, activation) else CHANGED
+        return changed
 
     def since(self, example: int) -> int:
         """Return the position before which the values of an example are those of its own run."""
@@ -178,10 +144,20 @@ class Replacement(ABC):
     @property
     def label(self) -> str | None:
         """What the table's column `values` says of them, if anything."""
-        return self.given.kind if self.labelled else None
+        return self.inputs.kind if self.labelled else None
+
+    @property
+    def described(self) -> Any:
+        """What the record of a run says: the name, with what was given, and of a kind that was added its code.
+
+        The prompts of a data set are not included: they are among the run's prompts.
+        """
+        kind, arguments = self.inputs.kind, {k: v for k, v in self.inputs.arguments.items() if k != "prompts"}
+        if kind in get_args(ValueName):
+            return {kind: arguments} if arguments else kind
+        return {kind: arguments if VALUES[kind].__module__.startswith("headwater.") else type(self)}
 
 
-ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
 VALUES: Registry[str, type[Replacement]] = Registry(
     "kind of values", "headwater.patching.replacements", "headwater.patching.changes"
 )
@@ -196,9 +172,9 @@ class OtherRun(Replacement):
     of_prompts = True
     labelled = False
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        if given.other is None:
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        if inputs.pair.other is None:
             raise InputError(
                 "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "
                 "values='zero', 'mean' or 'resample'; a file of pairs is given as a pathlib.Path."
@@ -209,34 +185,23 @@ class OtherRun(Replacement):
         return wanted.other
 
     def since(self, example: int) -> int:
-        """Return the first position at which the two prompts differ."""
-        assert self.given.other is not None
-        if self.given.begins is not None:
-            return self.given.begins[example]
-        return self._first_differences[example]
-
-    @cached_property
-    def _first_differences(self) -> list[int]:
-        assert self.given.other is not None
-        return [first_difference(*pair) for pair in zip(self.given.base, self.given.other, strict=True)]
+        """Return the first position at which the two runs differ."""
+        return self.inputs.pair.first_differences[example]
 
 
 @VALUES.add("zero")
 class Zero(Replacement):
     """Nothing."""
 
-    copies = 0
     labelled = False
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return zeros, none of which takes memory."""
-        model = wanted.model
-        zero = torch.zeros((), dtype=model.dtype, device=model.device)
-        n = len(wanted.examples)
-        return {
-            (site, layer): zero.expand(n, *wanted.sites[site].size(model.shape, wanted.width))
-            for site, layer in wanted.places
+        zero = torch.zeros((), dtype=wanted.model.dtype, device=wanted.model.device)
+        sizes = {
+            (site, layer): wanted.sites[site].size(wanted.model.shape, wanted.width) for site, layer in wanted.places
         }
+        return {place: zero.expand(len(wanted.examples), *size) for place, size in sizes.items()}
 
 
 def checked_tensor(option: str, value: Any) -> Tensor:
@@ -261,7 +226,7 @@ def checked_tensor(option: str, value: Any) -> Tensor:
 
 
 def replacement_spec(values: object) -> ReplacementSpec:
-    """Return what was given as values as a recipe.
+    """Return what was given as values as a spec.
 
     Raises:
         InputError: it is nothing that values can be made of, or a name that needs more.
@@ -280,89 +245,59 @@ def build_replacement(
     model: HookedModel,
     values: object,
     dataset: Prompts | None,
-    *,
-    base: tuple[Prompt, ...],
-    other: tuple[Prompt, ...] | None,
+    pair: PromptPair,
     sites: tuple[Site, ...],
-    seed: int,
-    draws: int = 1,
-    begins: tuple[int, ...] | None = None,
-    roles: Roles | None = None,
+    seed: int = 0,
+    *,
+    roles: Where | None = None,
+    positions_by_role: Sequence[Mapping[str, Sequence[int]]] = (),
 ) -> Replacement:
-    """Make what was asked for as `values=` of a sweep, with `dataset=` and `seed=` beside it; see `ReplacementInputs`.
+    """Make what was asked for as `values=`, with `dataset=` and `seed=` beside it; see `ReplacementInputs`.
 
     Raises:
         InputError: it is nothing that values can be made of, or the prompts do not allow it.
     """
-    recipe = replacement_spec(values)
-    if "positions" in recipe.arguments and roles is None and recipe.kind == "resample":
+    spec = replacement_spec(values)
+    kind, by_role = VALUES[spec.kind], roles if isinstance(roles, Mapping) else None
+    if "positions" in spec.arguments and by_role is None and spec.kind == "resample":
         raise InputError("hw.resample(..., positions=) says what roles are, but the edited positions have none.")
-    if "prompts" in recipe.arguments and dataset is not None:
-        raise InputError(f"values=hw.{recipe.kind}(prompts) and dataset= both give prompts; give one of them.")
-    given = recipe.arguments.get("prompts", dataset)
-    pool = read_prompts(model, given) if given is not None else None
-    seed = int(recipe.arguments.get("seed", seed))
-    return replacement_of(
-        ReplacementInputs(recipe.kind, base, other, pool, sites, seed, recipe.arguments, draws, roles, begins)
-    )
-
-
-def replacement_of(given: ReplacementInputs) -> Replacement:
-    """Make the source that a sweep asked for.
-
-    Raises:
-        InputError: there is no such kind, or the prompts do not allow it.
-    """
-    kind = VALUES[given.kind]
-    if given.dataset is not None and not kind.takes_dataset:
+    if "prompts" in spec.arguments and dataset is not None:
+        raise InputError(f"values=hw.{spec.kind}(prompts) and dataset= both give prompts; give one of them.")
+    given = spec.arguments.get("prompts", dataset)
+    if given is not None and not kind.takes_dataset:
         takers = " or ".join(repr(name) for name, row in VALUES.items() if row.takes_dataset)
-        raise InputError(f"dataset= was given, but values={given.kind!r} takes nothing from it; use {takers}.")
-    return kind(given)
+        raise InputError(f"dataset= was given, but values={spec.kind!r} takes nothing from it; use {takers}.")
+    pool = read_prompts(model, given) if given is not None else None
+    seed = int(spec.arguments.get("seed", seed))
+    replacement = kind(
+        ReplacementInputs(spec.kind, pair, sites, pool, seed, spec.arguments, by_role, positions_by_role)
+    )
+    if pair.corruption is not None and replacement.samples is not None:
+        raise InputError("corrupted= and values= are both hw.noise: a cell would have two draws. Give one of them.")
+    return replacement
 
 
-def compute_values(source: Replacement, wanted: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
+def compute_values(replacement: Replacement, wanted: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
     """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
-    known = [example // source.given.draws for example in wanted.examples]
-    change = source.written if source.changes else None
-    return ReplacementValues(source.values(wanted), change, known, lengths, source.samples or 1)
+    known = [example // replacement.inputs.pair.draws for example in wanted.examples]
+    change = replacement.written if replacement.changes else None
+    return ReplacementValues(replacement.values(wanted), change, known, lengths, replacement.samples or 1)
 
 
-def refuse_values_that_change_nothing(source: Replacement, outcome: int) -> None:
-    """Refuse values that left everything as it was, in the whole of a sweep.
+def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
+    """Refuse values that left every row as it was, in the whole of a sweep, unless they are meant to.
 
-    Args:
-        source: the values.
-        outcome: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` that any part of the sweep came to.
-
-    Raises:
-        InterventionError: every row that was written was left as it stood.
+    `outcome`: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` that any part of the sweep came to.
     """
-    if outcome == LEFT and not source.is_control:
-        label = f" ({source.label})" if source.label not in (None, source.given.kind) else ""
-        sites = ", ".join(site.name for site in source.given.sites)
+    inputs = replacement.inputs
+    if outcome == LEFT and not replacement.is_control:
+        label = f" ({replacement.label})" if replacement.label not in (None, inputs.kind) else ""
+        sites = ", ".join(site.name for site in inputs.sites)
         raise InterventionError(
-            f"The {source.given.kind}{label} given as values left every row of {sites} as it was, at all layers and "
+            f"The {inputs.kind}{label} given as values left every row of {sites} as it was, at all layers and "
             "positions asked for: nothing was edited. Return another activation there, or choose other layers and "
             "positions."
         )
-
-
-BUILT_IN = ("other run", "zero", "mean", "resample")
-
-
-def described_replacement(source: Replacement) -> Any:
-    """What the record of a run says of a source: its name, with what it was given, and of one that was added its code.
-
-    The prompts of a data set are not said here: they stand among the run's prompts.
-    """
-    kind, arguments = source.given.kind, {k: v for k, v in source.given.arguments.items() if k != "prompts"}
-    if kind in BUILT_IN:
-        return {kind: arguments} if arguments else kind
-    return {kind: arguments if VALUES[kind].__module__.startswith("headwater.") else type(source)}
-
-
-BATCH = 16
-"""Prompts of a data set that are run at once."""
 
 
 class _OfDataset(Replacement):
@@ -371,9 +306,9 @@ class _OfDataset(Replacement):
     takes_dataset = True
     of_prompts = True
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        self.pool = given.dataset if given.dataset is not None else given.base[:: given.draws]
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        self.pool = inputs.dataset if inputs.dataset is not None else inputs.pair.prompts
 
     def runs(self, wanted: ValueRequest, numbers: Sequence[int]) -> dict[Place, Tensor]:
         """Run some prompts of the data set, by number."""
@@ -388,13 +323,11 @@ class Mean(_OfDataset):
     and over all their tokens but the first (`"tokens"`) when lengths differ.
     """
 
-    copies = BATCH + 1
-
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
         pool = self.pool
-        one_length = len({len(prompt) for prompt in (*pool, *given.base)}) == 1
-        if any(site.has_keys for site in given.sites) and not one_length:
+        one_length = len({len(prompt) for prompt in (*pool, *inputs.pair.base)}) == 1
+        if any(site.has_keys for site in inputs.sites) and not one_length:
             raise InputError("A mean of attention patterns needs prompts of one length; these differ.")
         if not one_length and all(len(prompt) < 2 for prompt in pool):
             raise InputError(
@@ -448,16 +381,15 @@ class Resample(_OfDataset):
     role, role for role.
     """
 
-    copies = 1
     labelled = False
 
-    def __init__(self, given: ReplacementInputs):
-        super().__init__(given)
-        generator = torch.Generator().manual_seed(given.seed)
-        by_role = given.roles is not None and not any(site.has_keys for site in given.sites)
-        self._roles = self._of_pool(given.roles) if given.roles is not None and by_role else None
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        generator = torch.Generator().manual_seed(inputs.seed)
+        by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
+        self._roles = self._roles_of_pool() if by_role else None
         self.donors: list[int] = []
-        for i, prompt in enumerate(given.base):
+        for i, prompt in enumerate(inputs.pair.base):
             fitting = [j for j, donor in enumerate(self.pool) if donor.ids != prompt.ids and self._fits(i, j)]
             if not fitting:
                 same = "tokens in each role" if self._roles is not None else f"tokens as prompt {i} ({len(prompt)})"
@@ -467,40 +399,45 @@ class Resample(_OfDataset):
                 )
             self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
 
-    def _of_pool(self, roles: Roles) -> Sequence[Mapping[str, Sequence[int]]]:
-        """Return by prompt of the data set what its roles are; of the edited prompts they are known."""
-        where = self.given.arguments.get("positions") or roles.where
-        if self.given.dataset is None and where is roles.where:
-            return roles.at
+    def _roles_of_pool(self) -> Sequence[Mapping[str, Sequence[int]]]:
+        """By prompt of the data set: what its roles are; of the edited prompts they are known."""
+        roles = self.inputs.roles
+        assert roles is not None
+        where = self.inputs.arguments.get("positions") or roles
+        if self.inputs.dataset is None and where is roles:
+            return self.inputs.positions_by_role
         try:
             found = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
         except InputError as error:
             raise InputError(
                 f"Roles of the prompts to resample from: {error} hw.resample(prompts, positions={{...}}) names them."
             ) from None
-        if set(found[0]) != set(roles.where):
+        if set(found[0]) != set(roles):
             raise InputError(
                 f"hw.resample(..., positions=) names the roles {', '.join(found[0])}; those that are edited are "
-                f"{', '.join(roles.where)}."
+                f"{', '.join(roles)}."
             )
         return found
 
+    def _edited(self, example: int) -> Mapping[str, Sequence[int]]:
+        return self.inputs.positions_by_role[example // self.inputs.pair.draws]
+
     def _fits(self, i: int, j: int) -> bool:
-        if self._roles is None or self.given.roles is None:
-            return len(self.pool[j]) == len(self.given.base[i])
-        own = self.given.roles.at[i // self.given.draws]
-        return all(len(own[role]) == len(at) for role, at in self._roles[j].items())
+        if self._roles is None:
+            return len(self.pool[j]) == len(self.inputs.pair.base[i])
+        edited = self._edited(i)
+        return all(len(edited[role]) == len(at) for role, at in self._roles[j].items())
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts stand."""
         drawn = self.runs(wanted, [self.donors[i] for i in wanted.examples])
-        if self._roles is None or self.given.roles is None:
+        if self._roles is None:
             return drawn
         index = torch.zeros(len(wanted.examples), wanted.width, dtype=torch.long)
         for row, example in enumerate(wanted.examples):
-            own, donors = self.given.roles.at[example // self.given.draws], self._roles[self.donors[example]]
-            for role, at in own.items():
-                index[row, list(at)] = torch.tensor(list(donors[role]))
+            donor = self._roles[self.donors[example]]
+            for role, at in self._edited(example).items():
+                index[row, list(at)] = torch.tensor(list(donor[role]))
         rows = torch.arange(len(index))[:, None]
         return {place: activation[rows, index] for place, activation in drawn.items()}
 

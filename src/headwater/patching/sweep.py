@@ -288,28 +288,28 @@ class Sweep(Result):
 
 def sweep_of(plan: Plan, measured: Measured, run: Run) -> Sweep:
     """Make the result of what was measured."""
-    strings = tuple(prompt.strings for prompt in plan.base[:: plan.draws])
+    strings = tuple(prompt.strings for prompt in plan.pair.prompts)
     return Sweep(tabulate(plan, measured), run.record, strings, measured.engine)
 
 
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     """Lay cells and metrics out as rows."""
     n_cells, n_metrics = measured.values.shape
-    cells, kinds = plan.cells, plan.cells.kinds
-    examples, kind = np.repeat(cells.example, n_metrics), np.repeat(cells.kind, n_metrics)
-    columns: dict[str, Any] = {"example": examples // plan.draws}
+    cells, templates, draws = plan.cells, plan.cells.templates, plan.pair.draws
+    examples, template = np.repeat(cells.example, n_metrics), np.repeat(cells.template, n_metrics)
+    columns: dict[str, Any] = {"example": examples // draws}
     for name in COORDINATES[:-1]:
-        if name == "sample" and plan.corruption is not None:
-            columns[name] = examples % plan.draws
-        elif name == "token" and any(one.token_at is not None for one in kinds):
+        if name == "sample" and plan.pair.corruption is not None:
+            columns[name] = examples % draws
+        elif name == "token" and any(one.token_at is not None for one in templates):
             columns[name] = _tokens(plan, n_metrics)
         elif any(name in one.labels for one in cells.used):
-            listed = [one.labels.get(name) for one in kinds]
+            labels = [one.labels.get(name) for one in templates]
             if name in (*AXES, "kv_head", "from_layer", "sample"):
-                some = any(one is None for one in (listed[number] for number in np.unique(kind)))
-                columns[name] = pd.array(listed, dtype="Int64").take(kind).astype("Int64" if some else "int64")
+                some = any(labels[number] is None for number in np.unique(template))
+                columns[name] = pd.array(labels, dtype="Int64").take(template).astype("Int64" if some else "int64")
             else:
-                columns[name] = [listed[number] for number in kind.tolist()]
+                columns[name] = [labels[number] for number in template.tolist()]
     columns["metric"] = [metric.name for metric in plan.metrics] * n_cells
     effect = measured.values - measured.unedited
     columns["effect"] = effect.flatten().numpy()
@@ -317,9 +317,8 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
         gap = measured.other - measured.unedited
         normalized = torch.where(gap.abs() > 1e-9, effect / gap + 0.0, torch.nan)
         columns["normalized_effect"] = normalized.flatten().numpy()
-    clean, corrupted = (
-        (measured.unedited, measured.other) if plan.base_is_clean else (measured.other, measured.unedited)
-    )
+    edited, other = measured.unedited, measured.other
+    clean, corrupted = (edited, other) if plan.pair.base_is_clean else (other, edited)
     columns["clean"] = clean.flatten().numpy()
     if plan.other is not None:
         columns["corrupted"] = corrupted.flatten().numpy()
@@ -330,12 +329,9 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
 
 def _tokens(plan: Plan, n_metrics: int) -> list[str | None]:
     """Return the tokens that the table shows of each cell, once for every metric."""
-    at, cells = [kind.token_at for kind in plan.cells.kinds], plan.cells
     strings = [prompt.strings for prompt in plan.base]
     shown = [
-        None if (places := at[kind]) is None
-        else strings[example][places[0]] if len(places) == 1
-        else "".join([strings[example][place] for place in places])
-        for example, kind in zip(cells.example.tolist(), cells.kind.tolist(), strict=True)
-    ]  # fmt: skip
+        None if template.token_at is None else "".join([strings[example][place] for place in template.token_at])
+        for example, template in plan.cells
+    ]
     return shown if n_metrics == 1 else [token for token in shown for _ in range(n_metrics)]

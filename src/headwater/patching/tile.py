@@ -24,7 +24,7 @@ from headwater.errors import InterventionError
 from headwater.kernels.devices import to_device
 from headwater.models.blocks import Recording, SharedPrefix
 from headwater.models.sites import Stage, main_site
-from headwater.patching.edits import Cut, Indices, Variants
+from headwater.patching.edits import Indices, Variants
 
 PREFIX_SHARE = 4
 """A key before a row counts as this part of a token of its own."""
@@ -160,13 +160,15 @@ class Tile:
 def rows_of(variants: Variants) -> RowTable:
     """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
     followed = variants.trunk
-    felt, stop = variants.felt, variants.each(lambda one: one.stop_layer)
+    felt, stop = variants.can_change_output, variants.each(lambda one: one.stop_layer)
     read = variants.each(lambda one: max((layer for _, layer in one.readings), default=-1))
     leaves = (followed >= 0) & (stop < stop[followed]) & (read >= stop)
     index = np.flatnonzero(felt & ((followed < 0) | leaves))
     alone = followed[index] < 0
-    layer = np.where(alone, variants.each(lambda one: one.first_layer if one.is_felt else 0)[index], stop[index])
-    entered = variants.each(lambda one: int(one.stage) if one.is_felt else 0)[index]
+    layer = np.where(
+        alone, variants.each(lambda one: one.first_layer if one.can_change_output else 0)[index], stop[index]
+    )
+    entered = variants.each(lambda one: int(one.stage) if one.can_change_output else 0)[index]
     stage = np.where(alone, entered, int(Stage.BLOCK_INPUT))
     start = variants.each(lambda one: one.first_position)[index]
     length = variants.each(lambda one: one.stop_position)[index] - start
@@ -178,7 +180,7 @@ def rows_of(variants: Variants) -> RowTable:
 
 
 def tiled(rows: RowTable, taken: Indices, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
-    """Cut rows into tiles that take the same as recorded and are of similar length.
+    """Edit rows into tiles that take the same as recorded and are of similar length.
 
     Args:
         rows: all rows of a layer.
@@ -240,7 +242,7 @@ class Masks:
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
         """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
         rows, changes = tile.rows, self.variants.changes
-        cutting = {number: changes[number].cutting(layer, zero) for number in np.unique(rows.which)}
+        cutting = {number: changes[number].severs_in(layer, zero) for number in np.unique(rows.which)}
         severed: Tensor | None = None
         for turn in range(max(map(len, cutting.values()))):
             cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
@@ -287,7 +289,7 @@ class Masks:
     @cached_property
     def _edges_cut(self) -> tuple[Bool[Tensor, "_ query key"], dict[int, int]]:
         """What edits sever: no edge at first, then each of their matrices once; and by matrix its number."""
-        edits = [edit for change in self.variants.changes for edit in change.edits if isinstance(edit, Cut)]
+        edits = [edit for change in self.variants.changes for edit in change.edits if not edit.writes]
         matrices = {id(edit.edges): edit.edges for edit in edits}
         longest = max(len(matrix) for matrix in matrices.values())
         edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self._like.device)

@@ -41,7 +41,6 @@ from headwater.patching.edits import (
     Indices,
     Place,
     Reading,
-    Replace,
     Variants,
     padded_kept,
 )
@@ -79,12 +78,12 @@ class Walk:
         self.writers: dict[tuple[str, int], set[int]] = {}
         self.readers: dict[Reading, set[int]] = {}
         for number, change in enumerate(changes):
-            for edit in (edit for edit in change.edits if isinstance(edit, Replace)):
+            for edit in (edit for edit in change.edits if edit.writes):
                 for layer in edit.layers:
                     self.writers.setdefault((edit.site.name, layer), set()).add(number)
-            for reading in change.readings if change.is_felt else ():
+            for reading in change.readings if change.can_change_output else ():
                 self.readers.setdefault(reading, set()).add(number)
-        edited = (edit.site for change in changes for edit in change.edits if isinstance(edit, Replace))
+        edited = (edit.site for change in changes for edit in change.edits if edit.writes)
         self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
         self.joining = rows_of(variants)
         self.rows = self.joining[:0]
@@ -227,9 +226,9 @@ class Walk:
         wanted: dict[Place, Site] = {}
         for number in np.unique(self.variants.which[self.variants.trunk < 0]):
             change = self.variants.changes[number]
-            taken = self._taken(change.stage) if change.is_felt else ()
-            for edit in change.edits if change.is_felt else ():
-                site = edit.site if isinstance(edit, Replace) else main_site(Stage.PATTERN) if edit.zero else None
+            taken = self._taken(change.stage) if change.can_change_output else ()
+            for edit in change.edits if change.can_change_output else ():
+                site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
                 if site is None or site.within is None:
                     continue
                 passed = Stage.MLP_OUTPUT in taken if site.within == "mlp" else bool(taken)
@@ -279,7 +278,7 @@ class Walk:
             if not len(among := np.flatnonzero(own & (rows.which == number))):
                 continue
             start, length = int(rows.start[among[0]]), int(rows.length[among[0]])
-            for edit in self.variants.changes[number].replacing(site, layer):
+            for edit in self.variants.changes[number].writes_at(site, layer):
                 found.append(TokenSpanEdit(edit, rows.example[among], start, length, offset[among]))
                 self._note(rows.variant[among], edit, layer)
         return found
@@ -383,7 +382,7 @@ def not_walked(edits: Iterable[Edit]) -> str | None:
     It knows the tensor that passes through a block at each stage, and, within attention and MLP, what a hook sees as
     `row position ...`.
     """
-    for site in {edit.site.name: edit.site for edit in edits if isinstance(edit, Replace)}.values():
+    for site in {edit.site.name: edit.site for edit in edits if edit.writes}.values():
         inside = site.within is not None and site.stage in (Stage.ATTENTION, Stage.NEURONS) and not site.has_keys
         if site.stage is None or not (inside or site.hook == main_site(site.stage).hook):
             return f"where {site.name} lies in a block is not known to the walk down the layers"

@@ -23,17 +23,16 @@ from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording
 from headwater.models.checks import not_finite
 from headwater.models.memory import is_out_of_memory
-from headwater.models.positions import Prompt
 from headwater.models.sites import Site, Stage, main_site, taken_as_recorded
 from headwater.models.steppable import cannot_step
 from headwater.models.tokens import Batch
-from headwater.patching.edits import LOGITS, Deliver, Place, Replace, Variant, Variants
+from headwater.patching.edits import LOGITS, Deliver, Edit, Place, Variant, Variants
 from headwater.patching.plan import Group, Kept, Plan
+from headwater.patching.prompt_pair import Side
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 from headwater.patching.whole_runs import (
     Runner,
-    WholeRuns,
     _value_names,
     run_edited,
     state_names,
@@ -69,13 +68,13 @@ class WalkRunner(Runner):
         if reason := cannot_step(plan.model):
             raise CannotStepError(reason)
         self.group, self.blocks = Group(plan, examples), Blocks(plan.model)
-        if reason := not_walked(edit for kind in self.group.kinds for edit in kind.edits):
+        if reason := not_walked(self.group.edits):
             raise CannotStepError(reason)
         self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
             self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
-        self._sides = [plan.base] if plan.other is None else [plan.base, plan.other]
+        self._sides = plan.pair.sides
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
         self._record(batch, names, held)
@@ -94,8 +93,8 @@ class WalkRunner(Runner):
         self.recording: Recording = self.blocks.record(batch, names, before, held, unembed=unembed)
         others = {name: activation[n:] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
-        base = self._read(self.recording.activations, plan.base, self.group.kept)
-        other = self._read(others, plan.other, self.group.other_kept) if plan.other is not None else None
+        base = self._read(self.recording.activations, "base", self.group.kept)
+        other = self._read(others, "other", self.group.other_kept) if plan.other is not None else None
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
 
     def measure(self, cells: range) -> Measured:
@@ -124,7 +123,7 @@ class WalkRunner(Runner):
         n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
         longest = lengths.index(max(lengths))
         last = lengths[longest] - 1
-        names, before = self._joined_names(), self.group.corrupting_rows([longest], *self._sides)
+        names, before = self._joined_names(), self.group.corrupting(*self._sides, rows=[longest])
         recording = self.blocks.record(batch.rows(longest, longest + 1), names, before)
         if set(recording.keys) != set(range(n_layers)):
             return "its attention does not hand its keys and values to a cache"
@@ -167,21 +166,21 @@ class WalkRunner(Runner):
     def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
         """Say in which layer an edited run went wrong, by making it once more as a whole run."""
         model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
-        run_edited(model, batch, variant, example, self.values, self.group.corrupting_rows([example], *self._sides))
+        run_edited(model, batch, variant, example, self.values, self.group.corrupting(*self._sides, rows=[example]))
         token = int(batch.tokens[0, position])
         raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
 
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
-        variants = [Variant(kind.edits, (0,), ()) for kind in self.group.kinds if kind.edits]
+        variants = [Variant(template.edits, (0,), ()) for template in self.group.cells.used if template.edits]
         for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
             sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
             there = [site for site in sites if site.absent(self.plan.model.shape) is None]
             names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]
         return names
 
-    def _read(self, activations: Mapping[str, Tensor], side: Sequence[Prompt], kept: Kept) -> Reads:
+    def _read(self, activations: Mapping[str, Tensor], side: Side, kept: Kept) -> Reads:
         """Read one side of the recorded run, whose logits were not computed."""
         group, n_layers = self.group, self.plan.model.shape.n_layers
         read = read_run(group, kept, activations)
@@ -209,18 +208,12 @@ class WalkRunner(Runner):
             return self.blocks.logits(residual)
         return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
 
-    def _refuse_not_finite(
-        self, logits: Float[Tensor, "kept width"], side: Sequence[Prompt], example: int, kept: Kept
-    ) -> None:
+    def _refuse_not_finite(self, logits: Float[Tensor, "kept width"], side: Side, example: int, kept: Kept) -> None:
         wrong = ~logits[:, :1].isfinite().all(-1)
         if bool(wrong.any()):
             batch, position = self.group.batch(side), kept[example][int(wrong.nonzero()[0])]
             token = int(batch.tokens[example, position])
             raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(example), position, token))
-
-
-ENGINES: Mapping[str, type[Runner]] = {"auto": WalkRunner, "whole runs": WholeRuns}
-"""What measures cells, by the option `engine`: a walk down the layers where the model allows it, or whole runs."""
 
 
 def unchanged_places(
@@ -263,7 +256,7 @@ def noop_runs(
             parts = [
                 _at(same[edit.site.name, layer], edit)[variants.example[runs]].reshape(len(runs), -1)
                 for edit in change.edits
-                if isinstance(edit, Replace)
+                if edit.writes
                 for layer in edit.layers
             ]
             found[runs] = np.concatenate(parts, 1).all(1)
@@ -276,14 +269,14 @@ def noop_runs(
 def _may_be_noop(change: Variant, same: Mapping[Place, object]) -> bool:
     """Whether every edit writes the values of its own layers, at places where some are the same."""
     return bool(change.edits) and all(
-        isinstance(edit, Replace)
+        edit.writes
         and edit.units is None
-        and all((edit.site.name, layer) in same and edit.read_at(layer) == layer for layer in edit.layers)
+        and all((edit.site.name, layer) in same and edit.source_of(layer) == layer for layer in edit.layers)
         for edit in change.edits
     )
 
 
-def _at(same: Bool[np.ndarray, "example position *head"], edit: Replace) -> Bool[np.ndarray, "example _ *_"]:
+def _at(same: Bool[np.ndarray, "example position *head"], edit: Edit) -> Bool[np.ndarray, "example _ *_"]:
     """Take the positions and heads that an edit writes."""
     same = same if edit.positions is None else same[:, list(edit.positions)]
     return same if edit.heads is None else same[:, :, list(edit.heads)]

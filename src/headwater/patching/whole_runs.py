@@ -22,12 +22,11 @@ from headwater.models.sites import SITES, Stage, hook_name, main_site
 from headwater.models.tokens import Batch
 from headwater.patching.edits import (
     LOGITS,
-    Cut,
     Deliver,
+    Edit,
     Indices,
     Place,
     Reading,
-    Replace,
     Variant,
     Variants,
 )
@@ -108,15 +107,15 @@ def _readings(variants: Sequence[Variant]) -> list[Reading]:
 
 def _edits(variants: Sequence[Variant], examples: Sequence[int], values: ReplacementValues, stop: int) -> list[Hook]:
     """Return the hooks that make the edits of each row's variant in the layers before one."""
-    written: dict[Place, list[tuple[int, Replace]]] = {}
-    severed: dict[tuple[int, bool], list[tuple[int, Cut]]] = {}
+    written: dict[Place, list[tuple[int, Edit]]] = {}
+    severed: dict[tuple[int, bool], list[tuple[int, Edit]]] = {}
     for row, variant in enumerate(variants):
         for edit in variant.edits:
             for layer in range(edit.layers.start, min(edit.layers.stop, stop)):
-                if isinstance(edit, Replace):
+                if edit.writes:
                     written.setdefault((edit.site.name, layer), []).append((row, edit))
                 else:
-                    severed.setdefault((layer, edit.zero), []).append((row, edit))
+                    severed.setdefault((layer, edit.after_softmax), []).append((row, edit))
     hooks: list[Hook] = []
     for (layer, zero), cuts in severed.items():
         hooks += _cutting(cuts, layer, zero)
@@ -127,7 +126,7 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
     return hooks
 
 
-def _cutting(cuts: Sequence[tuple[int, Cut]], layer: int, zero: bool) -> list[Hook]:
+def _cutting(cuts: Sequence[tuple[int, Edit]], layer: int, zero: bool) -> list[Hook]:
     """Return the hooks that sever the edges of some rows in a layer, after the softmax or before it."""
     pattern = main_site(Stage.PATTERN).hook_name(layer)
     if zero:
@@ -142,7 +141,7 @@ def _cutting(cuts: Sequence[tuple[int, Cut]], layer: int, zero: bool) -> list[Ho
 def written_into(
     activation: Tensor,
     hook: object,
-    edits: Sequence[tuple[Replace, int]],
+    edits: Sequence[tuple[Edit, int]],
     values: ReplacementValues,
     layer: int,
     rows: Sequence[int] | None = None,
@@ -172,11 +171,11 @@ def written_into(
     return edited
 
 
-def _zero(pattern: Tensor, hook: object, cuts: Sequence[tuple[int, Cut]]) -> Tensor:
+def _zero(pattern: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]]) -> Tensor:
     return pattern.masked_fill(_severed(pattern, cuts), 0.0)
 
 
-def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Cut]], where: str) -> Tensor:
+def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where: str) -> Tensor:
     least, severed = torch.finfo(scores.dtype).min, _severed(scores, cuts)
     visible = scores > least / 2
     blind = visible.any(-1) & ~(visible & ~severed).any(-1)
@@ -189,11 +188,11 @@ def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Cut]], where: 
     return scores.masked_fill(severed, least)
 
 
-def _see_cut(pattern: Tensor, hook: object, cuts: Sequence[tuple[int, Cut]], where: str) -> None:
+def _see_cut(pattern: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where: str) -> None:
     edges_are_cut(pattern, _severed(pattern, cuts), where)
 
 
-def _severed(scores: Tensor, cuts: Sequence[tuple[int, Cut]]) -> Bool[Tensor, "row head query key"]:
+def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "row head query key"]:
     """Say which edges are severed, of attention scores or weights of whole prompts."""
     severed = torch.zeros_like(scores, dtype=torch.bool)
     for row, cut in cuts:
@@ -248,12 +247,12 @@ class WholeRuns(Runner):
     def __init__(self, plan: Plan, examples: range):
         self.plan, self.group = plan, Group(plan, examples)
         group, model = self.group, plan.model
-        self._prompts = group.batch(plan.base)
-        before = group.corrupting(plan.base)
+        self._prompts = group.batch("base")
+        before = group.corrupting("base")
         captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
         longest = self._prompts.rows(group.longest, group.longest + 1)
-        visible = visible_keys(model, longest, group.cut_layers) if group.cut_layers else {}
+        visible = visible_keys(model, longest, group.severed_layers) if group.severed_layers else {}
         others, other = other_run(group)
         self.values = values_written(group, others)
         self.readout = Readout(group, base, other, visible)
@@ -272,7 +271,7 @@ class WholeRuns(Runner):
         """
         alike: dict[tuple[object, ...], list[int]] = {}
         keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
-        for index in np.flatnonzero(variants.each(lambda change: change.is_felt)).tolist():
+        for index in np.flatnonzero(variants.each(lambda change: change.can_change_output)).tolist():
             alike.setdefault(keys[variants.which[index]], []).append(index)
         for indices in alike.values():
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
@@ -284,7 +283,7 @@ class WholeRuns(Runner):
     def _forward(self, variants: Variants, indices: Indices, deliver: Deliver) -> None:
         """Deliver what is read of some variants, made in one forward."""
         examples, changes = variants.example[indices].tolist(), [variants[index] for index in indices.tolist()]
-        before = self.group.corrupting_rows(examples, self.plan.base)
+        before = self.group.corrupting("base", rows=examples)
         prompts = self._prompts.take(examples)
         for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
             deliver(reading, indices[list(read)], torch.stack(list(read.values())))
@@ -297,7 +296,7 @@ def state_names(group: Group) -> list[str]:
 
 def _value_names(group: Group) -> dict[Place, str]:
     """Name the other run's activations that values are made of."""
-    source = group.plan.source
+    source = group.plan.replacement
     if source is None or not source.takes_other_run:
         return {}
     return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.sources}
@@ -309,17 +308,20 @@ def other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
     if plan.other is None:
         return {}, None
     names = [*state_names(group), *_value_names(group).values()]
-    kept, before = columns_of(group.other_kept), group.corrupting(plan.other)
-    activations, logits = capture(plan.model, group.batch(plan.other), names, kept, before)
+    kept, before = columns_of(group.other_kept), group.corrupting("other")
+    activations, logits = capture(plan.model, group.batch("other"), names, kept, before)
     return activations, read_run(group, group.other_kept, activations, logits)
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
     """Return what edits write, given the other run's activations."""
     plan = group.plan
-    if plan.source is None:
+    if plan.replacement is None:
         return ReplacementValues({})
     names, sites = _value_names(group), group.sites
-    other = {place: sites[place[0]].read(group.in_base(others[name], sites[place[0]])) for place, name in names.items()}
+    other = {
+        place: sites[place[0]].read(group.aligned_with_base(others[name], sites[place[0]]))
+        for place, name in names.items()
+    }
     wanted = ValueRequest(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
-    return compute_values(plan.source, wanted, group.lengths)
+    return compute_values(plan.replacement, wanted, group.lengths)

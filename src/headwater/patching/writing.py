@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.kernels.devices import to_device
 from headwater.models.sites import Site
-from headwater.patching.edits import Indices, Place, Replace
+from headwater.patching.edits import Edit, Indices, Place
 
 PATTERNS_AT_ONCE = 1 << 22
 """At most so many attention weights are written at once."""
@@ -57,7 +57,7 @@ Change: TypeAlias = Callable[[Tensor, Tensor | None, EditedRows], Tensor]
 
 @dataclass(frozen=True)
 class ReplacementValues:
-    """What `Replace` writes at the examples of a group."""
+    """What `Edit` writes at the examples of a group."""
 
     by_site: Mapping[Place, Tensor]
     """By site and layer, `example position ...`: what is written, or what a change is given as the other run's."""
@@ -84,7 +84,7 @@ class ReplacementValues:
 class TokenSpanEdit:
     """A stretch of tokens of one or more examples, as an activation holds it, and an edit of it."""
 
-    edit: Replace
+    edit: Edit
     example: Indices
     """Which examples of the group."""
     start: int
@@ -123,7 +123,7 @@ def write_tokens(
     alike: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         edit = stretch.edit
-        alike.setdefault((edit.read_at(layer), edit.heads is None, edit.units is None), []).append(stretch)
+        alike.setdefault((edit.source_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
     for (source, _, whole), among in alike.items():
         tokens, *at = _indices(among, held.device)
         if not len(tokens):
@@ -216,7 +216,7 @@ def write_patterns(
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
     for stretch in stretches:
-        source, row = stretch.edit.read_at(layer), int(stretch.offset[0])
+        source, row = stretch.edit.source_of(layer), int(stretch.offset[0])
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
             part = stretch if example is None else stretch.part(stretch.example == example)
             length = 0 if example is None else values.lengths[example]

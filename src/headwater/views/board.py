@@ -16,7 +16,6 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.sites import SiteName, sites_named
 from headwater.options import checked_name, one_or_several
-from headwater.patching.ablation import WHOLE_PROMPTS
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.prompt_pair import read_prompt_pair
 from headwater.patching.prompts import Prompts
@@ -60,7 +59,7 @@ def board(
     """
     check_model(model)
     checked_name("how", how, tuple(HOWS))
-    sides = read_prompt_pair(model, clean, corrupted, WHOLE_PROMPTS, "denoise")
+    sides = read_prompt_pair(model, clean, corrupted, "denoise")
     if sides.corrupted is None or sides.corruption is not None or len(sides.clean) != 1:
         raise InputError("A board is of one pair of prompts: give one text as clean and another as corrupted.")
     metrics = as_metrics(metric)

@@ -101,7 +101,7 @@ def about(clicks: Clicks, how: str) -> dict[str, object]:
     left_open = {kind: {axis: f"{{{axis}}}" for axis in axes} for kind, (_, *axes) in KINDS.items()}
     return {
         "tokens": list(clicks.tokens(how)),
-        "other": list(clicks.bench("noise" if how == "denoise" else "denoise").sides.prompts[0].strings),
+        "other": list(clicks.bench("noise" if how == "denoise" else "denoise").pair.prompts[0].strings),
         "run": "corrupted" if HOWS[how][0] == "denoise" else "clean",
         "query": bench.kept[-1],
         "before": before,

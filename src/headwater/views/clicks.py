@@ -130,7 +130,7 @@ class Clicks:
 
     def tokens(self, how: str) -> tuple[str, ...]:
         """Return the tokens of the prompt whose run is edited."""
-        return self.bench(how).sides.prompts[0].strings
+        return self.bench(how).pair.prompts[0].strings
 
     def bench(self, how: str) -> RecordedPair:
         """Return the recorded runs for one kind of change, made once."""
@@ -191,7 +191,7 @@ class Clicks:
         how = self._how if how is None else how
         checked_name("how", how, tuple(HOWS))
         bench = self.bench(how)
-        read = read_nodes(self.model, nodes, bench.sides.prompts)
+        read = read_nodes(self.model, nodes, bench.pair.prompts)
         if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
             raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
         self._how = how
@@ -261,7 +261,7 @@ class Clicks:
         (node,) = nodes
         if node.site == HEADS and node.head is not None:
             query = bench.kept[-1] if node.position is None else node.position
-            last = len(bench.sides.prompts[0]) if self.model.looks_ahead else query + 1
+            last = len(bench.pair.prompts[0]) if self.model.looks_ahead else query + 1
             return [Node(EDGES, node.layer, query, node.head, key) for key in range(last)]
         if node.site in self.sites and node.position is not None:
             return [Node(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
