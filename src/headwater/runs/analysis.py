@@ -135,15 +135,20 @@ def run_or_resume(
 
     Raises:
         InputError: with `out`, an option cannot be told from another.
+        KeyboardInterrupt: the call was interrupted; the message says how to continue.
         RunFolderError: `out` holds another run, or another process writes to it.
     """
     progress = checked_flag("progress", progress)
     record = RunRecord.of(analysis, model, options, seed)
-    if out is None:
-        return compute(Run(record, progress=progress))
-    folder = RunFolder(out, record, result_class)
-    if folder.finished:
+    folder = None if out is None else RunFolder(out, record, result_class)
+    if folder is not None and folder.finished:
         return result_class.load(folder.path)
-    result = compute(Run(folder.run, folder, progress))
-    folder.finish(result)
+    try:
+        result = compute(Run(record if folder is None else folder.run, folder, progress))
+    except KeyboardInterrupt:
+        kept = f"The same call with out={str(out)!r} continues from what is kept there."
+        nothing = "Nothing was kept; with out=FOLDER a run can be continued."
+        raise KeyboardInterrupt(f"{analysis} was interrupted. {nothing if folder is None else kept}") from None
+    if folder is not None:
+        folder.finish(result)
     return result
