@@ -137,7 +137,7 @@ CHOICES = {
     "direction": "headwater.patching.prompt_pair:DIRECTIONS",
     "over": "headwater.patching.axes:AXES",
     "variant": "headwater.patching.edge_knockout:VARIANTS",
-    "through": "headwater.circuits.carried:THROUGH",
+    "through": "headwater.circuits.exact:THROUGH",
     "quadrature": "headwater.circuits.edge_effects:QUADRATURES",
     "method": "headwater.circuits.edge_effects:METHODS",
     "patch method": "headwater.patching.activation_patching:METHODS",

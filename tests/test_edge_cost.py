@@ -8,7 +8,7 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
-from headwater.circuits import cost
+from headwater.circuits import pairs as cost
 from headwater.circuits.measuring import Outcome
 from headwater.errors import InputError
 from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET

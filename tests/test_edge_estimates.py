@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 
 import headwater as hw
-from headwater.circuits.screen import strongest_and_drawn
+from headwater.circuits.estimates import strongest_and_drawn
 from headwater.errors import InputError
 from headwater.stats.significance import most_of_a_share
 from tests.edge_reference import Reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits import cost
+from headwater.circuits import pairs as cost
 from headwater.errors import InputError
 from tests.edge_reference import Reference
 from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference

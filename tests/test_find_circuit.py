@@ -9,10 +9,9 @@ import torch
 
 import headwater as hw
 from headwater.circuits.circuit_walk import CircuitWalk
-from headwater.circuits.graph import Graph
-from headwater.circuits.greedy import DECISIONS, Greedy, Rule
+from headwater.circuits.graph import Graph, leads_to_logits
 from headwater.circuits.measuring import CircuitRunner, Outcome
-from headwater.circuits.reach import leads_to_logits
+from headwater.circuits.search import DECISIONS, Greedy, Rule
 from headwater.errors import InputError, RunFolderError
 from headwater.planted import circuits
 from tests import chance

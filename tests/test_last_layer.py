@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
-from headwater.circuits.exact import Rows
+from headwater.circuits.exact import EdgeRows
 from headwater.circuits.pairs import Pairs, plan_of, source_in
 from headwater.models.blocks import Blocks
 from headwater.models.edits import read_hook
@@ -30,13 +30,13 @@ def loaded(family: str) -> hw.HookedModel:
 
 
 @cache
-def rows_of(family: str) -> Rows:
+def rows_of(family: str) -> EdgeRows:
     """The rows of a pair, from the first position on at which its prompts differ."""
     model = loaded(family)
     plan = plan_of(model, [CLEAN], [CORRUPTED], DIFFERENCE, "noise", None)
     with torch.no_grad(), model.lock:
         runs = Pairs(plan, source_in(plan, "other run", None, 0), model.fingerprint).runs(0)
-        return Rows(runs, runs.start)
+        return EdgeRows(runs, runs.start)
 
 
 @pytest.mark.diagonal

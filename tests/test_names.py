@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import headwater as hw
-from headwater.circuits import carried, edge_effects, result, senders
+from headwater.circuits import both_runs, edge_effects, exact, result
 from headwater.figures import published
 from headwater.heads import relation_tokens
 from headwater.heads.categories import RULES
@@ -26,7 +26,7 @@ TAKEN = {
     hw.patch: {
         "sites": SITES,
         "direction": prompt_pair.DIRECTIONS,
-        "values": senders.KINDS,
+        "values": both_runs.KINDS,
         "method": activation_patching.METHODS,
         "over": axes.AXES,
         "spans": axes.SPANS,
@@ -34,15 +34,15 @@ TAKEN = {
     hw.patching.Sweep.plot: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
     hw.patching.Sweep.claim: {"match": summaries.MATCH},
     hw.knockout: {"variant": VARIANTS, "over": axes.AXES},
-    hw.ablate: {"values": senders.KINDS},
-    hw.edit: {"values": senders.KINDS},
+    hw.ablate: {"values": both_runs.KINDS},
+    hw.edit: {"values": both_runs.KINDS},
     hw.edges: {
         "direction": prompt_pair.DIRECTIONS,
         "method": edge_effects.METHODS,
-        "values": senders.KINDS,
+        "values": both_runs.KINDS,
         "quadrature": edge_effects.QUADRATURES,
     },
-    hw.path_patch: {"direction": prompt_pair.DIRECTIONS, "values": senders.KINDS, "through": carried.THROUGH},
+    hw.path_patch: {"direction": prompt_pair.DIRECTIONS, "values": both_runs.KINDS, "through": exact.THROUGH},
     hw.circuit_curve: {"by": result.RANKED_BY},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
     hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},

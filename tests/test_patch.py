@@ -631,7 +631,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(
 
     with monkeypatch.context() as patched:
         patched.setattr(WalkRunner, "measure", dies_in_the_third_wave)
-        with pytest.raises(KeyboardInterrupt, match="patch was interrupted. The same call with out=.* continues"):
+        with pytest.raises(KeyboardInterrupt, match=r"patch was interrupted\. The same call with out=.* continues"):
             hw.patch(model, clean, corrupted, out=tmp_path / "run", **options)
     assert len(list((tmp_path / "run" / "pieces").iterdir())) == 2
     again = []

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headwater.circuits.curve import CircuitCurve as CircuitCurve
     from headwater.circuits.curve import circuit_curve as circuit_curve
     from headwater.circuits.edge_effects import edges as edges
-    from headwater.circuits.path_effects import PathEffects as PathEffects
+    from headwater.circuits.path_patching import PathEffects as PathEffects
     from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects
     from headwater.circuits.search import CircuitSearch as CircuitSearch

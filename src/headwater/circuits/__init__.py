@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headwater.circuits.graph import Graph as Graph
     from headwater.circuits.graph_files import read_graph_file as read_graph_file
     from headwater.circuits.graph_files import write_graph_file as write_graph_file
-    from headwater.circuits.path_effects import PathEffects as PathEffects
+    from headwater.circuits.path_patching import PathEffects as PathEffects
     from headwater.circuits.path_patching import path_patch as path_patch
     from headwater.circuits.result import EdgeEffects as EdgeEffects
     from headwater.circuits.search import CircuitSearch as CircuitSearch

@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from headwater.calls import checked_calls
-from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.reach import on_a_path
+from headwater.circuits.graph import Graph, Indices, on_a_path
 from headwater.errors import InputError, RunFolderError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.options import (

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
-from headwater.circuits.circuit_claims import claim_on_runs
-from headwater.circuits.faithfulness import of_examples, summarized
+from headwater.circuits.faithfulness import claim_on_runs, of_examples, summarized
 from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
+from headwater.circuits.result import ByMetric
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim

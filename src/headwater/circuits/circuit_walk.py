@@ -3,8 +3,8 @@
     x_r = x_r(O) + Σ over edges s → r of the circuit:  s(now) - s(O)
 
 for every receiver r, in the order of the layers, where s(now) is what the sender writes of what it reads in this run,
-and O what is carried outside (`headwater.circuits.outside`). With all edges that is the clean run, with none O itself,
-and with all but one the run in which this edge alone is exchanged.
+and O what is carried outside (below). With all edges that is the clean run, with none O itself, and with all but one
+the run in which this edge alone is exchanged.
 
 1. D = s(now) - s(O) is kept for the senders in use, `circuit sender position d_model`; that of the embedding is known.
 2. Per layer and circuit one product of a matrix of zeros and ones, `receiver sender`, with D gives what its receivers
@@ -15,6 +15,21 @@ and with all but one the run in which this edge alone is exchanged.
 
 Edges that lead nowhere are left out before: those from which no path of the circuit leads to the logits and, where O is
 a run, those that no path from the embedding reaches (there s(now) = s(O)).
+
+What the edges outside of a circuit carry: the run that is left when no edge carries the clean prompt.
+
+    other run, resample    what each sender writes in another prompt's run
+    zero                   nothing
+    mean                   the mean over a data set of what each sender adds
+
+With s(O) for what a sender s writes of these values, a receiver outside of everything reads
+
+    x(O) = Σ s(O) + the biases of attention,    over the senders before it
+
+In the other prompt's run that is its own residual stream, and with means the mean of the residual streams. What is
+exchanged is what `hw.edges` exchanges (`headwater.circuits.both_runs`): where a norm comes after attention the mean
+of the heads' shares, each under the scale of its own run, not the shares of a mean z, whose scale is that of no run. So
+all edges but one come to that edge's effect.
 """
 
 from __future__ import annotations
@@ -28,15 +43,64 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
-from headwater.circuits.graph import KINDS, Indices
-from headwater.circuits.head_shares import HeadShares
-from headwater.circuits.outside import Outside
-from headwater.circuits.reach import leads_to_logits, on_a_path
+from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares
+from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers
+from headwater.circuits.graph import KINDS, Indices, leads_to_logits, on_a_path
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
+
+
+@dataclass(frozen=True, eq=False)
+class ComplementRun:
+    """What is carried outside of a circuit in one example, at the positions that are recomputed; by layer."""
+
+    start: int
+    """The first of them."""
+    is_run: bool
+    """Whether it is a prompt's run, so that a sender differs from it only if something reaches it."""
+    embedded: Float[Tensor, "position d_model"]
+    """What the embedding sends."""
+    entering: Sequence[Float[Tensor, "position d_model"]]
+    """What heads read; after the last layer, what the logits read."""
+    middle: Sequence[Float[Tensor, "position d_model"]]
+    """What MLPs read."""
+    heads: Sequence[Float[Tensor, "position head d_model"]]
+    """What heads send."""
+    mlps: Sequence[Float[Tensor, "position d_model"]]
+    """What MLPs send."""
+
+
+def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
+    """Return what the other run of a pair has."""
+    reached, layers = slice(runs.start, runs.stop), range(runs.graph.n_layers)
+
+    def of(site: str, layer: int) -> Tensor:
+        return runs.other(site, layer)[reached]
+
+    entering = [of("resid_pre", layer) for layer in layers]
+    middle = entering if runs.wave.blocks.parallel else [entering[layer] + of("attn_out", layer) for layer in layers]
+    heads = [shares[layer].of(of("z", layer)) for layer in layers]
+    mlps = [of("mlp_out", layer) for layer in layers]
+    last = of("resid_post", layers[-1])
+    return ComplementRun(runs.start, True, entering[0], [*entering, last], middle, heads, mlps)
+
+
+def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged) -> ComplementRun:
+    """Return what a kind of values has at the senders of an example."""
+    sent = exchanged.of(runs.example, len(runs.plan.base[runs.example]))[:, : runs.stop]
+    n_heads, parallel = runs.graph.n_heads, runs.wave.blocks.parallel
+    entering, middle, heads, mlps = [sent[0]], [], [], []
+    for layer, share in enumerate(shares):
+        first = 1 + layer * (n_heads + 1)
+        heads.append(sent[first : first + n_heads].movedim(0, 1))
+        mlps.append(sent[first + n_heads])
+        attended = entering[-1] + heads[-1].sum(1) + share.of_bias(runs.base("z", layer)[: runs.stop]).to(sent)
+        middle.append(entering[-1] if parallel else attended)
+        entering.append(attended + mlps[-1])
+    return ComplementRun(0, False, sent[0], entering, middle, heads, mlps)
+
 
 NEAR = 1e-4
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
@@ -45,7 +109,7 @@ ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
-class Mixed:
+class ReceiverInputs:
     """What some receivers of a layer read: a row for each that an edge of a circuit enters, receiver by receiver."""
 
     circuit: Indices
@@ -63,7 +127,7 @@ class CircuitWalk:
         weights: the model's.
     """
 
-    def __init__(self, rows: Rows, outside: Outside, shares: Sequence[HeadShares], weights: LoadedWeights):
+    def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
         self.runs, self.graph = rows.runs, rows.runs.graph
         self.receivers = [Receivers(rows, layer) for layer in range(self.graph.n_layers)]
@@ -252,7 +316,7 @@ class _Batch:
         n_receivers = self.graph.n_heads + 2 * self.graph.n_kv_heads + 1
         return range(layer * n_receivers, (layer + 1) * n_receivers)
 
-    def _mixed(self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL) -> Mixed:
+    def _mixed(self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL) -> ReceiverInputs:
         """Return what some receivers read in each circuit that has edges into them; at some positions, or at all.
 
         The edges of a circuit are in the order of their receivers, so those into neighbours stand together.
@@ -274,7 +338,7 @@ class _Batch:
             carried[row, slot] = 1
             now = self.now[one, :reach][:, kept].flatten(1)
             _product(to_device(carried, now.device).to(now), now, inputs.flatten(1), mine)
-        return Mixed(circuits[order], entered[order], inputs.add_(outside))
+        return ReceiverInputs(circuits[order], entered[order], inputs.add_(outside))
 
     def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
         """Return the receivers that edges of a circuit enter, and of each edge the place of its receiver, and slot."""

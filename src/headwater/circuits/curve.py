@@ -26,7 +26,6 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
-from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import graph_of, said
 from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
@@ -38,7 +37,7 @@ from headwater.circuits.circuit_runs import (
 )
 from headwater.circuits.faithfulness import ratio_of_means, summarized
 from headwater.circuits.measuring import Outcome
-from headwater.circuits.result import RANKED_BY, EdgeEffects, RankName
+from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import (

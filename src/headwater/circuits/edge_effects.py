@@ -26,14 +26,24 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.carried import THROUGH, ThroughName
-from headwater.circuits.cost import changed_tokens, default_method, runs_of, runs_of_senders, say_how_long
-from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
+from headwater.circuits.estimates import DRAWN, Slopes, gradient_scores, strength, strongest_and_drawn, sublayer_scores
+from headwater.circuits.exact import THROUGH, ThroughName
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
-from headwater.circuits.places import Places
+from headwater.circuits.pairs import (
+    OTHER_RUN,
+    Pairs,
+    Places,
+    changed_tokens,
+    default_method,
+    options_of,
+    places_in,
+    plan_of,
+    runs_of,
+    runs_of_senders,
+    say_how_long,
+    source_in,
+)
 from headwater.circuits.result import EdgeEffects
-from headwater.circuits.screen import DRAWN, strength, strongest_and_drawn
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
@@ -104,7 +114,7 @@ def edges(
             them, which are recomputed, all heads frozen (as `hw.path_patch`).
         method: `exact` for all edges, the default below a billion parameters; `screened`, the default above, estimates
             all (as `sublayer`), and recomputes exactly the `verify` strongest, by that or by `eap`, and 50 of the rest
-            drawn by lot;
+            drawn at random;
             `sublayer`, `eap` and `eap-ig` only estimate (see `headwater.circuits.estimates`).
         verify: how many edges `screened` recomputes for their estimate.
         steps: the runs of `eap-ig` between the two embeddings.
@@ -139,7 +149,7 @@ def edges(
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, how.seed)
     refuse_without_path(source, by)
-    asked = Asked(plan, source, graph, chosen, places_in(plan, over, positions), how)
+    asked = EdgeRequest(plan, source, graph, chosen, places_in(plan, over, positions), how)
     _refuse_what_does_not_fit(asked)
     _say_how_long(asked, hours, progress)
     options = {
@@ -199,7 +209,7 @@ class How:
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class EdgeRequest:
     """Which edges of which pairs, resolved to tokens and numbers."""
 
     plan: Plan
@@ -228,7 +238,7 @@ def refuse_without_path(source: Replacement, method: str) -> None:
         )
 
 
-def _refuse_what_does_not_fit(asked: Asked) -> None:
+def _refuse_what_does_not_fit(asked: EdgeRequest) -> None:
     """Refuse what would not fit in memory: the numbers of all edges.
 
     Raises:
@@ -240,7 +250,7 @@ def _refuse_what_does_not_fit(asked: Asked) -> None:
     refuse_too_large(what, numbers, torch.device("cpu"), advice)
 
 
-def _say_how_long(asked: Asked, hours: float | None, progress: bool) -> None:
+def _say_how_long(asked: EdgeRequest, hours: float | None, progress: bool) -> None:
     """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows.
 
     Raises:
@@ -265,7 +275,7 @@ def _say_how_long(asked: Asked, hours: float | None, progress: bool) -> None:
 class _Measuring:
     """Measures the edges of a plan, an example and a receiver's layer in a piece."""
 
-    def __init__(self, asked: Asked, run: Run):
+    def __init__(self, asked: EdgeRequest, run: Run):
         self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
         sloped = asked.how.shares == (0.0,) and asked.how.method != "exact"
         self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint, sloped)

@@ -14,6 +14,15 @@ recomputed; every other receiver reads what the run gives it. For the receivers 
    and what follows it in the layer; for an MLP, what it makes of x + Δ_s.
 4. All rows are now whole residual streams, and go through the layers above together, a tile at a time: the keys and
    values before the first change are the recorded run's.
+
+By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
+
+    direct   δ_l = Σ Δ_s, over the exchanged senders s before l
+    mlps     the same, and each MLP on the way is recomputed:  δ after it = δ + mlp(x + δ) - mlp(x)
+
+with Δ_s = s(other run) - s(base run). Every head gives what it gave in the base run (an exchanged one what it gave in
+the other), so that a change reaches a receiver along the residual stream, or through MLPs, and through no other head
+(Wang et al. 2022). One walk up the layers serves every receiver of every set of senders.
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -47,7 +56,7 @@ Enter: TypeAlias = Callable[[Tensor], Tensor]
 """Makes of some edges, by number, the residual streams that leave the receivers' layer, `row position d_model`."""
 
 
-class Rows:
+class EdgeRows:
     """The base run of one example from a position on, with whatever residual streams as rows."""
 
     def __init__(self, runs: BothRuns, start: int, tile_tokens: int | None = None):
@@ -153,7 +162,7 @@ class _AllSeenError(Exception):
 class Receivers:
     """What the receivers of one layer make of changed inputs, for many senders at once."""
 
-    def __init__(self, rows: Rows, layer: int):
+    def __init__(self, rows: EdgeRows, layer: int):
         self.rows, self.layer = rows, layer
         self._given: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}
@@ -239,7 +248,7 @@ class Receivers:
                 )
 
 
-def refuse_heads_that_meet(rows: Rows) -> None:
+def refuse_heads_that_meet(rows: EdgeRows) -> None:
     """Check the structure of every layer, of a model that was not seen to have it.
 
     Raises:
@@ -271,7 +280,7 @@ class Exact:
 
     def __init__(self, runs: BothRuns, place: Place, tile_tokens: int | None = None):
         self.runs, self.place, self.graph = runs, place, runs.graph
-        self.rows = Rows(runs, place.start, tile_tokens)
+        self.rows = EdgeRows(runs, place.start, tile_tokens)
         self.changes = runs.changes_at(place)
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
         self.reaching: Reaching = lambda layer: (self.changes, self.changes)
@@ -375,3 +384,79 @@ class Exact:
         read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
         middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
         return middle + rows.feed_forward(layer, read[:, leaving])
+
+
+ThroughName: TypeAlias = Literal["direct", "mlps"]
+THROUGH = get_args(ThroughName)
+
+
+class ResidualChange:
+    """The changes of some sets of senders, layer by layer, at the positions that are recomputed.
+
+    Args:
+        rows: the base run.
+        changes: Δ of every sender.
+        sets: which senders are exchanged together; a set is a row.
+        through: `direct` or `mlps`.
+    """
+
+    def __init__(
+        self,
+        rows: EdgeRows,
+        changes: Float[Tensor, "sender position d_model"],
+        sets: Sequence[Indices],
+        through: str = "direct",
+    ):
+        self.rows, self.changes, self.through = rows, changes, through
+        self._set = torch.from_numpy(np.repeat(np.arange(len(sets)), [len(one) for one in sets]))
+        self._sender = torch.from_numpy(np.concatenate(sets))
+        self._start()
+
+    def at(self, layer: int) -> tuple[Float[Tensor, "set position d_model"], Float[Tensor, "set position d_model"]]:
+        """Return the changes that a layer's heads read, and those that its MLP reads; of `n_layers`, what logits read.
+
+        Layers are best asked for in ascending order: one below the last starts the walk again.
+        """
+        if layer < self._layer:
+            self._start()
+        while self._layer < layer:
+            self._pass()
+        return self._before, self._in_front_of_mlp()
+
+    def _start(self) -> None:
+        n_sets = int(self._set.max()) + 1
+        self._layer, self._before = 0, self._add(self.changes.new_zeros(n_sets, *self.changes.shape[1:]), 0, 1)
+
+    def _pass(self) -> None:
+        """Go through a layer: its exchanged heads, then its MLP."""
+        graph, layer, rows = self.rows.runs.graph, self._layer, self.rows
+        read, mlp = self._in_front_of_mlp(), self._first_of(layer) + graph.n_heads
+        after = self._add(self._before, self._first_of(layer), mlp)
+        if self.through == "mlps":
+            changed = read.flatten(1).any(1).cpu()
+            changed[self._set[self._sender == mlp]] = False
+            after, entering = after.clone(), rows.read_by_mlp(layer)
+            for part in changed.nonzero()[:, 0].split(rows.at_once):
+                some = to_device(part, after.device)
+                after[some] += rows.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
+        self._before, self._layer = self._add(after, mlp, mlp + 1), layer + 1
+
+    def _in_front_of_mlp(self) -> Float[Tensor, "set position d_model"]:
+        if self.rows.blocks.parallel or self._layer == self.rows.n_layers:
+            return self._before
+        first = self._first_of(self._layer)
+        return self._add(self._before, first, first + self.rows.runs.graph.n_heads)
+
+    def _first_of(self, layer: int) -> int:
+        """The number of a layer's first head among senders."""
+        return 1 + layer * (self.rows.runs.graph.n_heads + 1)
+
+    def _add(self, changes: Tensor, first: int, stop: int) -> Float[Tensor, "set position d_model"]:
+        """Add what the exchanged senders of a range write."""
+        mine = (self._sender >= first) & (self._sender < stop)
+        if not bool(mine.any()):
+            return changes
+        device = changes.device
+        return changes.index_add(
+            0, to_device(self._set[mine], device), self.changes[to_device(self._sender[mine], device)]
+        )

@@ -5,10 +5,18 @@
 with m(M) the clean run and m(∅) the empty circuit. Over prompts it is the ratio of the means, not the mean of ratios:
 where a gap is near 0 a ratio explodes. f is not cut off: it is above 1 where edges that work against the answer are
 left out, and below 0 where only these are in.
+
+A claim of a circuit: it alone does what the model does, more than random circuits of its shape, on other prompts.
+
+The effect of a circuit on a prompt is m(C) - m(∅): what it brings back of the metric when all outside carries the other
+run. Random sets are circuits of its shape (`Circuit.placebos`); halves of the prompts are compared in how they
+rank it among these; held out are the prompts on which it was not chosen. What is made of these numbers is
+`headwater.stats.claims`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +24,10 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
+from headwater.errors import InputError
+from headwater.options import checked_name, checked_number, checked_seed
+from headwater.runs.findings import plain_text
+from headwater.stats.claims import ClaimEffects, Judgement, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Draws, ends
 
 RESAMPLES = 1000
@@ -73,3 +85,64 @@ def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def claim_on_runs(
+    table: pd.DataFrame,
+    *,
+    circuit: str | None,
+    metric: str | None,
+    other: pd.DataFrame | None,
+    seen: Sequence[int] | None,
+    overlap: float,
+    margin: object,
+    level: object,
+    seed: object,
+) -> Judgement:
+    """Judge a claim on a circuit.
+
+    Args:
+        table: of `hw.run_circuits`.
+        circuit: its name; needed where there are several.
+        metric: which; needed where there are several.
+        other: the table of the same circuit with other values.
+        seen: which prompts, by number, it was chosen on; None where that is not known.
+        overlap: the part of its edges that its random circuits have on average.
+        margin: how large an effect has to be to matter; default: the 95 % quantile of the random circuits' sizes.
+        level: of the interval.
+        seed: of the bootstrap and the halves.
+
+    Raises:
+        InputError: there is no such circuit or metric, or it has to be chosen.
+    """
+    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+    margin = None if margin is None else checked_number("margin", margin, above=0.0)
+    name, metric = _chosen(table, "circuit", circuit), _chosen(table, "metric", metric)
+    effects = _effects(table, name, metric)
+    drawn, own = effects[1:], effects[0]
+    n_edges = int(table.loc[table["circuit"] == name, "edges"].iloc[0])
+    held_out = None if seen is None else np.delete(own, list(seen))
+    notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
+    beside = None if other is None else _effects(other, _chosen(other, "circuit", circuit), metric)[0]
+    evidence = ClaimEffects(own, drawn, beside, effects.T, held_out)
+    what = f"The circuit {plain_text(name)} of {n_edges:,} edges"
+    if len(drawn):
+        what += f", {overlap:.0%} of which its random circuits share on average,"
+    return claim_of(
+        evidence, what=f"{what} on {metric}".replace("_", " "), margin=margin, level=level, seed=seed, notes=notes
+    )
+
+
+def _chosen(table: pd.DataFrame, column: str, name: str | None) -> str:
+    names = tuple(table[column].unique())
+    if name is None and len(names) > 1:
+        raise InputError(f"There are {len(names)} of them; choose one with {column}={names[0]!r}.")
+    return names[0] if name is None else checked_name(column, name, names)
+
+
+def _effects(table: pd.DataFrame, circuit: str, metric: str) -> Float[ndarray, "draw example"]:
+    """Return m(C) - m(∅) of a circuit, and of its placebos after it."""
+    part = table[(table["circuit"] == circuit) & (table["metric"] == metric)]
+    number = part["placebo"].fillna(-1).astype(int)
+    effects = (part["value"] - part["corrupted"]).groupby([number, part["example"]]).mean()
+    return np.asarray(effects.unstack("example").to_numpy(), dtype=np.float64)

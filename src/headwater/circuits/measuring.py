@@ -1,7 +1,7 @@
 """Measures circuits on pairs of prompts: what every analysis that runs circuits has in common.
 
 The edited prompt is the clean one; what lies outside of a circuit comes from the other prompt of its pair, or from
-`values=` (`headwater.circuits.outside`). Of each example three numbers of a metric go with those of the circuits:
+`values=` (`headwater.circuits.circuit_walk`). Of each example three numbers of a metric go with those of the circuits:
 
     clean       of the clean run, which is that of the full circuit
     corrupted   of the empty circuit: of the other prompt's run, or of the values alone
@@ -21,14 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns
-from headwater.circuits.circuit_walk import CircuitWalk
-from headwater.circuits.cost import changed_tokens, say_how_long
-from headwater.circuits.exact import Rows, refuse_heads_that_meet
+from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse_other_kinds
+from headwater.circuits.circuit_walk import CircuitWalk, of_other_run, of_values
+from headwater.circuits.exact import EdgeRows, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.head_shares import HeadShares
-from headwater.circuits.outside import of_other_run, of_values
-from headwater.circuits.senders import Exchanged, refuse_other_kinds
+from headwater.circuits.pairs import changed_tokens, say_how_long
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
@@ -201,7 +198,7 @@ class CircuitRunner:
             outside = (
                 of_other_run(runs, shares) if self._exchanged is None else of_values(runs, shares, self._exchanged)
             )
-            walk = CircuitWalk(Rows(runs, outside.start), outside, shares, self._weights)
+            walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, self._weights)
             if example == 0:
                 refuse_heads_that_meet(walk.rows)
             self._walks[example] = walk, self._baselines(walk)

@@ -2,11 +2,28 @@
 
 Pairs align token by token. The base run is the one whose receivers are given other inputs: the clean one where noise is
 brought in, the corrupted one where something is brought back.
+
+Where senders' outputs are exchanged: at all positions together, at each by itself, at some, or by role.
+
+Roles are named as everywhere (`models.positions`): each prompt of a pair is resolved by itself. Pairs align token by
+token here, since what a sender adds at a position is exchanged for what it adds at the same position of the other run;
+a role must therefore be the same tokens of both.
+
+How long edges, paths and circuits take, roughly, said before anything that takes over a minute.
+
+    seconds = 2 · parameters of the blocks · tokens / rate
+
+of so many tokens as whole runs of the model would have: an edge counts for half its receiver's layer and those after
+it, a circuit for all layers, a gradient as a run. The rate is that of one product of the size of an MLP's, measured on
+the model's device. It is half to twice of what is computed, and more of circuits that leave layers out. What is left to
+do is measured by the progress bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,24 +33,204 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.circuits.both_runs import BothRuns, Place
-from headwater.circuits.carried import Carried
-from headwater.circuits.exact import Exact, refuse_heads_that_meet
-from headwater.circuits.graph import Graph
-from headwater.circuits.places import Places, places_of
-from headwater.circuits.senders import Exchanged, refuse_other_kinds
+from headwater.circuits.both_runs import BothRuns, Exchanged, Place, refuse_other_kinds
+from headwater.circuits.exact import Exact, ResidualChange, refuse_heads_that_meet
+from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Where
+from headwater.models.positions import Prompt, Where
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompt_pair import DIRECTIONS, PromptPair
-from headwater.patching.prompts import Prompts, prompt_options, read_pairs
+from headwater.patching.prompts import (
+    AlignedSpan,
+    Prompts,
+    aligned_positions,
+    prompt_options,
+    read_pairs,
+    side_by_side,
+    spans_by_role,
+)
 from headwater.patching.replacements import Replacement, build_replacement
+from headwater.progress import say
 from headwater.runs.analysis import Run
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where senders are exchanged in each example.
+
+    Args:
+        by_example: by example and place, the positions that are exchanged together; None for all.
+        roles: the names of the places, where they were named.
+        apart: whether each place is the position of its number.
+        chosen: whether the caller named positions.
+    """
+
+    by_example: tuple[tuple[tuple[int, ...] | None, ...], ...]
+    roles: tuple[str, ...] = ()
+    apart: bool = False
+    chosen: bool = False
+
+    def __len__(self) -> int:
+        return max(map(len, self.by_example))
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The positions that are taken apart; none where they are not."""
+        return tuple(range(len(self))) if self.apart else ()
+
+    def of(self, runs: BothRuns) -> Iterator[tuple[int, Place]]:
+        """Yield the places of an example that can be felt, each with its number."""
+        for number, positions in enumerate(self.by_example[runs.example]):
+            if (place := runs.place(positions)) is not None:
+                yield number, place
+
+    def missing(self, example: int) -> slice:
+        """Return the places that an example does not have: its prompt is shorter than others."""
+        return slice(len(self.by_example[example]), None)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What of it decides the result."""
+        named = [[at for at in one if at is not None] for one in self.by_example]
+        return {"positions": named, "roles": list(self.roles)} if self.chosen else {}
+
+
+def places_of(
+    over: str | None,
+    where: Where | None,
+    base: tuple[Prompt, ...],
+    other: tuple[Prompt, ...] | None,
+    stops: tuple[int, ...],
+    base_side: int,
+) -> Places:
+    """Resolve `over=` and `positions=`.
+
+    Args:
+        over: None or `position`.
+        where: what was given as positions, a mapping for roles.
+        base: the prompts that are edited.
+        other: the other prompt of each pair.
+        stops: by example, the position after the last that is read.
+        base_side: 0 where the clean prompts are edited, 1 where the corrupted are.
+
+    Raises:
+        InputError: an option is none, a name is not in a prompt, or it is other tokens of the other prompt.
+    """
+    if over is not None:
+        checked_name("over", over, ("position",))
+    others = other if other is not None else (None,) * len(base)
+    n = len(base)
+    if isinstance(where, Mapping):
+        if over is not None:
+            raise InputError("over='position' and positions by role were both given: give one of them.")
+        spots = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(zip(base, others, strict=True))]
+        for i, found in enumerate(spots):
+            _refuse_moved(found, base[i], others[i], i)
+        return Places(tuple(tuple(spot.base for spot in one.values()) for one in spots), tuple(where), chosen=True)
+    if where is None:
+        chosen: list[tuple[int, ...] | None] = [None] * n
+    else:
+        chosen = [
+            aligned_positions(where, *pair, i, n, base_side) for i, pair in enumerate(zip(base, others, strict=True))
+        ]
+    if over is None:
+        return Places(tuple((one,) for one in chosen), chosen=where is not None)
+    apart = [
+        tuple((at,) if one is None or at in one else () for at in range(stop))
+        for one, stop in zip(chosen, stops, strict=True)
+    ]
+    return Places(tuple(apart), apart=True, chosen=where is not None)
+
+
+def _refuse_moved(spots: Mapping[str, AlignedSpan], base: Prompt, other: Prompt | None, example: int) -> None:
+    for role, spot in spots.items():
+        if spot.base != spot.other and other is not None:
+            raise InputError(
+                f"The role {role!r} is tokens {list(spot.base)} of one prompt of pair {example} and {list(spot.other)} "
+                f"of the other. What senders add is exchanged position by position: give pairs in which roles stand at "
+                f"the same positions.\n{side_by_side(base, other)}"
+            )
+
+
+LARGE = 1_000_000_000
+"""From so many parameters on, edges are screened by default."""
+PATIENCE = 60.0
+"""Seconds from which on it is said how long a run takes."""
+WORTH_TIMING = 1e11
+"""Fewer operations than these are not timed: no device takes a minute for them."""
+ROWS = 1024
+
+
+def default_method(model: HookedModel) -> str:
+    """Return `exact`, or `screened` for a model of a billion parameters or more."""
+    total = sum(parameter.numel() for parameter in model.raw.parameters())
+    return "screened" if total >= LARGE else "exact"
+
+
+def changed_tokens(plan: Plan, since: Callable[[int], int]) -> Indices:
+    """Count by pair the tokens that are run: from the first that differs, as `since` says, to the last that is read."""
+    return np.array([kept[-1] + 1 - min(since(i), kept[0]) for i, kept in enumerate(plan.positions)])
+
+
+def runs_of(graph: Graph, stages: Indices) -> float:
+    """Return how many whole runs rows are that join at some layers (last: the logits) and run from its middle on."""
+    return float(np.maximum(graph.n_layers - 0.5 - stages, 0).sum()) / graph.n_layers
+
+
+def runs_of_senders(graph: Graph, edges: Indices) -> float:
+    """Return how many whole runs are all senders sent through each later layer in which an edge ends."""
+    stage, sender = graph.stage[edges], graph.sender[edges]
+    return sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers) / (
+        graph.n_layers
+    )
+
+
+def say_how_long(
+    model: HookedModel, what: str, tokens: float, advice: str, *, hours: float | None = None, progress: bool = True
+) -> None:
+    """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
+
+    Args:
+        model: on whose device.
+        what: what is asked for, such as "32,491 edges of 3 pairs".
+        tokens: so many as whole runs of the model have that compute as much.
+        advice: what would be less.
+        hours: what the caller allows.
+        progress: whether anything is said.
+
+    Raises:
+        InputError: it takes longer.
+    """
+    work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    if hours is None and (work < WORTH_TIMING or not progress):
+        return
+    needed = work / rate(model)
+    if hours is not None and needed > 3600 * hours:
+        raise InputError(f"{what} would take about {_said(needed)}; hours={hours:g} were allowed. {advice}")
+    if needed > PATIENCE:
+        say(progress, f"{what} take about {_said(needed)}. {advice}")
+
+
+def rate(model: HookedModel) -> float:
+    """Return the multiplications and additions a second of a product of matrices on the model's device."""
+    width, inner = model.shape.d_model, model.shape.d_mlp
+    a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
+    best = 0.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        float((a @ b)[0, 0])
+        best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
+    return best
+
+
+def _said(needed: float) -> str:
+    return f"{needed / 3600:,.2g} hours" if needed > 3600 else f"{needed / 60:.2g} minutes"
+
 
 OTHER_RUN = "other run"
 
@@ -126,7 +323,7 @@ class Pairs:
         exact = Exact(runs, place, self.tile(runs, place))
         if through != "direct":
             each = [np.array([sender]) for sender in range(len(self.graph.senders))]
-            exact.reaching = Carried(exact.rows, exact.changes, each, through).at
+            exact.reaching = ResidualChange(exact.rows, exact.changes, each, through).at
         return exact
 
     def baselines(self, run: Run, recomputed: bool = True) -> Sequence[dict[str, Tensor]]:

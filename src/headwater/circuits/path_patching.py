@@ -10,42 +10,286 @@ what they read, and they and everything after them are recomputed:
     effect(S → R) = metric(run in which every r in R gives what it gives of what reaches it) - metric(run)
 
 All is exact (`headwater.circuits.paths`). One sender to one receiver directly is the edge of `hw.edges`.
+
+Ends of paths: nodes of a graph one by one, or several together.
+
+What is named by a text is each node of that name by itself ("head 9.9" one, "head 9" every head of layer 9), also in a
+list. A list within the list is taken together, and so is what a mapping gives under a name:
+
+    senders=["head 9.9", "head 9.6"]                          two senders
+    receivers=[["q 9.9", "q 10.0"], "logits"]                 two receivers, the first of two nodes together
+    receivers={"movers": ["q 9.9", "q 10.0"]}                 one, under a name of its own
+
+What `hw.path_patch` found: the effect of each sender by way of each receiver, and what can be asked of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.carried import THROUGH, ThroughName
-from headwater.circuits.cost import changed_tokens, runs_of, say_how_long
-from headwater.circuits.endpoints import ends_named
-from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
-from headwater.circuits.path_effects import PathEffects, tabulated
+from headwater.circuits.exact import THROUGH, ThroughName
+from headwater.circuits.graph import Graph, Indices, Nodes
+from headwater.circuits.pairs import (
+    OTHER_RUN,
+    Pairs,
+    Places,
+    changed_tokens,
+    options_of,
+    places_in,
+    plan_of,
+    runs_of,
+    say_how_long,
+    source_in,
+)
 from headwater.circuits.paths import Paths, first_layer, has_path
-from headwater.circuits.places import Places
+from headwater.circuits.result import ByMetric
+from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.part_names import read_part
 from headwater.models.positions import Where
-from headwater.options import checked_name, checked_seed
+from headwater.options import checked_count, checked_name, checked_seed, has_no_order, is_one, shown
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
 from headwater.patching.replacements import Replacement, ValueName
+from headwater.patching.summaries import summarize
 from headwater.runs.analysis import Run, run_or_resume
+from headwater.runs.findings import said_number
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result, table_html
+
+
+def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[str, Indices]:
+    """Return by name the nodes that are taken together; of None, every node by itself.
+
+    Args:
+        graph: whose nodes.
+        nodes: its senders or receivers.
+        option: the name of the option, for messages.
+        given: see the first lines of this file.
+
+    Raises:
+        InputError: a name is none of the nodes', a set is empty, or the logits are taken together with others.
+    """
+    ends: dict[str, Indices] = {}
+    for name, several in _several(nodes, option, given):
+        found = graph.find(nodes, several)
+        if name is not None:
+            ends[name] = _together(nodes, name, found)
+            continue
+        ends |= {nodes.name(index): np.array([index]) for index in found}
+    return ends
+
+
+def _several(nodes: Nodes, option: str, given: Any) -> list[tuple[str | None, list[Any]]]:
+    """Return lists of names, each with the name of what they are together, None where each is by itself."""
+    if given is None:
+        return [(None, list(nodes.kinds))]
+    if isinstance(given, Mapping):
+        if not given or not all(isinstance(name, str) and name for name in given):
+            raise InputError(f"{option}={shown(given)} does not map names to the nodes that are taken together.")
+        return [(name, _listed(option, name, some)) for name, some in given.items()]
+    if isinstance(given, str):
+        return [(None, [given])]
+    if is_one(given) or has_no_order(given):
+        raise InputError(f"{option}={shown(given)} must be a name such as 'mlp 0', a list of names, or a mapping.")
+    if not (items := list(given)):
+        raise InputError(f"{option} is an empty list; leave it out for all.")
+    return [
+        (None, [item])
+        if is_one(item) or read_part(item)
+        else (" + ".join(map(str, _listed(option, "a set", item))), list(item))
+        for item in items
+    ]
+
+
+def _listed(option: str, name: str, some: Any) -> list[Any]:
+    """Return what is taken together as a list."""
+    if not isinstance(some, str) and (is_one(some) or isinstance(some, Mapping)):
+        raise InputError(f"{option}: {name} is {shown(some)}; give a name such as 'mlp 0', or a list of names.")
+    if not (found := [some] if isinstance(some, str) else list(some)):
+        raise InputError(f"{option}: {name} is empty.")
+    return found
+
+
+def _together(nodes: Nodes, name: str, found: Indices) -> Indices:
+    if len(found) > 1 and "logits" in nodes.kinds and len(nodes) - 1 in found:
+        raise InputError(
+            f"The receivers {shown(name)} hold the logits with others. The logits read all that others change: take "
+            "them by themselves."
+        )
+    return found
+
+
+if TYPE_CHECKING:
+    pass
+
+GLANCE = 20
+"""Paths in a summary."""
+WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads frozen"}
+"""How each `through` is said."""
+
+
+@dataclass(frozen=True, repr=False)
+class PathEffects(ByMetric, Result):
+    """What `hw.path_patch` found."""
+
+    table: pd.DataFrame
+    """A row per example, path and metric: `example, sender, receiver, through, position or role (where taken apart),
+    metric, effect, normalized_effect, clean, corrupted, floor`. `normalized_effect` is the effect as a part of the gap
+    between the base run and the other, and `floor` what rounding alone makes of the metric."""
+    run: RunRecord
+
+    @property
+    def through(self) -> str:
+        """What lies between senders and receivers and was recomputed: `direct` (nothing) or `mlps`."""
+        return str(self.run.options["through"])
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics."""
+        return tuple(self.table["metric"].unique())
+
+    @property
+    def coordinates(self) -> list[str]:
+        """The columns that name a path."""
+        return [name for name in ("sender", "receiver", "position", "role", "metric") if name in self.table]
+
+    def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
+        """Return the paths whose mean effect over examples is largest in size, the largest first.
+
+        Args:
+            n: how many.
+            metric: on which metric; default: the first.
+
+        Returns:
+            A row per path: what names it, and the mean of `effect` and `normalized_effect` over examples.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        n, own = checked_count("n", n), self.table[self.table["metric"] == self._metric(metric)]
+        named = [name for name in self.coordinates if name != "metric"]
+        means = own.groupby(named, sort=False)[["effect", "normalized_effect"]].mean().reset_index()
+        order = np.argsort(-means["effect"].abs().to_numpy(), kind="stable")[:n]
+        return means.iloc[order].reset_index(drop=True)
+
+    def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
+        """Summarize the 20 largest paths of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
+
+        Args:
+            level: of the interval.
+            seed: of the bootstrap and the permutations.
+
+        Returns:
+            A row per metric and path, the largest first: what names it, `examples, mean, low, high, p_value, q_value`.
+            Interval and p are NaN for one example.
+        """
+        parts = []
+        for metric in self.metrics:
+            largest = self.top(metric=metric).drop(columns=["effect", "normalized_effect"])
+            parts.append(largest.assign(metric=metric).merge(self.table, how="left"))
+        return summarize(pd.concat(parts, ignore_index=True), self.coordinates, "effect", level, seed)
+
+    def report(self) -> list[str]:
+        """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
+        said, summary = [], self.summary()
+        for metric in self.metrics:
+            own = self.table[self.table["metric"] == metric]
+            named = [name for name in self.coordinates if name != "metric"]
+            means = own.groupby(named, sort=False)["effect"].mean().abs()
+            floor, row = float(own["floor"].mean()), summary[summary["metric"] == metric].iloc[0]
+            n, where = int(row["examples"]), f" at {row['role']}" if "role" in own else ""
+            where = f" at position {row['position']}" if "position" in own else where
+            said.append(
+                f"Of {len(means):,} paths the largest effect on {metric.replace('_', ' ')} is {row['sender']} -> "
+                f"{row['receiver']}{where}: {said_number(row['mean'], row['low'], row['high'])}, over {n} "
+                f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} are beyond what rounding makes ({floor:.1e})."
+            )
+        said.append(f"Senders reach receivers {WAYS[self.through]}.")
+        said.append("Effects of paths that share a part count it more than once: they do not add up to a whole.")
+        return said
+
+    def matrix(self, metric: str | None = None) -> pd.DataFrame:
+        """Return the mean effects over examples, receivers down and senders across; NaN where no path leads.
+
+        Of positions or roles taken apart, the sum.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        own = self.table[self.table["metric"] == self._metric(metric)]
+        by_example = own.groupby(["example", "receiver", "sender"], sort=False)["effect"].sum()
+        means = by_example.groupby(level=["receiver", "sender"], sort=False).mean().unstack("sender")
+        return means.reindex(index=own["receiver"].unique(), columns=own["sender"].unique())
+
+    def __repr__(self) -> str:
+        senders, receivers = (self.table[end].nunique() for end in ("sender", "receiver"))
+        return (
+            f"PathEffects({self.run.model}: {senders:,} senders x {receivers:,} receivers, "
+            f"{self.table['example'].nunique():,} pairs, through={self.through!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(self, self.top(8))
+
+    def _metric(self, name: str | None) -> str:
+        return self.metrics[0] if name is None else checked_name("metric", name, self.metrics)
+
+
+def tabulated(
+    effects: Float[Tensor, "example place sender receiver metric"],
+    baselines: Float[Tensor, "example metric 3"],
+    ends: tuple[Sequence[str], Sequence[str]],
+    metrics: Sequence[str],
+    places: Places,
+    options: Mapping[str, Any],
+) -> pd.DataFrame:
+    """Lay effects out as rows; see `PathEffects.table`.
+
+    Args:
+        effects: NaN where no path leads.
+        baselines: the metric of the clean and the corrupted run, and what rounding makes of it.
+        ends: the names of senders and receivers.
+        metrics: their names.
+        places: what `place` counts.
+        options: of the run.
+
+    Raises:
+        InputError: a run left nothing to tabulate.
+    """
+    example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
+    if not len(example):
+        raise InputError("No position that was named can change what is read.")
+    senders, receivers, named = (np.array(names, dtype=object) for names in (*ends, metrics))
+    columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
+    columns["through"] = str(options["through"])
+    if places.roles:
+        columns["role"] = np.array(places.roles, dtype=object)[place]
+    elif places.apart:
+        columns["position"] = place
+    clean, corrupted, floor = baselines.numpy()[example, m].T
+    effect = effects.numpy()[example, place, sender, receiver, m]
+    gap = clean - corrupted if options["direction"] == "denoise" else corrupted - clean
+    normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
+    columns |= {"metric": named[m], "effect": effect, "normalized_effect": normalized}
+    return pd.DataFrame(columns | {"clean": clean, "corrupted": corrupted, "floor": floor})
+
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
-"""Senders or receivers, one by one or together (`headwater.circuits.endpoints`)."""
+"""Senders or receivers, one by one or together (`headwater.circuits.path_patching`)."""
 
 
 @checked_call
@@ -116,7 +360,7 @@ def path_patch(
         graph.refuse_order(next(iter(sent)), next(iter(received)))
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, seed)
-    asked = Asked(plan, source, graph, sent, received, through, places_in(plan, over, positions))
+    asked = PathRequest(plan, source, graph, sent, received, through, places_in(plan, over, positions))
     _say_how_long(asked, progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
@@ -134,7 +378,7 @@ def path_patch(
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class PathRequest:
     """Which paths of which pairs, resolved to tokens and numbers."""
 
     plan: Plan
@@ -146,7 +390,7 @@ class Asked:
     places: Places
 
 
-def _say_how_long(asked: Asked, progress: bool) -> None:
+def _say_how_long(asked: PathRequest, progress: bool) -> None:
     """Say how long paths take, if it is over a minute."""
     plan, graph = asked.plan, asked.graph
     ends = [
@@ -163,7 +407,7 @@ def _say_how_long(asked: Asked, progress: bool) -> None:
 class _Measuring:
     """Measures paths, those of a pair whose first receiver lies in one layer in a piece."""
 
-    def __init__(self, asked: Asked, run: Run):
+    def __init__(self, asked: PathRequest, run: Run):
         self.asked, self.run = asked, run
         self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint)
         layers = [first_layer(asked.graph, one) for one in asked.receivers.values()]

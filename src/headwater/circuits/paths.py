@@ -3,7 +3,7 @@
     effect(S → R) = metric(base run in which every r in R gives what it gives of x_r + δ_r) - metric(base run)
 
 δ_r is what exchanging the senders S changes in front of r while all other heads give what they gave
-(`headwater.circuits.carried`). What the receivers make of x_r + δ_r is computed first, once for each set of senders;
+(`headwater.circuits.exact`). What the receivers make of x_r + δ_r is computed first, once for each set of senders;
 then each path is a row that joins at its first receiver's layer, and is changed again wherever a receiver of it lies.
 What an earlier receiver changes does not reach a later receiver itself, which gives what was computed first, as with
 the hooks of Wang et al. 2022. The logits read everything and are a receiver by themselves.
@@ -23,8 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Place
-from headwater.circuits.carried import Carried
-from headwater.circuits.exact import NotFiniteRowError, Receivers, Rows
+from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers, ResidualChange
 from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
@@ -60,13 +59,13 @@ class Paths:
     Args:
         runs: the example's two runs.
         place: where senders are exchanged.
-        through: see `headwater.circuits.carried`.
+        through: see `headwater.circuits.exact`.
         tile_tokens: tokens given to a sublayer at once; default: as many as suit the device.
     """
 
     def __init__(self, runs: BothRuns, place: Place, through: str, tile_tokens: int | None = None):
         self.runs, self.graph, self.through = runs, runs.graph, through
-        self.rows = Rows(runs, place.start, tile_tokens)
+        self.rows = EdgeRows(runs, place.start, tile_tokens)
         self.changes = runs.changes_at(place)
         self.changed: Bool[np.ndarray, " sender"] = self.changes.flatten(1).any(1).cpu().numpy()
 
@@ -83,7 +82,7 @@ class Paths:
         with self.rows.blocks.fused():
             for first in range(0, len(senders), self.rows.at_once):
                 some = range(first, min(first + self.rows.at_once, len(senders)))
-                carried = Carried(self.rows, self.changes, [senders[s] for s in some], self.through)
+                carried = ResidualChange(self.rows, self.changes, [senders[s] for s in some], self.through)
                 made = self._made(carried, receivers)
                 for r, targets in enumerate(receivers):
                     led = [s for s in some if has_path(self.graph, senders[s], targets)]
@@ -108,7 +107,7 @@ class Paths:
         """Whether a sender that the two runs differ in comes before a receiver."""
         return bool(self.changed[senders[senders < self.graph.reach[receivers].max()]].any())
 
-    def _made(self, carried: Carried, receivers: Sequence[Indices]) -> dict[int, Made]:
+    def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
         """Return by layer what its receivers make of what reaches them; of the last, the changes that logits read."""
         nodes = self.graph.receivers
         wanted = np.unique(np.concatenate(receivers))

@@ -1,6 +1,8 @@
 """What `hw.edges` found: effects and estimates of edges by example and metric, and what can be asked of them.
 
 The numbers stand in tensors, an edge in a column; tables are made of them when they are asked for.
+
+A result with several metrics, of which a figure shows one.
 """
 
 from __future__ import annotations
@@ -17,18 +19,52 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.by_metric import ByMetric
 from headwater.circuits.circuit import Circuit, made
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.summaries import summarize
+from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.significance import most_of_a_share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from headwater.runs.result import Result as Surface
+else:
+    Surface = object
+
+
+class ByMetric(Surface):
+    """What such a result adds to `Result`: it is drawn one metric at a time."""
+
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        metric: str | None = None,
+        title: str | None = None,
+        figsize: Size | None = None,
+    ) -> Axes | Figure:
+        """Draw one metric; what is drawn is described where it is drawn (`headwater.figures`).
+
+        Args:
+            ax: where to draw.
+            title: in place of the figure's own.
+            figsize: of a new figure, width and height in inches.
+            metric: which; default: the first.
+
+        Raises:
+            InputError: there is no such metric.
+        """
+        return self._drawn(ax, title, figsize, metric=metric)
+
 
 if TYPE_CHECKING:
     pass
@@ -352,7 +388,7 @@ class EdgeEffects(ByMetric, Result):
         most = most_of_a_share(hits, len(drawn))
         said = (
             f"{len(ranked):,} edges were recomputed for their estimate on {metric}; of the {rest:,} others "
-            f"{len(drawn):,} were drawn by lot: the largest of these has {drawn.max():.3g}, and {hits} are beyond "
+            f"{len(drawn):,} were drawn at random: the largest of these has {drawn.max():.3g}, and {hits} are beyond "
             f"{bar:.3g}, the least of the recomputed, so that at most {most:.1%} of the others ({int(most * rest):,} "
             "edges, which may have been missed) are (95 %)."
         )

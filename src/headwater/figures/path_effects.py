@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
 
-from headwater.circuits.path_effects import PathEffects
+from headwater.circuits.path_patching import PathEffects
 from headwater.figures.edge_effects import DIVERGING, root, square
 from headwater.figures.fonts import label, ticks
 from headwater.figures.style import WAYS, cell_ticks, model_title, new_figure, style
