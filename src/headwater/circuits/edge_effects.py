@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.carried import THROUGH, ThroughName
-from headwater.circuits.cost import changed_tokens, default_method, runs_of, runs_of_senders, say_how_long
+from headwater.circuits.cost import changed_tokens, default_method, runs_of, runs_of_senders
 from headwater.circuits.estimates import Slopes, gradient_scores, sublayer_scores
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
@@ -40,6 +40,7 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.call import check_call
+from headwater.patching.duration import say_how_long
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts

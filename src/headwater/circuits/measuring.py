@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns
 from headwater.circuits.circuit_walk import CircuitWalk
-from headwater.circuits.cost import changed_tokens, say_how_long
+from headwater.circuits.cost import changed_tokens
 from headwater.circuits.exact import Rows, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.head_shares import HeadShares
@@ -38,6 +38,7 @@ from headwater.options import checked_seed
 from headwater.patching.call import check_call, metric_options, prompt_options
 from headwater.patching.cells import Cells
 from headwater.patching.dataset_values import Resample
+from headwater.patching.duration import say_how_long
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts, first_difference, read_pairs

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.carried import THROUGH, ThroughName
-from headwater.circuits.cost import changed_tokens, runs_of, say_how_long
+from headwater.circuits.cost import changed_tokens, runs_of
 from headwater.circuits.endpoints import ends_named
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import OTHER_RUN, Pairs, options_of, places_in, plan_of, source_in
@@ -37,6 +37,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.positions import Where
 from headwater.options import checked_name, checked_seed
 from headwater.patching.call import check_call
+from headwater.patching.duration import say_how_long
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import Prompts
