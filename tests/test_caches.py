@@ -181,6 +181,33 @@ def test_a_cache_that_cannot_fit_is_refused_with_the_figure_before_anything_runs
         llama.cache(texts)
 
 
+@pytest.mark.oracle
+def test_attention_by_role_is_hugging_faces_summed_over_what_is_read_and_averaged_over_who_reads(llama, checkpoint):
+    reference = tf.AutoModelForCausalLM.from_pretrained(checkpoint("llama"), attn_implementation="eager").eval()
+    texts = [" the capital of France is Paris", " one two the capital of Italy is"]
+    roles = {"phrase": " capital of", "country": [" France", " Italy"], "end": "last"}
+    cache = llama.cache(texts, sites=["pattern"], positions=roles, layers=[0, 2], heads=[1, 3], progress=False)
+    found = cache.attention_by_role().set_index(["layer", "head", "role", "to"])["attention"]
+    assert len(found) == 2 * 2 * 3 * 3
+    assert cache.frame.groupby("role")["example"].count().to_dict() == {"phrase": 4, "country": 2, "end": 2}
+    for (layer, head, role, to), value in found.items():
+        read = []
+        for example, tokens in cache.tokens.groupby("example"):
+            with torch.inference_mode():
+                every = reference(torch.tensor([tokens["token_id"].tolist()]), output_attentions=True).attentions
+            of_text = cache.frame[cache.frame["example"] == example]
+            queries, keys = (of_text.loc[of_text["role"] == one, "position"].tolist() for one in (role, to))
+            read += [float(every[layer][0, head, query, keys].sum()) for query in queries]
+        assert value == pytest.approx(sum(read) / len(read), abs=1e-5)
+
+
+def test_attention_by_role_needs_patterns_and_roles(llama):
+    with pytest.raises(InputError, match="no attention"):
+        llama.cache("Paris", sites=["resid_post"], positions={"end": "last"}).attention_by_role()
+    with pytest.raises(InputError, match="no roles"):
+        llama.cache("Paris", sites=["pattern"], positions="last").attention_by_role()
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

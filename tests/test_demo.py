@@ -21,7 +21,6 @@ from headwater.demo.tour import MODELS
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
-from headwater.heads.claims import matched_sets
 from headwater.heads.head_map import HeadMap
 from headwater.models import loading, packaged
 from headwater.runs.record import RunRecord
@@ -88,8 +87,12 @@ def without_a_real_model(request, monkeypatch):
 
 
 def test_the_page_holds_figures_and_findings_and_the_demo_resumes(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli_demo, "STEPS", {name: STEPS[name] for name in ("heads", "answers", "patching")})
-    command = ["demo", "--questions", 60, "--out", tmp_path]
+    few = {"relations": ["country_to_capital", "tool_to_job", "year_to_next"]}
+    heads = dataclasses.replace(
+        STEPS["heads"], run=lambda tour, options: hw.classify_heads(tour.model, **few, **options)
+    )
+    monkeypatch.setattr(cli_demo, "STEPS", {"heads": heads, "answers": STEPS["answers"], "patching": STEPS["patching"]})
+    command = ["demo", "--questions", 30, "--out", tmp_path]
     code, printed, noise = run(*command, "--json")
     assert code == 0, noise
     summary = json.loads(printed)
@@ -266,6 +269,7 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     made = dataclasses.replace(REAL_STEPS["real_heads"], **found)
     monkeypatch.setattr(real, "REAL_STEPS", {"real_heads": made})
     monkeypatch.setattr(real, "THEN", ("answers",))
+    monkeypatch.setattr(cli_demo, "STEPS", {"answers": dataclasses.replace(STEPS["answers"], **found)})
     code, printed, noise = run("demo", "--questions", 4, "--out", tmp_path / "out", "--json")
     assert code == 0, noise
     assert list(json.loads(printed)["analyses"]) == ["real_heads", "answers"]
@@ -274,21 +278,6 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     assert "four bits" in text
     for step in (REAL_STEPS["chat"], STEPS["answers"]):  # where the one model's findings end and the other's begin
         assert f"“{step.title}”" in MODELS
-
-
-def test_random_sets_have_as_many_other_heads_of_each_layer_and_no_set_twice():
-    def model(n_layers, n_heads):
-        return SimpleNamespace(shape=SimpleNamespace(n_layers=n_layers, n_heads=n_heads))
-
-    named = [(3, 0), (3, 2), (5, 1)]
-    sets = matched_sets(model(6, 6), named, 20, 0)
-    assert len(sets) == len({tuple(sorted(one)) for one in sets}) == 20
-    for one in sets:
-        assert sorted(layer for layer, _ in one) == [3, 3, 5]
-        assert not set(one) & set(named)
-    assert len(matched_sets(model(1, 5), [(0, 0), (0, 1)], 20, 0)) == 3
-    with pytest.raises(HeadwaterError, match="the model has no 2 others"):
-        matched_sets(model(1, 3), [(0, 0), (0, 1)], 20, 0)
 
 
 def sweep_of(cells):
@@ -313,17 +302,27 @@ def test_an_answer_passes_between_the_layers_where_the_last_token_takes_it_over(
     assert numbers.passing(sweep_of({"country": (1, 1), "last": (0, 0.2), numbers.OTHER_WORD: (0, 0)})).weak
 
 
+def test_the_head_that_the_weights_name_is_shown_beside_what_names_one_without_them():
+    shares = {"weights and attention": 0.9, "attention": 0.1, "other relations' effect": 0.25, "effect": 1.0}
+    ways = pd.DataFrame({"way": list(shares), "layer": 3, "head": 2, "share": list(shares.values())})
+    found = hw.Evidence(*[pd.DataFrame({"can": [True], "holds": [False]})] * 4, ways, pd.DataFrame(), run=None)
+    said = numbers.cause(found)
+    assert said.found == "weights and attention name head 3.2: it moves 90 % as much as the head that moves most"
+    assert said.control == "what is named by attention 10 %, by other relations' effect 25 %"
+    assert said.weak
+    cannot = pd.DataFrame({"relation": ["r"], "can": [False], "reason": ["no gap"]})
+    run = RunRecord("a", "m", "f", "float32", "cpu", {})
+    said = numbers.cause(hw.Evidence(*[cannot] * 4, ways, pd.DataFrame(), run=run))
+    assert said == ("r was not measured on m: no gap.", "", True)
+
+
 @pytest.mark.real
-def test_smollm2_passes_a_capital_to_the_last_token_and_needs_the_heads_that_its_weights_name():
+def test_smollm2_passes_a_capital_on_in_a_chat_and_its_weights_name_the_head_that_moves_it():
     seen = Seen(hw.load(), 4, loaded=hw.load(real.MODEL))
-    said = {}
-    for name in ("written", "passing", "movers", "silenced", "chat"):
-        step = REAL_STEPS[name]
-        seen.found[name] = step.run(seen, {"progress": False})
-        said[name] = step.number(seen.found[name])
-    assert real.named_by_weights(seen.found["written"]) == [(23, 4), (23, 5)]
-    for name in ("passing", "chat"):
-        assert "at the country up to layer 23 (" in said[name].found
-        assert "at the last token from layer 24 on (" in said[name].found
-    assert "head 23.4 alone" in said["movers"].found
+    said = {
+        name: REAL_STEPS[name].number(REAL_STEPS[name].run(seen, {"progress": False})) for name in ("capital", "chat")
+    }
+    assert said["capital"].found.startswith("weights and attention name head 23.4: it moves 100 % as much")
+    assert "at the country up to layer 23 (" in said["chat"].found
+    assert "at the last token from layer 24 on (" in said["chat"].found
     assert not any(number.weak for number in said.values())

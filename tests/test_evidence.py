@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import headwater as hw
+from headwater.causes import weights_to_cause
 from headwater.causes.naming import BASELINES, NAMED, Choice, judged, names_of
 from headwater.causes.prompts import relation_prompts
 from headwater.causes.relation import attention_to_source, estimated_effects, exact_effects
@@ -14,6 +15,7 @@ from headwater.heads.margins import head_margins, layer_margins
 from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relation, load_relations
 from headwater.models.loading import weights_of
+from headwater.patching import duration
 from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, gpt2, word_token
 from tests.planted_relations import relation
@@ -244,7 +246,7 @@ def test_margins_are_those_of_classify_heads_and_of_shuffled_relations():
     options = {"embedding": "mlp0", "norm_gain": False}
     drawn = torch.stack(list(layer_margins(weights_of(model, None), [tokens], options, [order[None]])))
     again = head_margins(model, shuffled, embedding="mlp0")["margin"].to_numpy()
-    assert np.allclose(drawn[:, :, 0, 1].flatten(), again, atol=2e-5)
+    assert np.allclose(drawn[:, 1, :, 0].flatten(), again, atol=2e-5)
 
 
 def test_a_relation_shuffled_in_its_weights_is_hardly_ever_called():
@@ -269,11 +271,36 @@ def test_relations_beside_one_share_hardly_a_word_with_it():
     assert not names & {"country_to_capital", "country_to_language", "city_to_country"}
 
 
-def test_an_interrupted_suite_goes_on_and_another_run_is_refused(three_movers, suite, tmp_path, monkeypatch):
-    from headwater.causes import weights_to_cause as module
+def test_how_long_it_takes_is_said_before_where_that_is_over_a_minute(three_movers, monkeypatch):
+    seen, asked, said = [], [], []
 
+    def counted(block, arguments):
+        seen.append(arguments[0].shape[0] * arguments[0].shape[1])
+
+    def work(model, what, tokens, advice, **how):
+        asked.append(tokens)
+        duration.say_how_long(model, what, tokens, advice, **how)
+
+    monkeypatch.setattr(weights_to_cause, "say_how_long", work)
+    monkeypatch.setattr(duration, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(duration, "say", lambda progress, text: said.append(text))
+    monkeypatch.setattr(duration, "rate", lambda model: 1e15)
+    handle = three_movers.raw.blocks[1].register_forward_pre_hook(counted)
+    try:
+        hw.evidence(three_movers, list(RELATIONS), **QUIET | {"progress": True})
+    finally:
+        handle.remove()
+    assert said == []
+    assert sum(seen) / 2 <= asked[0] <= 2 * sum(seen)
+    monkeypatch.setattr(duration, "rate", lambda model: 1.0)
+    hw.evidence(three_movers, RELATIONS[0], **QUIET | {"progress": True})
+    assert said[0].startswith("a and what it is compared with take about ")
+    assert said[0].endswith("Fewer relations take less, and fewer pairs than 12.")
+
+
+def test_an_interrupted_suite_goes_on_and_another_run_is_refused(three_movers, suite, tmp_path, monkeypatch):
     out, calls = tmp_path / "run", []
-    measure = module._effects
+    measure = weights_to_cause._effects
 
     def interrupted(*args):
         calls.append(1)
@@ -281,11 +308,11 @@ def test_an_interrupted_suite_goes_on_and_another_run_is_refused(three_movers, s
             raise KeyboardInterrupt
         return measure(*args)
 
-    monkeypatch.setattr(module, "_effects", interrupted)
+    monkeypatch.setattr(weights_to_cause, "_effects", interrupted)
     with pytest.raises(KeyboardInterrupt):
         hw.evidence(three_movers, list(RELATIONS), out=out, **QUIET)
-    monkeypatch.setattr(module, "_choose", lambda *args: pytest.fail("chosen again"))
-    monkeypatch.setattr(module, "_effects", measure)
+    monkeypatch.setattr(weights_to_cause, "_choose", lambda *args: pytest.fail("chosen again"))
+    monkeypatch.setattr(weights_to_cause, "_effects", measure)
     again = hw.evidence(three_movers, list(RELATIONS), out=out, **QUIET)
     assert again.ways.equals(suite.ways)
     assert again.table.equals(suite.table)

@@ -1,6 +1,7 @@
 """A claim of heads is judged beside other heads of their layers, on prompts that did not choose them."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads import claim
+from headwater.heads.claims import matched_sets
 from headwater.planted import circuits
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -109,3 +111,18 @@ def test_what_is_no_set_of_heads_is_refused():
         claim(model, PROMPTS, [(0, 0)], metric=[hw.log_probability(5), hw.logit_difference(5, 9)])
     with pytest.raises(InputError, match="the model has no 8 others"):
         claim(model, PROMPTS, [(layer, head) for layer in range(2) for head in range(4)], **QUIET)
+
+
+def test_random_sets_have_as_many_other_heads_of_each_layer_and_no_set_twice():
+    def model(n_layers, n_heads):
+        return SimpleNamespace(shape=SimpleNamespace(n_layers=n_layers, n_heads=n_heads))
+
+    named = [(3, 0), (3, 2), (5, 1)]
+    sets = matched_sets(model(6, 6), named, 20, 0)
+    assert len(sets) == len({tuple(sorted(one)) for one in sets}) == 20
+    for one in sets:
+        assert sorted(layer for layer, _ in one) == [3, 3, 5]
+        assert not set(one) & set(named)
+    assert len(matched_sets(model(1, 5), [(0, 0), (0, 1)], 20, 0)) == 3
+    with pytest.raises(InputError, match="the model has no 2 others"):
+        matched_sets(model(1, 3), [(0, 0), (0, 1)], 20, 0)

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tools.figures import DRAWN
 from tools.formulas import with_mathml
 from tools.gallery import figure_code
 from tools.reference import commands_page, room_pages, rooms
@@ -76,8 +75,7 @@ def test_no_formula_of_a_page_is_left_as_latex(page):
 
 def test_every_figure_that_is_kept_is_in_the_gallery_with_code_that_compiles():
     found = figure_code()
-    # What is made of several results is in the README alone.
-    assert {file.stem for file in (DOCS / "figures").glob("*.png")} == set(found) | set(DRAWN)
+    assert {file.stem for file in (DOCS / "figures").glob("*.png")} == set(found)
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     for name, code in found.items():
         assert f"](figures/{name}.png)" in pages  # with words that say what it shows; the gallery leads there

@@ -23,6 +23,7 @@ from tests.viewed import (
     PAIR,
     SHOWN,
     attended,
+    evident,
     mapped,
     profiled,
     read,
@@ -64,6 +65,22 @@ def test_the_page_of_a_sweep_holds_the_effects_of_its_table():
     assert spec["tokens"][0] == list(swept().tokens[0])
 
 
+def test_the_page_of_evidence_holds_every_number_of_its_table_and_says_which_rows_are_about_a_head():
+    found = evident()
+    spec = spec_in(found.view())
+    values = unpacked(spec["values"])
+    for row in found.table.itertuples():
+        of_head = [getattr(row, name) for name in spec["columns"]]
+        np.testing.assert_array_equal(values[:, row.layer, row.head], np.array(of_head, dtype=np.float32))
+    best = next(found.table.itertuples())
+    assert spec["named"] == [best.layer, best.head]
+    ways, costs = spec["tables"]
+    assert [row[0] for row in ways["rows"]] == found.ways.dropna(subset=["share"])["way"].tolist()
+    assert ways["about"][0] == [f"{best.layer}.{best.head}"]
+    assert [row[0] for row in costs["rows"]] == found.cost["what"].tolist()
+    assert [", ".join(heads) for heads in costs["about"]] == found.cost["heads"].tolist()
+
+
 def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
     spec = spec_in(attended().view())
     assert [one["name"].split(":")[0] for one in spec["texts"]] == ["0", "1"]
@@ -84,7 +101,7 @@ def test_of_many_texts_a_page_takes_as_many_as_stay_small():
     assert "texts of 9" in spec_in(many.view())["note"]
 
 
-@pytest.mark.parametrize("kind", ["heads", "sweep", "pathways", "memorization", "likelihood", "edges"])
+@pytest.mark.parametrize("kind", ["heads", "sweep", "pathways", "memorization", "likelihood", "edges", "evidence"])
 def test_a_view_has_the_title_of_the_figure_that_draws_the_same(kind):
     draw = {
         "pathways": lambda: traced().plot(ax=plt.figure().add_subplot()),

@@ -67,8 +67,14 @@ def wired():
     return hw.edges(embedded(), clean, [PAIR[1]] * 2, metric=metric, receivers=["mlp", "logits"], progress=False)
 
 
+@cache
+def evident():
+    return hw.evidence(embedded(), "country_to_capital", pairs=6, draws=20, progress=False)
+
+
 SHOWN = {
     "edges": wired,
+    "evidence": evident,
     "heads": mapped,
     "sweep": swept,
     "attention": attended,

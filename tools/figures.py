@@ -1,6 +1,6 @@
 """Draw the figures of README and documentation: `make figures`, or this file with names.
 
-All are of the embedded model but `real_capital`, which needs SmolLM2's package.
+All are of the embedded model but `evidence`, which needs SmolLM2's package.
 """
 
 import sys
@@ -9,11 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 import headwater as hw
-from headwater.demo.real import MODEL, REAL_STEPS
-from headwater.demo.steps import Seen
 from headwater.figures import save_figure
 from headwater.heads.ablation import ablate_heads
 from headwater.heads.circuit_vectors import singular_vectors
@@ -111,16 +108,8 @@ def membership() -> hw.Membership:
     return hw.membership(scores, facts["member"], strata=facts["relation"] + " " + facts["form"])
 
 
-def real_capital() -> Figure:
-    """Patch SmolLM2 with pairs of countries, by layer and place, and by head at the last token, as the demo does."""
-    seen = Seen(model(), 0, loaded=hw.load(MODEL))
-    figure = Figure(figsize=(9.6, 3.2), layout="constrained")
-    for ax, name in zip(figure.subplots(1, 2), ("passing", "movers"), strict=True):
-        REAL_STEPS[name].run(seen, {"progress": False}).plot(ax=ax, title=REAL_STEPS[name].title)
-    return figure
-
-
 FIGURES: dict[str, Callable] = {
+    "evidence": lambda: hw.evidence(hw.load("smollm2"), "country_to_capital"),
     "head_map": lambda: hw.classify_heads(model()),
     "attention_behaviour": lambda: hw.attention_behaviour(model()),
     "head_sensitivity": lambda: hw.classify_heads(model()).sensitivity(),
@@ -144,15 +133,12 @@ FIGURES: dict[str, Callable] = {
     "memorization": lambda: hw.memorization(model(), hw.load_depth_graph(), controls=False),
     "membership": membership,
 }
-DRAWN = {"real_capital": real_capital}
-"""Figures of several results."""
 
 
 def main() -> None:
     """Draw the figures named, or all of them."""
-    for name in sys.argv[1:] or [*FIGURES, *DRAWN]:
-        drawn = DRAWN[name]() if name in DRAWN else FIGURES[name]().plot()
-        print(*save_figure(drawn, DOCS / "figures" / name, ("png",)), flush=True)
+    for name in sys.argv[1:] or FIGURES:
+        print(*save_figure(FIGURES[name]().plot(), DOCS / "figures" / name, ("png",)), flush=True)
 
 
 if __name__ == "__main__":

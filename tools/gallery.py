@@ -40,8 +40,8 @@ def write_gallery(page: Path, pages: dict[str, str]) -> None:
     figures = "\n\n".join(_figure(name, code, pages) for name, code in figure_code().items())
     views = "\n\n".join(_view(title, *row, page.parent) for title, row in VIEWS.items())
     page.write_text(
-        "# Gallery\n\nEverything here is drawn from the model that comes with headwater. Below each stands the code "
-        f"that makes it.\n\n## Figures\n\n{figures}\n\n## Views to look into\n\nEach begins with\n\n"
+        "# Gallery\n\nAll is drawn from the model that comes with headwater, but for what loads SmolLM2. Below each is "
+        f"the code that makes it.\n\n## Figures\n\n{figures}\n\n## Views to look into\n\nEach begins with\n\n"
         f"```python\n{START}```\n\n{views}\n",
         encoding="utf-8",
     )
@@ -90,10 +90,8 @@ def known_imports(source: str) -> list[ast.Import | ast.ImportFrom]:
 
 def _figure(name: str, code: str, pages: dict[str, str]) -> str:
     shown = re.compile(rf"!\[([^\]]*)\]\(figures/{name}\.png\)")
-    found = {page: shown.search(text) for page, text in pages.items() if page != "index"}
-    (home, alt), *_ = [(page, match[1]) for page, match in found.items() if match] or [
-        ("index", name.replace("_", " "))
-    ]
+    found = {page: match[1] for page, text in pages.items() if (match := shown.search(text))}
+    home, alt = min(found.items(), key=lambda page: page[0] == "index")  # the overview only where no other page has it
     heading = name.replace("_", " ").capitalize()
     return (
         f"### {heading}\n\n[![{alt}](figures/{name}.png)]({home}.md)\n\n{alt}. [What it says]({home}.md).\n\n"

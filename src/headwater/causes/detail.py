@@ -10,7 +10,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from headwater.causes.naming import Choice
-from headwater.causes.prompts import PairedPrompts, RelationPrompts, differences, mean_of
+from headwater.causes.prompts import PairedPrompts, RelationPrompts, mean_of
 from headwater.causes.relation import Head, both_sides, metric_of, replaced
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import ModelError
@@ -154,8 +154,8 @@ def _lost(
     model: HookedModel, pairs: PairedPrompts, sets: Sequence[list[Head]]
 ) -> tuple[Float[ndarray, "pair set"], float]:
     """What the difference of each pair loses without each set, and the mean difference of the run as it is."""
-    lost = -replaced(model, pairs, {str(number): heads for number, heads in enumerate(sets)}, "zero")
-    return lost, differences(model, pairs)[0].mean()
+    effects, difference = replaced(model, pairs, {str(number): heads for number, heads in enumerate(sets)}, "zero")
+    return -effects, difference.mean()
 
 
 def _row(

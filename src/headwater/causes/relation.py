@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy import ndarray
-from torch import Tensor
 
 from headwater.causes.prompts import PairedPrompts
 from headwater.models.hooked import HookedModel
+from headwater.models.positions import Place
 from headwater.patching.ablation import ablate
 from headwater.patching.activation_patching import patch
 from headwater.patching.metrics import Metric, logit_difference
@@ -60,24 +59,26 @@ def estimated_effects(model: HookedModel, pairs: PairedPrompts) -> Estimates:
 def exact_effects(model: HookedModel, pairs: PairedPrompts, heads: Heads) -> Float[ndarray, "pair head"]:
     """Return the effect of each of some heads on each pair, by running what comes after it again."""
     sets = {f"{layer}.{head}": [(layer, head)] for layer, head in heads}
-    return -replaced(model, pairs, sets, "other run")
+    return -replaced(model, pairs, sets, "other run")[0]
 
 
 def replaced(
     model: HookedModel, pairs: PairedPrompts, sets: dict[str, list[Head]], values: str
-) -> Float[ndarray, "pair set"]:
-    """Return how the difference changes when z of each set of heads is replaced at the last position."""
+) -> tuple[Float[ndarray, "pair set"], Float[ndarray, " pair"]]:
+    """Return how the difference changes when z of each set of heads is replaced at the last position, and from what."""
     clean, corrupted = both_sides(pairs)
     asked = {"sets": sets, "positions": "last", "metric": metric_of(pairs), "values": values, "progress": False}
     sweep = ablate(model, clean, corrupted if values == "other run" else None, **asked)  # type: ignore[arg-type]
-    return sweep.table.pivot(index="example", columns="set", values="effect")[list(sets)].to_numpy(dtype=float)
+    effects = sweep.table.pivot(index="example", columns="set", values="effect")[list(sets)].to_numpy(dtype=float)
+    return effects, sweep.table.groupby("example")["clean"].first().to_numpy(dtype=float)
 
 
 def attention_to_source(model: HookedModel, pairs: PairedPrompts) -> Float[ndarray, "layer head"]:
     """Return the mean attention of each head from the last position of the clean prompts to their source."""
-    cache = model.cache(pairs.clean, sites=["pattern"], positions="last", progress=False)
-    looked: list[Tensor] = [cache["pattern", layer] for layer in range(model.shape.n_layers)]
-    return torch.stack([one.squeeze(-2)[..., pairs.source].double().mean(0) for one in looked]).numpy()
+    roles: dict[str, Place] = {"source": pairs.source, "last": "last"}
+    cache = model.cache(pairs.clean, sites=["pattern"], positions=roles, progress=False)
+    looked = cache.attention_by_role().query("role == 'last' and to == 'source'")["attention"]
+    return looked.to_numpy(dtype=float).reshape(model.shape.n_layers, model.shape.n_heads)
 
 
 def strongest(values: Float[ndarray, "layer head"], n: int) -> list[Head]:

@@ -51,6 +51,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import EmbeddingName
 from headwater.options import checked_count, checked_seed
+from headwater.patching.duration import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 
 OTHERS = 8
@@ -60,6 +61,8 @@ MEASURED = 12
 """So many heads at a time, in the order of their estimates, are measured exactly besides those that are named."""
 LEADERS = 4
 """So many heads are measured exactly on the first half: the strongest of them names the relation's family."""
+RUNS = 6
+"""What is measured of a prompt takes so many runs of it: both sides and the gradient, both sides again, attention."""
 BORDER = 4
 """More are measured where one of the last so many reaches half of the largest effect."""
 
@@ -150,6 +153,7 @@ def _measure(
             tried[number] = candidates(model, tokens, template, options["pairs"], seed)
         except InputError as error:
             reasons[number] = str(error)
+    _say_how_long(model, tokenized[:n], list(tried.values()), options["pairs"], run.progress)
     known = dict[int, dict[str, Tensor]]()
     for stage, some in (("choose", [i for i in tried if i < n]), ("others", [i for i in tried if i >= n])):
         # Others are compared with a relation that the model can do: without one they would be measured for nothing.
@@ -179,6 +183,22 @@ def _measure(
     others = [prompts[i] for i in choices if i >= n]
     parts = prompts.get(0), choices.get(0), known.get(0), measured.get(0)
     return one_relation(model, suite, *parts, others, options, seed, run)
+
+
+def _say_how_long(
+    model: HookedModel,
+    asked: Sequence[TokenRelation],
+    tried: Sequence[Sequence[Candidate]],
+    pairs: int,
+    progress: bool,
+) -> None:
+    """Say how long it takes, if that is over a minute: each candidate runs once, the chosen one `RUNS` times."""
+    tokens = 0
+    for some in tried:
+        halves = [[one.first.clean.numel() for one in some], [one.second.clean.numel() for one in some]]
+        tokens += sum(halves[0]) + RUNS * sum(map(max, halves))
+    what = f"{len(tried):,} relations" if len(asked) > 1 else f"{asked[0].relation.name} and what it is compared with"
+    say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
 
 
 def _choose(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
@@ -229,12 +249,12 @@ def _choices(
             for layer in layer_margins(weights, halves, scoring, orders):
                 layers.append(layer)
                 bar.update(1)
-            return {"margins": torch.stack(layers)}  # layer × head × relation × draw
+            return {"margins": torch.stack(layers, 1)}  # draw × layer × head × relation
 
         (piece,) = run.pieces("weights", [None], margins)
     found = {}
     for number, i in enumerate(can):
-        own = piece["margins"][:, :, number].permute(2, 0, 1).double().numpy()
+        own = piece["margins"][..., number].double().numpy()
         attention, share = known[i]["attention"].numpy(), known[i]["share"].numpy()
         found[i] = Choice(tokenized[i].relation.name, own, attention, share, _pairs(known[i]["leader"][None])[0])
     return found

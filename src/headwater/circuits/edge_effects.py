@@ -40,7 +40,6 @@ from headwater.circuits.pairs import (
     plan_of,
     runs_of,
     runs_of_senders,
-    say_how_long,
     source_in,
 )
 from headwater.circuits.result import EdgeEffects
@@ -49,6 +48,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
+from headwater.patching.duration import say_how_long
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call

@@ -25,13 +25,14 @@ from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse
 from headwater.circuits.circuit_walk import CircuitWalk, of_other_run, of_values
 from headwater.circuits.exact import EdgeRows, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.pairs import changed_tokens, say_how_long
+from headwater.circuits.pairs import changed_tokens
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
+from headwater.patching.duration import say_how_long
 from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan, check_call

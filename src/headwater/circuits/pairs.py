@@ -9,19 +9,13 @@ Roles are named as everywhere (`models.positions`): each prompt of a pair is res
 token here, since what a sender adds at a position is exchanged for what it adds at the same position of the other run;
 a role must therefore be the same tokens of both.
 
-How long edges, paths and circuits take, roughly, said before anything that takes over a minute.
-
-    seconds = 2 · parameters of the blocks · tokens / rate
-
-of so many tokens as whole runs of the model would have: an edge counts for half its receiver's layer and those after
-it, a circuit for all layers, a gradient as a run. The rate is that of one product of the size of an MLP's, measured on
-the model's device. It is half to twice of what is computed, and more of circuits that leave layers out. What is left to
-do is measured by the progress bar.
+How many whole runs of the model edges, paths and circuits compute as much as, for `headwater.patching.duration`: an
+edge counts for half its receiver's layer and those after it, a circuit for all layers. It is half to twice of what is
+computed, and more of circuits that leave layers out.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +49,6 @@ from headwater.patching.prompts import (
     spans_by_role,
 )
 from headwater.patching.replacements import Replacement, build_replacement
-from headwater.progress import say
 from headwater.runs.analysis import Run
 
 
@@ -159,11 +152,6 @@ def _refuse_moved(spots: Mapping[str, AlignedSpan], base: Prompt, other: Prompt 
 
 LARGE = 1_000_000_000
 """From so many parameters on, edges are screened by default."""
-PATIENCE = 60.0
-"""Seconds from which on it is said how long a run takes."""
-WORTH_TIMING = 1e11
-"""Fewer operations than these are not timed: no device takes a minute for them."""
-ROWS = 1024
 
 
 def default_method(model: HookedModel) -> str:
@@ -188,48 +176,6 @@ def runs_of_senders(graph: Graph, edges: Indices) -> float:
     return sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers) / (
         graph.n_layers
     )
-
-
-def say_how_long(
-    model: HookedModel, what: str, tokens: float, advice: str, *, hours: float | None = None, progress: bool = True
-) -> None:
-    """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
-
-    Args:
-        model: on whose device.
-        what: what is asked for, such as "32,491 edges of 3 pairs".
-        tokens: so many as whole runs of the model have that compute as much.
-        advice: what would be less.
-        hours: what the caller allows.
-        progress: whether anything is said.
-
-    Raises:
-        InputError: it takes longer.
-    """
-    work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
-    if hours is None and (work < WORTH_TIMING or not progress):
-        return
-    needed = work / rate(model)
-    if hours is not None and needed > 3600 * hours:
-        raise InputError(f"{what} would take about {_said(needed)}; hours={hours:g} were allowed. {advice}")
-    if needed > PATIENCE:
-        say(progress, f"{what} take about {_said(needed)}. {advice}")
-
-
-def rate(model: HookedModel) -> float:
-    """Return the multiplications and additions a second of a product of matrices on the model's device."""
-    width, inner = model.shape.d_model, model.shape.d_mlp
-    a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
-    best = 0.0
-    for _ in range(3):
-        begun = time.perf_counter()
-        float((a @ b)[0, 0])
-        best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
-    return best
-
-
-def _said(needed: float) -> str:
-    return f"{needed / 3600:,.2g} hours" if needed > 3600 else f"{needed / 60:.2g} minutes"
 
 
 OTHER_RUN = "other run"

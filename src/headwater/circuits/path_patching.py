@@ -48,7 +48,6 @@ from headwater.circuits.pairs import (
     places_in,
     plan_of,
     runs_of,
-    say_how_long,
     source_in,
 )
 from headwater.circuits.paths import Paths, first_layer, has_path
@@ -58,6 +57,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.part_names import read_part
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_seed, has_no_order, is_one, shown
+from headwater.patching.duration import say_how_long
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from headwater.causes.naming import BASELINES, NAMED
+from headwater.causes.results import Evidence
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.result import EdgeEffects
 from headwater.detection.evaluation import NAMES
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.head_map import HeadMap
 from headwater.likelihood.profile import DepthProfile
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import Result
@@ -131,14 +132,17 @@ def patching(result: Sweep) -> Number:
     )
 
 
-def written(result: Result) -> Number:
-    """How many of a relation's targets its best head writes by its weights; by its habits alone."""
-    best = result.findings()["relations"][0]
+def cause(result: Evidence) -> Number:
+    """The share of the largest effect of the head that weights and attention name; of what each control names."""
+    if not result.is_measured:
+        return Number(result.verdict, weak=True)
+    share = result.ways.set_index("way")["share"].dropna()
+    named, others = result.way(NAMED), [way for way in (*BASELINES, "shuffled targets") if way in share]
     return Number(
-        f"head {best['best_head']} alone puts the target among its ten first words for "
-        f"{_percent([best['best_score']])} of {best['pairs']} pairs",
-        f"with the pairs shuffled {_percent([best['best_expected']])}",
-        weak=not best["heads"],
+        f"weights and attention name head {named['layer']}.{named['head']}: it moves {100 * share[NAMED]:.0f} % as "
+        "much as the head that moves most",
+        "what is named by " + ", by ".join(f"{way} {100 * share[way]:.0f} %" for way in others),
+        weak=not bool(result.can["holds"].iloc[0]),
     )
 
 
@@ -157,33 +161,6 @@ def passing(result: Sweep) -> Number:
         f"at the last token in layer {before} {100 * last[before]:.0f} %, at another word at most "
         f"{100 * control.max():.0f} %",
         weak=bool(last.max() < 0.5),
-    )
-
-
-def movers(result: Sweep) -> Number:
-    """How far the strongest head brings the answer back; the second, and the others on average."""
-    cells = result.summary(value="normalized_effect").sort_values("mean", ascending=False, ignore_index=True)
-    first, second, rest = cells.loc[0], cells.loc[1], cells["mean"][1:]
-    return Number(
-        f"head {first['layer']}.{first['head']} alone brings {100 * first['mean']:.0f} % of the answer back",
-        f"head {second['layer']}.{second['head']}, the second, {100 * second['mean']:.0f} %, the other {len(rest)} "
-        f"heads {100 * rest.mean():.1f} % on average",
-        weak=bool(first["low"] < second["mean"]),
-    )
-
-
-NAMED = "named by the weights"
-"""The set of heads that is silenced beside random sets."""
-
-
-def silenced(result: Sweep) -> Number:
-    """What silencing the named heads costs; random heads of the same layers."""
-    cost = -result.table.groupby("set")["effect"].mean()
-    others = cost.drop(NAMED)
-    return Number(
-        f"without the heads that the weights name the right capital loses {cost[NAMED]:.1f} logits on the wrong one",
-        f"without as many others of their layers {others.min():.1f} to {others.max():.1f} ({len(others)} random sets)",
-        weak=bool(cost[NAMED] <= others.max()),
     )
 
 
@@ -233,12 +210,6 @@ def head_table(result: Result) -> pd.DataFrame:
     rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
     names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
     return rows.rename(columns=names)
-
-
-def relation_table(result: HeadMap) -> pd.DataFrame:
-    """Return the heads that put the targets of a relation highest."""
-    names = ["layer", "head", "score", "expected", "margin", "implemented", "copying"]
-    return result.table.nlargest(6, "margin")[names]
 
 
 def pathway_table(result: Result) -> pd.DataFrame:

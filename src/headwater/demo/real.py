@@ -6,26 +6,22 @@ text but for the chat; each finding has its control beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from headwater.demo import numbers as of
 from headwater.demo.steps import Seen, Step
 
 if TYPE_CHECKING:
-    from headwater.heads.head_map import HeadMap
     from headwater.patching.metrics import Metric
     from headwater.runs.result import Result
     from headwater.runs.view import View
 
 MODEL = "smollm2"
-RELATION = "country_to_capital"
 CAPITALS = {
     "France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo", "Russia": "Moscow", "Spain": "Madrid",
     "Germany": "Berlin", "Greece": "Athens", "Peru": "Lima", "Cuba": "Havana", "Norway": "Oslo", "Ireland": "Dublin",
     "Portugal": "Lisbon", "Iran": "Tehran", "Iraq": "Baghdad", "Austria": "Vienna",
 }  # fmt: skip
-CLEAN, CORRUPTED = list(CAPITALS)[::2], list(CAPITALS)[1::2]
 NAMES = ("Mary", "John", "Tom", "Anna", "Paul", "Sarah", "James", "Emma", "Lisa", "Mark", "David", "Kate")
 GIFTS = (
     "When {a} and {b} went to the store, {c} gave a drink to",
@@ -34,31 +30,7 @@ GIFTS = (
 HELD_OUT = "While {a} and {b} were working at the office, {c} gave a book to"
 EDGES = 400
 """How many of the strongest edges are the circuit."""
-RANDOM_SETS = 20
-"""How many random sets of heads are silenced beside the named ones."""
 REPEATED = "The quiet engineer painted seven green boats. The quiet engineer painted seven green boats."
-
-
-def _capital_prompts(written: Callable[[str], Any]) -> tuple[list[Any], list[Any], Metric]:
-    """Pairs of prompts about countries, and how much more the first one's capital is expected than the other's."""
-    from headwater.patching.metrics import logit_difference
-
-    clean, corrupted = ([written(name) for name in side] for side in (CLEAN, CORRUPTED))
-    right, wrong = ([f" {CAPITALS[name]}" for name in side] for side in (CLEAN, CORRUPTED))
-    return clean, corrupted, logit_difference(right, wrong)
-
-
-def plain(name: str) -> str:
-    """Return a text that goes on with a capital."""
-    return f"The capital of {name} is"
-
-
-def chat(name: str) -> list[dict[str, str]]:
-    """Return a chat whose answer, begun, goes on with a capital."""
-    return [
-        {"role": "user", "content": f"Which city is the capital of {name}?"},
-        {"role": "assistant", "content": "The capital is"},
-    ]
 
 
 def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], list[str], Metric]:
@@ -79,51 +51,10 @@ def _heads(seen: Seen, options: dict[str, Any]) -> Result:
     return classify_heads(seen.real, **options)
 
 
-def _written(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.heads.classify import classify_heads
+def _capital(seen: Seen, options: dict[str, Any]) -> Result:
+    from headwater.causes.weights_to_cause import evidence
 
-    return classify_heads(seen.real, relations=RELATION, **options)
-
-
-def _passing(written: Callable[[str], Any], other: str) -> Callable[[Seen, dict[str, Any]], Result]:
-    """Return what patches the residual stream at the country, at another word of the prompts, and at the last token."""
-
-    def run(seen: Seen, options: dict[str, Any]) -> Result:
-        from headwater.patching.activation_patching import patch
-
-        clean, corrupted, metric = _capital_prompts(written)
-        countries = [(f" {one}", f" {other}") for one, other in zip(CLEAN, CORRUPTED, strict=True)]
-        roles = {"country": countries, of.OTHER_WORD: other, "last": "last"}
-        return patch(seen.real, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
-
-    return run
-
-
-def _movers(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.patching.activation_patching import patch
-
-    clean, corrupted, metric = _capital_prompts(plain)
-    return patch(seen.real, clean, corrupted, sites="z", positions="last", metric=metric, **options)
-
-
-def named_by_weights(heads: HeadMap) -> list[tuple[int, int]]:
-    """Return the heads that the map calls for country to capital; else the two of the largest margin."""
-    rows = heads.table[heads.table["relation"] == RELATION]
-    called = rows[rows["implemented"]]
-    rows = called if len(called) else rows.nlargest(2, "margin")
-    return [(int(layer), int(head)) for layer, head in zip(rows["layer"], rows["head"], strict=True)]
-
-
-def _silenced(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.heads.claims import matched_sets
-    from headwater.patching.ablation import ablate
-
-    heads: Any = seen.found["written"]
-    named = named_by_weights(heads)
-    random = matched_sets(seen.real, named, RANDOM_SETS, 0)
-    sets = {of.NAMED: named} | {f"random {number}": list(one) for number, one in enumerate(random, start=1)}
-    clean, _, metric = _capital_prompts(plain)
-    return ablate(seen.real, clean, metric=metric, sets=sets, **options)
+    return evidence(seen.real, "country_to_capital", **options)
 
 
 def _edges(seen: Seen, options: dict[str, Any]) -> Result:
@@ -160,6 +91,23 @@ def _repeated(seen: Seen, behaviour: Any) -> View:
     return cache.view(values=seen.real)
 
 
+def _chat(seen: Seen, options: dict[str, Any]) -> Result:
+    """Patch the residual stream at the country, at another word of the question, and where the capital follows."""
+    from headwater.patching.activation_patching import patch
+    from headwater.patching.metrics import logit_difference
+
+    def asked(name: str) -> list[dict[str, str]]:
+        question = f"Which city is the capital of {name}?"
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": "The capital is"}]
+
+    sides = list(CAPITALS)[::2], list(CAPITALS)[1::2]
+    clean, corrupted = ([asked(name) for name in side] for side in sides)
+    countries = [tuple(f" {name}" for name in pair) for pair in zip(*sides, strict=True)]
+    roles = {"country": countries, of.OTHER_WORD: " city", "last": "last"}
+    metric = logit_difference(*([f" {CAPITALS[name]}" for name in side] for side in sides))
+    return patch(seen.real, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
+
+
 REAL_STEPS = {
     "real_heads": Step(
         "What the attention heads of a real model do",
@@ -172,41 +120,18 @@ REAL_STEPS = {
         table=of.head_table,
         view=lambda seen, heads: heads.view(model=seen.real),
     ),
-    "written": Step(
-        "What the weights say of capitals",
-        "The relation from country to capital alone. Score: for how many of its countries a head puts the capital "
-        "among the ten words it writes most; expected: the same with shuffled pairs. Margin: by how many logits it "
-        "puts a capital above the capitals of other countries.",
-        "Heads that implement the relation.",
-        _written,
-        number=of.written,
-        table=of.relation_table,
-    ),
-    "passing": Step(
-        "When an answer passes to the last token",
-        "“The capital of France is”, eight pairs of countries. The residual stream of one prompt is written into the "
-        "other at the country, at a word before it, which cannot know it, and at the last token, layer by layer.",
-        "How far the answer comes back, by layer and place.",
-        _passing(plain, other=" capital"),
-        number=of.passing,
-    ),
-    "movers": Step(
-        "Which head moves it",
-        "The same prompts; the output of one head at a time is written into the other run at the last token.",
-        "How far the answer comes back, by layer and head.",
-        _movers,
-        is_on_top=False,
-        number=of.movers,
-    ),
-    "silenced": Step(
-        "Does the model need the heads that the weights name?",
-        "The heads that the map calls for country to capital write nothing; beside them random sets of as many other "
-        "heads of the same layers.",
-        "Change of the logit difference of the two capitals, set by set.",
-        _silenced,
-        needs=("written",),
-        number=of.silenced,
-        view=lambda seen, sweep: None,  # its figure is all there is to see
+    "capital": Step(
+        "From weights to a cause",
+        "From country to capital. Half of the countries name one head: how far its parameters put a capital above "
+        "other capitals, times how much it attends to the country, is largest. On the other half the output of each "
+        "head is exchanged for that of a prompt about another country. A head's share is its effect divided by that of "
+        "the head that moves most.",
+        "What weights write, who looks at the country, who moves the answer, when it passes to the last token, what "
+        "silencing costs. The ring is the head that weights and attention name.",
+        _capital,
+        number=of.cause,
+        table=lambda found: found.summary(),
+        concludes=True,
     ),
     "indirect_object": Step(
         "Which edges find the indirect object",
@@ -242,8 +167,7 @@ REAL_STEPS = {
         "“Which city is the capital of France?”, in the chat template, and an answer that begins “The capital is”. The "
         "residual stream is patched at the country, at another word of the question, and where the capital follows.",
         "How far the answer comes back, by layer and place.",
-        _passing(chat, other=" city"),
-        is_on_top=False,
+        _chat,
         number=of.passing,
     ),
 }

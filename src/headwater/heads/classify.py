@@ -25,17 +25,16 @@ from headwater.calls import checked_call
 from headwater.heads.categories import RULES, apply_rule, head_categories
 from headwater.heads.head_map import HeadMap
 from headwater.heads.patterns import attention_classes
-from headwater.heads.relation_tokens import MultiTokenName, tokenize_relations
+from headwater.heads.relation_tokens import MultiTokenName
 from headwater.heads.relations import Relations, load_relations
 from headwater.heads.scores import relation_table, score_table
 from headwater.heads.scoring import (
     callable_from,
     checked_scoring,
     chosen_embedding,
-    hits_of,
     relations_digest,
     scored_layers,
-    usable_relations,
+    scored_relations,
 )
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import hooked_of, weights_of
@@ -106,9 +105,8 @@ def classify_heads(
     every_excess = checked_flag("every_excess", every_excess)
     given = load_relations(relations)
     weights = weights_of(model, device)
-    ks = [hits_of(relation, weights, k) for relation in given]
-    tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=rule == "published")
-    usable = usable_relations(tokenized, ks, weights.name)
+    same_words = rule == "published"
+    tokenized, ks, usable = scored_relations(given, weights, k, multi_token=multi_token, same_words=same_words)
     asked = embedding or ("auto" if rule == "controlled" else None)
     chosen, embeddings = chosen_embedding(weights, usable, asked)
     options = {

@@ -32,7 +32,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
-from headwater.heads.relation_tokens import MultiTokenName, shared_relations, tokenize_relations, word_tokens
+from headwater.heads.relation_tokens import MultiTokenName, shared_relations, word_tokens
 from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
@@ -40,10 +40,9 @@ from headwater.heads.scoring import (
     callable_from,
     checked_scoring,
     chosen_embedding,
-    hits_of,
     relations_digest,
     scored_layers,
-    usable_relations,
+    scored_relations,
     with_moments,
 )
 from headwater.models.hooked import HookedModel
@@ -227,7 +226,7 @@ def compare_heads(
     _refuse_other_shapes(compared)
     given = load_relations(relations)
     shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
-    usable = {name: _usable(shared, weights, k, multi_token) for name, weights in compared.items()}
+    usable = {name: scored_relations(shared, one, k, multi_token=multi_token)[2] for name, one in compared.items()}
     chosen: str = embedding or "auto"
     if chosen == "auto":
         chosen, _ = chosen_embedding(first, next(iter(usable.values())), chosen)
@@ -302,14 +301,6 @@ def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
                 f"{name} has {theirs}, {first} has {ours}: a head of one is no head of the other. Compare models of "
                 "one shape; classify_heads scores each by itself."
             )
-
-
-def _usable(
-    shared: Sequence[Relation], weights: WeightSource, k: int | None, multi_token: MultiTokenName | None
-) -> Usable:
-    tokenized = tokenize_relations(shared, weights.tokenizer, multi_token=multi_token)
-    ks = [hits_of(relation, weights, k) for relation in shared]
-    return usable_relations(tokenized, ks, weights.name)
 
 
 def _words(given: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:

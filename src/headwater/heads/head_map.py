@@ -15,11 +15,10 @@ from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, re
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
 from headwater.heads.embedding_choice import sentences_of_embedding
 from headwater.heads.prompts import TEMPLATE, relations_of
-from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relations, load_relations
 from headwater.heads.salient import salient_of_heads, salient_operations
 from headwater.heads.scores import score_table
-from headwater.heads.scoring import callable_from, hits_of, relations_digest, scored_layers, usable_relations
+from headwater.heads.scoring import callable_from, relations_digest, scored_layers, scored_relations
 from headwater.heads.sensitivity import AS_MAPPED, Sensitivity, heads_by_threshold
 from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
@@ -123,13 +122,11 @@ class HeadMap(Result):
         }
         kind: Any = own["multi_token"]
         is_published = own["rule"] == "published"
-        tokens = tokenize_relations(given, weights.tokenizer, multi_token=kind, same_words=is_published)
         null_from = None if is_published else callable_from(float(own["threshold"]))  # type: ignore[arg-type]
         found = {}
         for name, value in ((varied, value) for varied in names for value in others[varied]):
             options: dict[str, Any] = {**own, name: value}
-            ks = [hits_of(relation, weights, options["k"]) for relation in given]
-            usable = usable_relations(tokens, ks, weights.name)
+            *_, usable = scored_relations(given, weights, options["k"], multi_token=kind, same_words=is_published)
             run, desc = Run(self.run, progress=progress), f"{name}={value}"
             layers = scored_layers(weights, usable, options, run, null_from=null_from, desc=desc)
             found[desc] = score_table(layers, [relation for relation, _ in usable])

@@ -6,9 +6,9 @@ the accepted targets of item j,
     logits[i, j] = z_i W_O u_j
     margin = n / (n - 1) (mean over i of logits[i, i] - mean over i, j of logits[i, j])
 
-which is the mean lead, in logits, of an item's own target over the other items' targets (`heads.scores` has the same
-from the logits of its first glance). With targets shuffled among the items the diagonal is another one of the same
-matrix, so that a draw costs a sum of n numbers.
+which is the mean lead, in logits, of an item's own target over the other items' targets. The second mean and the
+difference are `heads.scores.margins`; where heads are classified the first mean comes of a first glance. With targets
+shuffled among the items the diagonal is another one of the same matrix, so that a draw costs a sum of n numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
+from headwater.heads.relation_tokens import TokenRelation
 from headwater.heads.relations import Relations, load_relations
-from headwater.heads.scores import LayerScorer, suite_pairs
-from headwater.heads.scoring import checked_scoring, chosen_embedding, usable_relations
+from headwater.heads.scores import LayerScorer, margins, suite_pairs
+from headwater.heads.scoring import checked_scoring, chosen_embedding, scored_relations
 from headwater.kernels import ov_blocked
 from headwater.kernels.devices import full_float32, to_device
 from headwater.kernels.ov import OVMaps
@@ -67,18 +67,17 @@ def head_margins(
     """
     checked_scoring(None, 0.15, embedding)
     weights = weights_of(model, device)
-    tokenized = tokenize_relations(load_relations(relations), weights.tokenizer)
-    usable = usable_relations(tokenized, [1] * len(tokenized), weights.name)
+    *_, usable = scored_relations(load_relations(relations), weights, 1)
     chosen, _ = chosen_embedding(weights, usable, embedding)
     scored = [tokens for tokens, _ in usable]
     options = {"embedding": chosen, "norm_gain": checked_flag("norm_gain", norm_gain)}
-    margins = torch.stack(list(layer_margins(weights, scored, options)))[..., 0]
-    layer, head, relation = (index.ravel() for index in np.indices(margins.shape))
+    found = torch.cat(list(layer_margins(weights, scored, options)))
+    layer, head, relation = (index.ravel() for index in np.indices(found.shape))
     names, categories = (
         np.array([getattr(tokens.relation, what) for tokens in scored], dtype=object) for what in ("name", "category")
     )
     columns = {"layer": layer, "head": head, "relation": names[relation], "category": categories[relation]}
-    return pd.DataFrame(columns | {"margin": margins.flatten().numpy()})
+    return pd.DataFrame(columns | {"margin": found.flatten().numpy()})
 
 
 def layer_margins(
@@ -86,7 +85,7 @@ def layer_margins(
     relations: Sequence[TokenRelation],
     options: Mapping[str, object],
     orders: Sequence[Int[Tensor, "draw _"]] | None = None,
-) -> Iterator[Float[Tensor, "head relation draw"]]:
+) -> Iterator[Float[Tensor, "draw head relation"]]:
     """Yield the margins of each layer's heads, on the CPU; the first draw is the relation as it is.
 
     Args:
@@ -96,24 +95,26 @@ def layer_margins(
         orders: of each relation, orders of its items' targets: each is one more draw. As many for every relation.
     """
     suite = suite_pairs(relations, [1] * len(relations))
-    orders = [torch.zeros(0, len(one.targets), dtype=torch.int64) for one in relations] if orders is None else orders
-    begins = np.cumsum([0, *map(len, (one.targets for one in relations))]).tolist()
+    as_it_is = [torch.arange(len(one.targets))[None] for one in relations]
+    orders = [torch.cat(both) for both in zip(as_it_is, orders or [one[:0] for one in as_it_is], strict=True)]
+    sources = suite.item_source.split([len(one.targets) for one in relations])
     with LayersAhead(weights) as read_layer:
         scorer = LayerScorer(weights, read_layer, suite, None, options)
         for layer in range(weights.shape.n_layers):
             with torch.inference_mode(), full_float32():
                 maps = scorer.maps(layer)
-                found = []
-                for number, tokens in enumerate(relations):
-                    sources = suite.item_source[begins[number] : begins[number + 1]]
-                    found.append(_margins(*_values_and_readers(maps, sources, tokens.targets), orders[number]))
-                yield torch.stack(found, dim=1).cpu()
+                asked = zip(sources, relations, orders, strict=True)
+                own = [_own_means(maps, source, tokens.targets, order) for source, tokens, order in asked]
+                yield margins(maps, suite, torch.stack(own, dim=-1), scorer.mean_target).float()
 
 
-def _values_and_readers(
-    maps: OVMaps, sources: Int[Tensor, "item"], targets: Sequence[Sequence[int]]
-) -> tuple[Float[Tensor, "head item d_head"], Float[Tensor, "head d_head item"]]:
-    """Return z_i and W_O u_i of a layer's heads and a relation's items."""
+def _own_means(
+    maps: OVMaps,
+    sources: Int[Tensor, "item"],
+    targets: Sequence[Sequence[int]],
+    orders: Int[Tensor, "draw item"],
+) -> Float[Tensor, "draw head"]:
+    """Return the mean over items i of z_i W_O u_j, j the item whose targets each order deals to i."""
     device = maps.x.device
     x = maps.x[to_device(sources, device)].float()
     x = x / x.square().mean(1, keepdim=True).sqrt()
@@ -123,16 +124,7 @@ def _values_and_readers(
     item = to_device(torch.arange(len(counts)).repeat_interleave(counts), device)
     u = torch.zeros(len(counts), columns.shape[1], device=device).index_add_(0, item, columns)
     z = ov_blocked.head_values(maps, x)[ov_blocked.value_heads(maps, device)]
-    return z, einsum(maps.W_O.float(), u, "head d_head d_model, item d_model -> head d_head item")
-
-
-def _margins(
-    z: Float[Tensor, "head item d_head"], readers: Float[Tensor, "head d_head item"], orders: Int[Tensor, "draw item"]
-) -> Float[Tensor, "head column"]:
-    n = z.shape[1]
-    every = einsum(z.mean(1), readers.mean(-1), "head d_head, head d_head -> head")[:, None]
-    own = einsum(z, readers, "head item d_head, head d_head item -> head item").mean(-1, keepdim=True)
-    if len(orders):  # all pairs at once: with a hundred draws or more that is less than the draws one by one
-        item, order = torch.arange(n, device=z.device), to_device(orders, z.device)
-        own = torch.cat([own, (z @ readers)[:, item, order].mean(-1)], dim=1)
-    return (own - every) * (n / (n - 1))
+    readers = einsum(maps.W_O.float(), u, "head d_head d_model, item d_model -> head d_head item")
+    # All pairs at once: with a hundred draws or more that is less than the draws one by one.
+    picked = (z @ readers)[:, torch.arange(len(x), device=device), to_device(orders, device)]
+    return picked.mean(-1).T.double()

@@ -205,7 +205,7 @@ def score_layer(
             suppression=shares[1],
             beyond_copying=shares[2],
             suppression_beyond_copying=shares[3],
-            margin=_margin(maps, suite, glance.own, mean_target),
+            margin=margins(maps, suite, _own_means(maps, suite, glance.own), mean_target),
             moments=None if null_from is None else moments[0],
             suppression_moments=None if null_from is None else moments[1],
             hits=found[:2] if items else None,
@@ -241,22 +241,40 @@ def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Fl
     return torch.stack(means)
 
 
-def _margin(
+def margins(
     maps: OVMaps,
     suite: SuitePairs,
-    own: Float[Tensor, "head pair"],
+    own: Float[Tensor, "*draw head relation"],
     mean_target: Float[Tensor, "relation d_model"],
-) -> Float[Tensor, "head relation"]:
-    """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1."""
-    device, size = maps.x.device, (len(suite.k), len(maps.x))
-    place, relation = to_device_many([suite.pair_source, suite.item_relation[suite.pair_item]], device)
-    scale = to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
-    own_mean = torch.zeros(maps.n_heads, size[0], dtype=torch.float64, device=device)
-    own_mean.index_add_(1, relation, own.double() * scale)
-    share = torch.zeros(size, dtype=torch.float64, device=device).index_put_((relation, place), scale, accumulate=True)
-    z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, device)]
+) -> Float[Tensor, "*draw head relation"]:
+    """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1.
+
+    Args:
+        maps: the layer's heads.
+        suite: the relations.
+        own: the mean logit of an item's own targets, of sources scaled so.
+        mean_target: what `mean_targets` returns.
+    """
+    place, relation, scale = _scaled_pairs(maps, suite)
+    share = torch.zeros(len(suite.k), len(maps.x), dtype=torch.float64, device=scale.device)
+    share.index_put_((relation, place), scale, accumulate=True)
+    z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, scale.device)]
     every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
-    return (own_mean - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
+    return (own - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
+
+
+def _own_means(maps: OVMaps, suite: SuitePairs, own: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
+    """The mean logit of an item's own targets, of sources scaled to a mean square of 1."""
+    _, relation, scale = _scaled_pairs(maps, suite)
+    means = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=scale.device)
+    return means.index_add_(1, relation, own.double() * scale)
+
+
+def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the source and the relation of each pair, and what it counts, divided by the size of its source."""
+    device = maps.x.device
+    place, relation = to_device_many([suite.pair_source, suite.item_relation[suite.pair_item]], device)
+    return place, relation, to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
 
 
 def _sweep(
@@ -344,7 +362,7 @@ class LayerScorer:
         """Return what `LayerScores` holds of one layer, by name."""
         with torch.inference_mode():
             maps = self.maps(layer)
-            shared = self._mean_target
+            shared = self.mean_target
             scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
@@ -382,7 +400,8 @@ class LayerScorer:
         return longest_column(self._unembedding)
 
     @cached_property
-    def _mean_target(self) -> Tensor:
+    def mean_target(self) -> Float[Tensor, "relation d_model"]:
+        """What all layers share of `margins`."""
         return mean_targets(self._unembedding, self.suite)
 
     @cached_property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwater.errors import AgreementWarning, InputError
 from headwater.heads.embedding_choice import LOW, compare_embeddings, sentences_of_embedding
-from headwater.heads.relation_tokens import MIN_PAIRS, TokenRelation
+from headwater.heads.relation_tokens import MIN_PAIRS, MultiTokenName, TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation
 from headwater.heads.scores import MOMENTS, LayerScorer, suite_pairs
 from headwater.heads.sensitivity import THRESHOLDS
@@ -50,16 +50,25 @@ def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | Non
     return name, embeddings
 
 
-def usable_relations(tokenized: Sequence[TokenRelation], ks: Sequence[int], model: str) -> Usable:
-    """Return the relations with enough items left, each with its k.
+def scored_relations(
+    given: Sequence[Relation],
+    weights: WeightSource,
+    k: int | None,
+    *,
+    multi_token: MultiTokenName | None = None,
+    same_words: bool = False,
+) -> tuple[list[TokenRelation], list[int], Usable]:
+    """Return relations as token ids, the k of each, and which have enough items left; see `tokenize_relations`.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or k is every token of the vocabulary.
     """
-    usable = [(relation, k) for relation, k in zip(tokenized, ks, strict=True) if relation.usable]
+    tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=same_words)
+    ks = [hits_of(relation, weights, k) for relation in given]
+    usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
     if not usable:
-        raise _nothing_usable(tokenized, model)
-    return usable
+        raise _nothing_usable(tokenized, weights.name)
+    return list(tokenized), ks, usable
 
 
 def scored_layers(

@@ -50,7 +50,7 @@ def view_head_map(
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
     maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]
-    return interactive(head_map, ("head_grid.js", "head_map.js"), spec_of(maps, model), height=620)
+    return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec_of(maps, model), height=620)
 
 
 def spec_of(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = None) -> dict[str, object]:

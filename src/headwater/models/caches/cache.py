@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from einops import einsum
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
@@ -252,6 +253,33 @@ class Cache(Result):
         if "pattern" not in self.kept:
             raise InputError(f"This cache keeps {self._said_sites()} and no attention: ask for sites='pattern'.")
         return self._layout.padded(self.kept["pattern"], self.mask)
+
+    def attention_by_role(self) -> pd.DataFrame:
+        """Return how much each head attends from the tokens of a role to those of a role, as positions were asked for.
+
+        A row per layer, head, role and role attended to: `layer, head, role, to, attention`, what a token of `role`
+        gives to all tokens of `to` together, as a mean over the tokens of `role` in all texts.
+
+        Raises:
+            InputError: patterns are not kept, or positions were not asked for by role.
+        """
+        pattern, mask = self.attention, self.mask
+        if "role" not in self.table:
+            raise InputError('This cache keeps no roles: ask for them, as in positions={"source": 3, "end": "last"}.')
+        roles = self.table["role"].unique().tolist()
+        code = torch.full(mask.shape, -1)
+        code[mask] = torch.tensor(self.table["role"].map(roles.index).to_numpy())
+        attending = code == torch.arange(len(roles))[:, None, None]
+        attended = torch.zeros(len(roles), len(mask), pattern.shape[-1])
+        role, text, row = attending.nonzero(as_tuple=True)
+        attended[role, text, self.positions[text, row]] = 1
+        share = attending / attending.sum((1, 2), keepdim=True)
+        axes = "layer batch head query key, role batch query, to batch key -> layer head role to"
+        found = einsum(pattern.float(), share, attended, axes)
+        labels = pd.MultiIndex.from_product(
+            [self.layers, self.heads, roles, roles], names=["layer", "head", "role", "to"]
+        )
+        return labels.to_frame(index=False).assign(attention=found.flatten().numpy())
 
     @cached_property
     def positions(self) -> Int[Tensor, "batch position"]:

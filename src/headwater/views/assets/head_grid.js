@@ -1,6 +1,6 @@
 "use strict";
-// One head map on a canvas: layer by head, a mark per head. What is pointed at, kept, filtered and coloured is told by
-// `state`, which all maps of a page share: { shown, only, colour, rings, hovered, locked, focus }, heads as [layer, head].
+// One head map on a plane: a mark per head. What is filtered and coloured is told by `state`, which all maps of a page
+// share: { shown, only, colour, rings }, and what a plane reads of it.
 hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) => {
   const [scores, expected, q, flags, label] = await Promise.all([map.score, map.expected, map.q, map.flags, map.label].map(hw.unpack));
   const use = map.use && (await hw.unpack(map.use)), loss = map.loss && (await hw.unpack(map.loss));
@@ -35,15 +35,9 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
   grid.usedCount = () => [...Array(count).keys()].filter(grid.used).length;
   grid.shownCount = () => [...Array(count).keys()].filter(grid.isShown).length;
 
-  const cell = Math.max(9, Math.min(26, Math.floor(620 / layers), Math.floor(400 / heads)));
-  const [left, bottom, top] = [44, 34, 8];
-  const [width, height] = [left + layers * cell + 8, top + heads * cell + bottom];
-  const middle = (layer, head) => [left + (layer + 0.5) * cell, top + (heads - head - 0.5) * cell];
   const headOf = (number) => [Math.floor(number / heads), number % heads];
   const named = (number) => `Head ${headOf(number).join(".")}`;
-  const paint = (pen) => {
-    pen.clearRect(0, 0, width, height);
-    axes(pen);
+  const paint = (pen, { cell, middle }) => {
     for (let number = 0; number < count; number++) {
       if (!grid.isShown(number)) continue;
       const [x, y] = middle(...headOf(number)), { name, color, shape } = labels[label[number]];
@@ -57,30 +51,6 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
       }
       if (state.rings && grid.used(number)) hw.ring(pen, x, y, 0.48 * cell);
     }
-    for (const [at, line] of [[state.hovered, 1], [state.locked, 2]]) {
-      if (numberOf(at) === null) continue;
-      const [x, y] = middle(...at);
-      pen.strokeStyle = hw.ink("--ink");
-      pen.lineWidth = line;
-      pen.strokeRect(x - cell / 2, y - cell / 2, cell, cell);
-    }
-  };
-  const axes = (pen) => {
-    pen.fillStyle = pen.strokeStyle = hw.ink("--faint");
-    pen.lineWidth = 0.5;
-    pen.strokeRect(left, top, layers * cell, heads * cell);
-    const step = (n) => [1, 2, 5, 10, 20, 50].find((s) => n / s <= 16 && s * cell >= 18) || 50;
-    pen.textAlign = "center";
-    for (let layer = 0; layer < layers; layer += step(layers)) pen.fillText(layer, middle(layer, 0)[0], height - bottom + 15);
-    pen.textAlign = "right";
-    for (let head = 0; head < heads; head += step(heads)) pen.fillText(head, left - 6, middle(0, head)[1] + 4);
-    pen.textAlign = "center";
-    pen.fillText("Layer", left + (layers * cell) / 2, height - 4);
-    pen.save();
-    pen.translate(11, top + (heads * cell) / 2);
-    pen.rotate(-Math.PI / 2);
-    pen.fillText("Head", 0, 0);
-    pen.restore();
   };
 
   const usesOf = (number, r) => use ? ["", " (use not shown)", " (used)"][use[number * known + r]] : "";
@@ -105,25 +75,8 @@ hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) 
   grid.labelOf = (number) => labels[label[number]].name;
   grid.written = ([layer, head]) => (map.writes ? map.writes[`${layer}.${head}`] || null : null);
 
-  grid.canvas = hw.canvas(width, height, paint, { "data-map": "", ariaLabel: `Heads of ${map.name}, layer by head. Arrow keys move, Enter keeps a head, Escape frees it.`, role: "application" });
-  const under = (event) => {
-    const [x, y] = hw.place(grid.canvas, event), layer = Math.floor((x - left) / cell), head = heads - 1 - Math.floor((y - top) / cell);
-    return layer >= 0 && head >= 0 && has([layer, head]) ? [layer, head] : null;
-  };
-  const seen = (at) => (at && grid.isShown(numberOf(at)) ? at : null);
-  grid.canvas.addEventListener("pointermove", (event) => { const at = under(event); point(grid, seen(at), event); });
-  grid.canvas.addEventListener("pointerleave", () => point(grid, null, null));
-  grid.canvas.addEventListener("click", (event) => { const at = seen(under(event)); if (at) { state.focus = at; keep(at); } });
-  grid.canvas.addEventListener("keydown", (event) => {
-    const move = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowUp: [0, 1], ArrowDown: [0, -1] }[event.key];
-    if (move) {
-      state.focus = [Math.min(Math.max(state.focus[0] + move[0], 0), layers - 1), Math.min(Math.max(state.focus[1] + move[1], 0), heads - 1)];
-      point(grid, state.focus, null);
-    } else if (event.key === "Enter") keep(state.focus);
-    else if (event.key === "Escape" && state.locked) keep(state.locked);
-    else return;
-    event.preventDefault();
-  });
+  const isShown = (at) => grid.isShown(numberOf(at));
+  grid.canvas = hw.headPlane({ layers, heads, label: `Heads of ${map.name}` }, state, { paint, isShown, point: (at, event) => point(grid, at, event), keep });
   return grid;
 };
 
