@@ -20,7 +20,7 @@ from headwater.questions import answers, asking
 from headwater.questions.extract import exact_words, extractor_of
 from tests import chance
 from tests.ending import every_answer_ends
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import FEW, WORDS, embedded, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
 CHAT = (
@@ -125,6 +125,7 @@ def test_running_every_step_anew_gives_the_same(monkeypatch):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("family", FEW)
 def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_hugging_face(family, monkeypatch):
     hf, tokenizer = tiny_model(family), tiny_tokenizer()
     model, start = hw.load(hf, tokenizer=tokenizer), " Paris of France is big" * 2
@@ -573,7 +574,7 @@ def test_the_caller_s_model_is_left_as_it_was():
 
 
 def test_the_embedded_model_answers_its_world():
-    model, questions = hw.load(), hw.load_questions(sample=40, seed=int(chance.rng().integers(10**6)))
+    model, questions = embedded(), hw.load_questions(sample=40, seed=int(chance.rng().integers(10**6)))
     answered = hw.answer(model, questions, progress=False)
     assert set(answered.datasets) == set(questions.datasets)
     assert len(answered.table) + len(answered.dropped) == len(questions)

@@ -17,10 +17,9 @@ from headwater.models.generation.loop import Generated
 from headwater.questions import asking
 from headwater.reference import depth
 from tests import chance
-from tests.depth_folders import as_file, random_nodes
+from tests.depth_folders import as_file, log_probs, min_k, random_nodes
 from tests.ending import every_answer_ends
-from tests.test_memorization import log_probs, min_k
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import embedded, tiny_model, tiny_tokenizer
 
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} [end]{% endfor %}"
@@ -308,7 +307,7 @@ def test_published_numbers_stand_beside_questions_asked_alone_only(monkeypatch, 
     monkeypatch.setattr(depth, "published_numbers", lambda kind: Published("here", {"me": shape}))
     graph = small_graph(tmp_path)
     asked = {"published": "me", "judge": "label", "progress": False}
-    alone, behind = (depth.reproduce_depth(hw.load(), graph, predecessors=way, **asked) for way in ("none", "gold"))
+    alone, behind = (depth.reproduce_depth(embedded(), graph, predecessors=way, **asked) for way in ("none", "gold"))
     assert np.isfinite(alone.table["published"]).any()
     assert behind.table["published"].isna().all()
     assert depth.NOT_HELD in behind.notes

@@ -24,7 +24,7 @@ from headwater.reference import depth, maps, pathways
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from tests import chance
-from tests.test_classify_heads import default_k, naive_scores
+from tests.naive_heads import default_k, naive_scores
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 NAMES = ("adj_antonym", "name_copying")

@@ -12,7 +12,7 @@ from headwater.questions.agreement import SENTENCES, agreement
 from headwater.questions.extract import EXTRACTORS, call_extractor
 from headwater.questions.rules import by_rules
 from headwater.questions.templates import WORDINGS
-from tests.test_sweep_cli import run
+from tests.tiny import embedded
 
 NAMES = (
     "Henry Feilden", "Kings of Leon", "The Lord of the Rings", "A Star Is Born", "Duke of Wellington", "South Carolina",
@@ -147,7 +147,7 @@ def test_agreement_asks_with_the_accepted_answer_in_each_sentence_in_turn():
 
 
 def test_answers_are_extracted_by_the_name_of_the_rules_without_any_service():
-    model, questions = hw.load(), hw.load_questions("properties", sample=40)
+    model, questions = embedded(), hw.load_questions("properties", sample=40)
     named = hw.answer(model, questions, extractor="rules", progress=False)
     called = hw.answer(model, questions, extractor=by_rules, progress=False)
     assert named.table.equals(called.table)
@@ -162,12 +162,12 @@ def test_an_extractor_of_ones_own_is_asked_for_by_its_name():
 
     questions = hw.load_questions("properties", sample=20)
     with EXTRACTORS.with_row("first word", first_word):
-        found = hw.answer(hw.load(), questions, extractor="first word", progress=False)
+        found = hw.answer(embedded(), questions, extractor="first word", progress=False)
     assert len(found.table)
 
 
 @pytest.mark.parametrize(("given", "message"), [("a b c", "URL MODEL"), ("rulez", "rules")])
-def test_what_names_no_extractor_on_the_command_line_is_one_line(given, message, capsys, monkeypatch):
-    code, _, err = run(capsys, monkeypatch, "saliency", "--sample", "20", "--extract", given, "--quiet")
+def test_what_names_no_extractor_on_the_command_line_is_one_line(given, message, run):
+    code, _, err = run("saliency", "--sample", "20", "--extract", given, "--quiet")
     assert code != 0
     assert message in err
