@@ -126,7 +126,7 @@ def test_what_a_model_writes_is_cut_to_its_own_tokens(monkeypatch):
 
 
 def test_agreement_is_stated_for_every_extractor_beside_the_whole_question(monkeypatch):
-    questions, model = hw.load_questions("natural", sample=30), embedded()
+    questions, model = hw.load_questions("natural", sample=12), embedded()
     stated = [agreement(questions, one, model=model) for one in ("rules", "model", lambda question, answer: {})]
     for table in stated:
         assert table["extractor"].tolist()[1] == "whole question"
