@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -231,6 +232,24 @@ def test_a_row_holds_text_tokens_spans_and_label(monkeypatch):
     assert [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)] == [
         list(tokens) for tokens in answered.table["tokens"]
     ]
+
+
+@pytest.mark.parametrize(("reads", "chat", "limit"), [(8192, True, 64), (8192, False, 32), (128, True, 32)])
+def test_an_answer_in_a_chat_may_be_longer_where_the_model_reads_enough(reads, chat, limit):
+    model = SimpleNamespace(shape=SimpleNamespace(n_ctx=reads))
+    frame = asking.Frame("", "", "", is_chat=chat)
+    assert asking.limit_of(model, frame, None) == limit
+    assert asking.limit_of(model, frame, 40) == 40
+
+
+def test_a_special_token_ends_the_answer_and_is_no_part_of_it(monkeypatch):
+    model = tiny()
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["capital"]})
+    scripted(monkeypatch, {"cat one": ["ĠParis", "capital", "ĠRome"], "cat two": " Paris A\n"})
+    answered = hw.answer(model, asked(("cat one", "Paris"), ("cat two", "Paris")), progress=False)
+    assert answered.table["answer"].tolist() == ["Paris", "Paris A"]
+    assert "capital" not in answered.table["text"].iloc[0]
+    assert len(answered.table["log_probs"].iloc[0]) == 1
 
 
 def test_a_line_break_inside_a_token_ends_the_answer_and_the_token_stays_whole(monkeypatch):
@@ -499,7 +518,7 @@ def test_options_that_cannot_be_used_are_named(options, message):
 
 def test_questions_must_be_loaded_and_the_tokenizer_must_be_there():
     with pytest.raises(InputError, match=r"questions must be what hw.load_questions returns, found a str"):
-        answers._check_options(tiny(), "popqa.jsonl", 1, 1)
+        answers._check_options(tiny(), "popqa.jsonl", 1)
     with pytest.raises(
         InputError, match=r"extractor must be a name, a model or a callable \(question, answer\), found 3"
     ):
