@@ -91,7 +91,7 @@ def made_up_profile(rng, name="tiny", graphs=12, layers=(0, 1), token=" x"):
             for p in range(1, 6)
         ]
     )
-    run = RunRecord("memorization", name, "0", "float32", "cpu", {"k": [0.2], "aggregate": "group"})
+    run = RunRecord("memorization", name, "0", "float32", "cpu", {"k": [0.2], "aggregate": "group", "answers": "data"})
     return DepthProfile(table, averages, curves, pd.DataFrame(), pd.DataFrame(), tokens, run)
 
 

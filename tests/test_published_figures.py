@@ -123,7 +123,9 @@ def test_densities_stand_in_a_row_of_their_own_whichever_models_have_scores():
     for row, label in ((boxes, "Depthwise Average\nMIN-K%"), (densities, "Density")):
         assert [ax.get_ylabel() for ax in row] == [label, *[""] * (len(row) - 1)]
         assert len({round(ax.get_position().y0, 3) for ax in row}) == 1
-    assert len({ax.get_ylim() for ax in boxes}) == 1
+    assert [ax.get_ylim() for ax in boxes] == [
+        depth_profiles([one], style="published").axes[0].get_ylim() for one in profiles
+    ]
     assert {to_hex(box.get_facecolor()) for ax in boxes for box in ax.patches} == {BLUE, ORANGE, GREEN}
     lines = [[(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines] for ax in densities]
     assert lines == [[(GREEN, "-"), (ORANGE, "--")]] * 3
@@ -184,6 +186,23 @@ def test_the_command_draws_finished_runs_side_by_side(style, capsys, monkeypatch
     found = json.loads(out)
     assert found["models"] == ["org/first", "org/second"]
     assert {file.name for file in (tmp_path / "drawn").iterdir()} == {"saliency.png", "saliency.svg", "saliency.pdf"}
+
+
+def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above_chance(capsys, monkeypatch, tmp_path):
+    profile, result = made_up_profile(chance.rng()), made_up_saliency()
+    profile.save(tmp_path / "depth" / "profile")
+    rows = result.table.assign(z=np.arange(len(result.table)) % 2, logit=np.arange(len(result.table)) // 2)
+    for name, table in (("chance", rows), ("tells", rows.assign(logit=rows["z"]))):
+        replace(result, table=table).save(tmp_path / name / "saliency")
+
+    def noted(kind, folder):
+        code, out, err = run(capsys, monkeypatch, "figure", kind, tmp_path / folder, "--out", tmp_path / "x", "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)["note"]
+
+    assert "judges the answers in the data, whichever model wrote them" in noted("memorization", "depth")
+    assert "The probe is not above chance" in noted("saliency", "chance")
+    assert noted("saliency", "tells") == ""
 
 
 @pytest.mark.parametrize(
