@@ -51,7 +51,9 @@ CALLS = {
     "demo": (),
     "reproduce maps": ("headwater.reference.maps:reproduce_maps",),
     "reproduce pathways": ("headwater.reference.pathways:reproduce_pathways", LOAD),
-    "reproduce depth": ("headwater.likelihood.graph:load_depth_graph", "headwater.reference.depth:reproduce_depth"),
+    "reproduce memorization": (
+        "headwater.likelihood.graph:load_depth_graph", "headwater.reference.memorization:reproduce_memorization",
+    ),
     "reproduce membership": ("headwater.reference.membership:reproduce_membership", LOAD),
 }  # fmt: skip
 """The functions that a command hands its options on to."""
