@@ -98,7 +98,7 @@ memory.round(1)
 #
 # ```
 # headwater memorization meta-llama/Llama-2-7b-chat-hf --data depthqa --context chat --out runs/7b-depth
-# headwater reproduce depth meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/8b-depth
+# headwater reproduce memorization meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/8b-depth
 # ```
 #
 # Score texts with any of them:

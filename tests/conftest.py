@@ -46,6 +46,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Fix the run's chance: hypothesis repeats its examples too, unless a fresh seed was asked for."""
+    os.fsync = lambda descriptor: None  # 7 ms for each file and folder; a power cut is played in test_faults.py
     chance.seed = config.getoption("seed")
     settings.load_profile("fresh" if chance.seed else "repeated")
     if chance.seed and config.getoption("hypothesis_seed") is None:
@@ -84,7 +85,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what is imported out of garbage collections: looking through it takes up to a second each time."""
+    """Count the devices, and leave what is imported out of garbage collections, which take up to a second each time.
+
+    Autograd counts them at the first gradient. Where `tests.second_device` made one up before, it would start a thread
+    for it, and no forked process could take gradients.
+    """
+    torch.ones((), requires_grad=True).backward()
     gc.collect()
     gc.freeze()
 
@@ -161,13 +167,13 @@ def close_figures():
         sys.modules["matplotlib.pyplot"].close("all")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def models():
-    """The tiny models of one file's tests by family, each loaded once."""
+    """The tiny models by family, each loaded once, for tests that leave them as they are."""
     return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tokenizer_of(family)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llama(models):
     """The one of grouped heads."""
     return models("llama")

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
+import torch
 
 from headwater.likelihood.graph import DepthGraph, load_depth_graph
 from tests.tiny import WORDS
@@ -92,3 +94,17 @@ def write_folder(folder: Path, rows: dict[str, list[dict]], suffix: str = ".json
             lines = "".join(json.dumps(value) + "\n" for value in values)
             (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     return folder
+
+
+def log_probs(model, network, text, start, end):
+    """The log-probabilities of the tokens that hold characters `start` to `end`, from the network's own logits."""
+    found = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = [model.tokenizer.bos_token_id, *found["input_ids"]]
+    with torch.no_grad():
+        logits = network(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    inside = [i for i, (a, b) in enumerate(found["offset_mapping"]) if a < end and start < b]
+    return [logits[i, ids[i + 1]].item() for i in inside]
+
+
+def min_k(values, k=0.2):
+    return np.mean(sorted(values)[: max(1, int(k * len(values)))])

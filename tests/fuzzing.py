@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -220,3 +221,9 @@ def write(folder: Path, files: Files) -> None:
         if "/" in name:
             (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_bytes(content)
+
+
+def flipped(content: bytes, rng: np.random.Generator) -> bytes:
+    """A file with one bit changed."""
+    place = int(rng.integers(len(content)))
+    return content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]

@@ -1,8 +1,11 @@
 """A view in a page of a browser, to point at and to read."""
 
 import sys
+from functools import cache
 
 import pandas as pd
+
+from tests.viewed import controlled
 
 FIRST_PLACE = """([selector, width, height, step, begin]) => {
   const canvas = document.querySelector(selector), box = canvas.getBoundingClientRect();
@@ -82,3 +85,9 @@ def announce(capsys, what):
     """Print a figure that was measured, also where the test passes."""
     with capsys.disabled():
         sys.stdout.write(f"\n{what}\n")
+
+
+@cache
+def alone():
+    """The view of the map with a null model."""
+    return controlled().view()

@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from tests.tiny import WORDS
+
 
 def stack_of(hf):
     inner = getattr(hf, "model", None) or getattr(hf, "transformer", None) or hf.gpt_neox
@@ -83,3 +85,26 @@ def pattern_plainly(layer, act):
         torch.nn.functional.softmax = softmax
     assert len(calls) > layer
     assert all(len(shape) == 4 for shape in calls)
+
+
+def random_texts(n: int) -> list[str]:
+    return [
+        "".join(" " + WORDS[i] for i in torch.randint(len(WORDS), (int(torch.randint(2, 12, ())),)).tolist())
+        for _ in range(n)
+    ]
+
+
+def hooked_points(model) -> list[str]:
+    return [name for name, point in model.raw.hook_dict.items() if point.fwd_hooks or point.bwd_hooks]
+
+
+def run_and_note(model, monkeypatch):
+    """Let a model note the shape of every batch that it runs."""
+    shapes, run = [], model.run
+
+    def noted(batch, *args, **options):
+        shapes.append(tuple(batch.tokens.shape))
+        return run(batch, *args, **options)
+
+    monkeypatch.setattr(model, "run", noted)
+    return shapes

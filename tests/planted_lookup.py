@@ -23,9 +23,11 @@ answers are wrong (`LookupWorld.said` ≠ `LookupWorld.right`), and greedy gener
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import pandas as pd
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import headwater as hw
 from headwater.planted.tokenizer import build_tokenizer
 from headwater.planted.wiring import (
     CERTAIN,
@@ -211,3 +213,12 @@ class _Wiring:
 
     def _ids(self, words: tuple[str, ...] | list[str]) -> list[int]:
         return [word_token(self.tokenizer, word) for word in words]
+
+
+def ask(planted, copies=2):
+    """Every question of a lookup world, more than once, answered by its model."""
+    model = hw.load(planted.model, tokenizer=planted.tokenizer)
+    rows = pd.DataFrame(planted.world.rows() * copies)
+    rows["relation"], rows["answers"] = rows["property"], rows["answers"].map(lambda answer: [answer])
+    questions = hw.load_questions(rows.assign(dataset="lookup").drop(columns=["said", "correct"]))
+    return model, hw.answer(model, questions, progress=False, max_new_tokens=3)

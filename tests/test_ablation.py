@@ -11,7 +11,7 @@ from headwater.errors import InputError
 from headwater.models.sites import hook_name
 from headwater.patching.components import read_sets
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import FEW, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 METRIC = hw.logit_difference(5, 9)
@@ -156,7 +156,7 @@ def test_each_role_of_a_prompt_is_ablated_by_itself(models):
         assert row.effect == pytest.approx(after - before, abs=2e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_a_set_of_one_head_is_the_cell_of_a_patch_with_zero(models, family):
     model, _ = models(family)
     prompts = some_prompts(8, 5)

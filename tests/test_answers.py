@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from headwater.questions import answers, asking
 from headwater.questions.extract import exact_words, extractor_of
 from tests import chance
 from tests.ending import every_answer_ends
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import FEW, WORDS, embedded, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
 CHAT = (
@@ -125,6 +126,7 @@ def test_running_every_step_anew_gives_the_same(monkeypatch):
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("family", FEW)
 def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_hugging_face(family, monkeypatch):
     hf, tokenizer = tiny_model(family), tiny_tokenizer()
     model, start = hw.load(hf, tokenizer=tokenizer), " Paris of France is big" * 2
@@ -230,6 +232,24 @@ def test_a_row_holds_text_tokens_spans_and_label(monkeypatch):
     assert [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)] == [
         list(tokens) for tokens in answered.table["tokens"]
     ]
+
+
+@pytest.mark.parametrize(("reads", "chat", "limit"), [(8192, True, 64), (8192, False, 32), (128, True, 32)])
+def test_an_answer_in_a_chat_may_be_longer_where_the_model_reads_enough(reads, chat, limit):
+    model = SimpleNamespace(shape=SimpleNamespace(n_ctx=reads))
+    frame = asking.Frame("", "", "", is_chat=chat)
+    assert asking.limit_of(model, frame, None) == limit
+    assert asking.limit_of(model, frame, 40) == 40
+
+
+def test_a_special_token_ends_the_answer_and_is_no_part_of_it(monkeypatch):
+    model = tiny()
+    model.tokenizer.add_special_tokens({"additional_special_tokens": ["capital"]})
+    scripted(monkeypatch, {"cat one": ["ĠParis", "capital", "ĠRome"], "cat two": " Paris A\n"})
+    answered = hw.answer(model, asked(("cat one", "Paris"), ("cat two", "Paris")), progress=False)
+    assert answered.table["answer"].tolist() == ["Paris", "Paris A"]
+    assert "capital" not in answered.table["text"].iloc[0]
+    assert len(answered.table["log_probs"].iloc[0]) == 1
 
 
 def test_a_line_break_inside_a_token_ends_the_answer_and_the_token_stays_whole(monkeypatch):
@@ -498,7 +518,7 @@ def test_options_that_cannot_be_used_are_named(options, message):
 
 def test_questions_must_be_loaded_and_the_tokenizer_must_be_there():
     with pytest.raises(InputError, match=r"questions must be what hw.load_questions returns, found a str"):
-        answers._check_options(tiny(), "popqa.jsonl", 1, 1)
+        answers._check_options(tiny(), "popqa.jsonl", 1)
     with pytest.raises(
         InputError, match=r"extractor must be a name, a model or a callable \(question, answer\), found 3"
     ):
@@ -573,7 +593,7 @@ def test_the_caller_s_model_is_left_as_it_was():
 
 
 def test_the_embedded_model_answers_its_world():
-    model, questions = hw.load(), hw.load_questions(sample=40, seed=int(chance.rng().integers(10**6)))
+    model, questions = embedded(), hw.load_questions(sample=40, seed=int(chance.rng().integers(10**6)))
     answered = hw.answer(model, questions, progress=False)
     assert set(answered.datasets) == set(questions.datasets)
     assert len(answered.table) + len(answered.dropped) == len(questions)

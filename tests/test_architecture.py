@@ -190,8 +190,8 @@ def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_
 PACKAGES = [name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")]
 
 
-MODULES = ("models.sites", "pathways.trace", "heads.ablation", "models.weights.checkpoint")
-PUBLIC = ("heads.ablate_heads", "likelihood.SCORES", "patching.patch", "planted.induction")
+MODULES = ("pathways.trace", "models.weights.checkpoint")
+PUBLIC = ("heads.ablate_heads", "likelihood.SCORES")
 
 
 @pytest.mark.parametrize("name", [*MODULES, *PUBLIC])

@@ -31,16 +31,15 @@ from headwater.stats.significance import excess_p
 from tests import chance
 from tests.own_models import own_model
 from tests.random_models import random_model
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import embedded, tiny_hooked, tiny_model, tiny_tokenizer
 
 QUIET = {"progress": False, "copying": False}
 NAMES = list(BEHAVIOURS)
 TEXTS = [" Paris is . the , capital six five four", " A B C cat , dog cat B A\n one two", " the the of"]
 
 
-@functools.cache
 def tiny(family, seed=5):
-    return hw.load(tiny_model(family, seed=seed), tokenizer=tiny_tokenizer())
+    return tiny_hooked(family, seed)
 
 
 @functools.cache
@@ -276,7 +275,7 @@ def test_a_single_text_has_scores_and_nothing_is_called_on_it():
 
 
 def test_the_embedded_model_is_read_on_texts_of_its_world():
-    result = hw.attention_behaviour(hw.load(), sequences=4, **QUIET)
+    result = hw.attention_behaviour(embedded(), sequences=4, **QUIET)
     assert list(result.table["on"].unique()) == ["random", "text"]
     assert isinstance(result.plot(), plt.Figure)
     ax = result.plot(on="text")

@@ -9,22 +9,15 @@ from headwater.models.sites import SITES
 from headwater.patching import attribution
 from tests import chance
 from tests.random_models import random_model
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 METRIC = hw.logit_difference(5, 9)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def models():
-    made = {}
-
-    def model(family):
-        if family not in made:
-            made[family] = hw.load(tiny_model(family, seed=chance.seed_of(family)), tokenizer=TOKENIZER)
-        return made[family]
-
-    return model
+    return lambda family: tiny_hooked(family, chance.seed_of(family))
 
 
 def random_pair(length):

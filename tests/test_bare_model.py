@@ -1,7 +1,6 @@
 """Where nobody looks inside, a model runs without TransformerLens's wrappers, and what is hung on it still acts."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -12,15 +11,14 @@ from headwater.models.generation.loop import generate
 from headwater.models.sites import SITES
 from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_hooked, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " small one two three four five six Rome Italy chat"]
 STEPS = 6
 
 
-@functools.cache
 def loaded(family):
-    return hw.load(tiny_model(family, seed=3), tokenizer=tiny_tokenizer())
+    return tiny_hooked(family, seed=3)
 
 
 def fresh(family="llama"):

@@ -40,12 +40,19 @@ def in_this_process(work, *given):
     return work(*given)
 
 
+@pytest.fixture(scope="module")
+def rows_of_heads():
+    """The heads suite at a tiny shape, measured once, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "in_fresh_process", in_this_process)
+        return list(heads.run(MACHINE, "cpu", TINY, trained=None))
+
+
 @pytest.fixture
-def tiny_heads(monkeypatch):
-    """The heads suite at a tiny shape, measured in this process."""
-    monkeypatch.setattr(heads, "in_fresh_process", in_this_process)
+def tiny_heads(monkeypatch, rows_of_heads):
+    """Its rows are those of the heads suite."""
     monkeypatch.setattr(command, "measure_machine", lambda device: MACHINE)
-    monkeypatch.setitem(command.SUITES, "heads", lambda machine, device: heads.run(machine, device, TINY, trained=None))
+    monkeypatch.setitem(command.SUITES, "heads", lambda machine, device: iter(rows_of_heads))
 
 
 def test_the_last_line_is_one_json_document_with_a_row_per_comparison(tiny_heads, capsys, tmp_path):
@@ -252,7 +259,8 @@ def test_an_unknown_suite_is_refused_with_the_known_ones(capsys):
     assert "heads" in said
 
 
-def test_a_peer_that_finds_something_else_is_reported_as_disagreeing(tiny_heads, monkeypatch):
+def test_a_peer_that_finds_something_else_is_reported_as_disagreeing(monkeypatch):
+    monkeypatch.setattr(heads, "in_fresh_process", in_this_process)
     monkeypatch.setattr(heads.peer, "topk_membership", lambda s, V, O, U, t, k: (t >= 0, t >= 0))  # noqa: E741
     membership, ranks, rules = heads.run(MACHINE, "cpu", TINY, trained=None)
     assert membership.agrees is False

@@ -11,7 +11,7 @@ from headwater.errors import InputError
 from headwater.runs.view import View
 from headwater.views.board_page import board_page
 from headwater.views.board_widget import answer
-from tests.test_board import CLICKS, PAIR, model_of
+from tests.boards import CLICKS, PAIR, model_of
 from tests.viewed import spec_in, unpacked
 
 

@@ -12,8 +12,8 @@ import headwater as hw
 from headwater.views.board_page import board_page
 from headwater.views.board_widget import answer
 from headwater.views.interactive import asset
+from tests.boards import PAIR, model_of, rerun
 from tests.looking import Look
-from tests.test_board import PAIR, model_of, rerun
 
 pytestmark = pytest.mark.browser
 

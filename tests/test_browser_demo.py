@@ -7,8 +7,7 @@ import pytest
 import headwater as hw
 from headwater.demo.steps import STEPS, Seen
 from headwater.demo.tour import Tour
-from tests.test_view_head_map import controlled
-from tests.viewed import answered, profiled, swept, traced
+from tests.viewed import answered, controlled, profiled, swept, traced
 
 pytestmark = pytest.mark.browser
 

@@ -1,24 +1,16 @@
 """Head maps in a real browser: cards, filters, rings, maps that are linked, and a thousand heads at once."""
 
 from dataclasses import replace
-from functools import cache
 
 import pandas as pd
 import pytest
 
 import headwater as hw
 from tests import chance
-from tests.looking import Look, announce
-from tests.test_view_head_map import controlled
-from tests.viewed import mapped, viewed
+from tests.looking import Look, alone, announce
+from tests.viewed import controlled, mapped, viewed
 
 pytestmark = pytest.mark.browser
-
-
-@cache
-def alone():
-    """The view of the map with a null model."""
-    return controlled().view()
 
 
 def test_a_head_says_score_habit_excess_and_q_of_its_best_relations(browser, tmp_path):

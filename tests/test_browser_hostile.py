@@ -11,12 +11,12 @@ import pytest
 import headwater as hw
 from headwater.views.board_page import board_page
 from headwater.views.interactive import interactive
+from tests.boards import PAIR, model_of
 from tests.looking import Look
-from tests.test_board import PAIR, model_of
-from tests.test_view_head_map import controlled
 from tests.viewed import (
     HOSTILE,
     attended,
+    controlled,
     mapped,
     profiled,
     read,

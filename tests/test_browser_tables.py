@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.looking import Look
-from tests.test_browser_heads import alone
-from tests.test_view_head_map import controlled
-from tests.viewed import attended, profiled, read, swept, traced, viewed, wired
+from tests.looking import Look, alone
+from tests.viewed import attended, controlled, profiled, read, swept, traced, viewed, wired
 
 pytestmark = pytest.mark.browser
 

@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.axes import AXES
 from headwater.errors import HeadwaterError, InputError, InterventionError
 from headwater.models.sites import SITES
-from tests.test_hooked_model import random_texts
+from tests.plain_hooks import random_texts, run_and_note
 
 CLOSE = {"rtol": 1e-5, "atol": 5e-5}
 QUIET = {"progress": False}
@@ -45,18 +45,6 @@ def watch(reference, family, seen):
         reference.get_submodule(mlp.format(layer)).register_forward_hook(
             lambda _, given, out, key=("mlp_out", layer): seen.update({key: out[0]})
         )
-
-
-def run_and_note(model, monkeypatch):
-    """Let a model note the shape of every batch that it runs."""
-    shapes, run = [], model.run
-
-    def noted(batch, *args, **options):
-        shapes.append(tuple(batch.tokens.shape))
-        return run(batch, *args, **options)
-
-    monkeypatch.setattr(model, "run", noted)
-    return shapes
 
 
 @pytest.mark.oracle

@@ -8,7 +8,7 @@ import transformers as tf
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
-from tests.test_hooked_model import hooked_points, random_texts
+from tests.plain_hooks import hooked_points, random_texts
 from tests.tiny import FAMILIES
 
 PARALLEL = {"neox", "phi"}

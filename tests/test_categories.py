@@ -16,6 +16,7 @@ from headwater.heads.categories import (
     label_counts,
     labels,
 )
+from tests.made_up import made_up_table
 
 
 def row(**values) -> pd.DataFrame:
@@ -108,21 +109,8 @@ def test_a_head_has_the_categories_of_what_it_implements_or_suppresses_and_its_l
     assert tuple(label_counts(heads)) == labels()
 
 
-def scored(n_heads: int, seed: int) -> pd.DataFrame:
-    """A score table of random heads of one layer, a relation per category and one without."""
-    rng = np.random.default_rng(seed)
-    names = [(head, category) for head in range(n_heads) for category in (*CATEGORIES, None)]
-    table = pd.DataFrame(names, columns=["head", "category"]).assign(layer=0)
-    for prefix, sign in (("", "score"), ("suppression_", "suppression")):
-        table[sign] = rng.uniform(0, 0.6, len(table))
-        table[f"{prefix}expected"] = rng.uniform(0, 0.3, len(table))
-        table[f"{prefix}q_value"] = rng.choice([0.01, 0.2], len(table))
-        table[f"{prefix}beyond_copying"] = table[sign] * rng.choice([0.5, 1.0], len(table))
-    return add_excess(table)
-
-
 def test_without_a_null_model_there_is_no_excess():
-    table = scored(n_heads=10, seed=2).drop(columns=["excess", "suppression_excess"])
+    table = made_up_table(n_heads=10, seed=2).drop(columns=["excess", "suppression_excess"])
     for prefix in ("", "suppression_"):
         table[[f"{prefix}expected", f"{prefix}q_value"]] = np.nan
     table = add_excess(table)
@@ -132,7 +120,7 @@ def test_without_a_null_model_there_is_no_excess():
 
 
 def test_the_best_excess_of_a_head_is_that_of_what_it_implements_or_suppresses():
-    table = scored(n_heads=30, seed=3)
+    table = made_up_table(n_heads=30, seed=3)
     table = table.assign(**apply_rule(table, "controlled", 0.15))
     best = best_excess(table)
     for head, rows in table.groupby("head"):

@@ -14,7 +14,7 @@ from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import ClaimEffects, claim_of, split_half
 from tests import chance
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, embedded, tiny_hooked
 
 COLUMNS = [
     *("effect", "low", "high", "placebo", "placebo_high", "p_value"),
@@ -87,8 +87,7 @@ def test_without_an_effect_few_claims_hold_also_of_the_strongest_cells_on_held_o
 
 
 def test_on_shuffled_answers_of_a_model_at_most_one_claim_in_twenty_holds():
-    tokenizer = tiny_tokenizer()
-    model = hw.load(tiny_model("llama"), tokenizer=tokenizer)
+    model = tiny_hooked("llama")
     rng = chance.rng()
     words = [" " + word for word in WORDS]
     prompts = [" the" + rng.choice(words) + " of" + rng.choice(words) for _ in range(24)]
@@ -109,7 +108,7 @@ def test_on_shuffled_answers_of_a_model_at_most_one_claim_in_twenty_holds():
 
 def test_on_shuffled_answers_of_the_trained_model_claims_of_the_strongest_head_hardly_ever_hold_and_on_its_own_do():
     """The head that does most on twelve prompts is claimed on twelve others; answers are capitals drawn by lot."""
-    model, rng, shuffles = hw.load(), chance.rng(), 20
+    model, rng, shuffles = embedded(), chance.rng(), 20
     known = set(model.tokenizer.get_vocab())
     pairs = [(country, answers[0]) for country, answers in hw.load_relations("country_to_capital")[0].pairs]
     pairs = [pair for pair in pairs if {f"Ġ{one}" for one in pair} <= known][:24]

@@ -29,20 +29,10 @@ from headwater.models.weights.effective_embedding import bos_token, published_em
 from headwater.models.weights.opening import open_weights
 from headwater.stats.significance import wilson_interval
 from tests import chance
-from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
+from tests.naive_heads import KEYS, default_k, naive_scores, naive_shares, random_relation
+from tests.tiny import FAMILIES, tiny_folder, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.oracle
-KEYS = ["layer", "head", "relation"]
-
-
-def random_relation(name: str, category: str | None, seed: int, pairs: int = 36, most_targets: int = 1) -> Relation:
-    """Different pairs, none of them of a word with itself."""
-    rng = random.Random(seed)
-    chosen = {}
-    while len(chosen) < pairs:
-        source, *targets = rng.sample(WORDS, 1 + rng.randint(1, most_targets))
-        chosen[source, frozenset(targets)] = (source, tuple(targets))
-    return Relation(name, category, tuple(chosen.values()))
 
 
 def random_suite(seed: int) -> tuple[Relation, ...]:
@@ -69,52 +59,6 @@ def published_folder(folder, relations):
     categories = {relation.name: relation.category for relation in relations if relation.category}
     (folder / "categories.json").write_text(json.dumps(categories))
     return folder
-
-
-def naive_scores(weights, relations, k_of, embedding: str, norm_gain: bool = False) -> pd.DataFrame:
-    """Score, suppression and their shares beyond copying, head by head, from the whole map in float64."""
-    rows = []
-    everything = torch.arange(weights.shape.d_vocab)
-    for layer in range(weights.shape.n_layers):
-        factors = weights.layer(layer)
-        x = weights.effective_embedding(everything, "raw" if layer == 0 else embedding).double()
-        W_U = weights.unembedding().double()
-        if norm_gain:
-            x, W_U = x * factors.norm_gain.double(), W_U * weights.final_norm_gain().double()[:, None]
-        for head in range(weights.shape.n_heads):
-            group = head // (weights.shape.n_heads // weights.shape.n_kv_heads)
-            ov = factors.W_V[group].double() @ factors.W_O[head].double()
-            maps = (x @ ov @ W_U).numpy()
-            for tokens in relations:
-                shares = [naive_shares(sign * maps, tokens, k_of(tokens.relation)) for sign in (1, -1)]
-                margin = naive_margin(maps, np.sqrt((x.numpy() ** 2).mean(1)), tokens)
-                rows.append((layer, head, tokens.relation.name, *shares[0], *shares[1], margin))
-    columns = [*KEYS, "score", "beyond_copying", "suppression", "suppression_beyond_copying", "margin"]
-    return pd.DataFrame(rows, columns=columns)
-
-
-def naive_margin(maps: np.ndarray, size: np.ndarray, tokens) -> float:
-    """How many logits a target is above the others' targets, item by item."""
-    leads = []
-    for item, source in enumerate(tokens.source.tolist()):
-        row = maps[source] / size[source]
-        own, *others = (row[list(targets)].mean() for targets in (tokens.targets[item], *tokens.targets))
-        leads.append(own - np.mean(np.delete(others, item)))
-    return float(np.mean(leads))
-
-
-def naive_shares(maps: np.ndarray, tokens, k: int) -> tuple[float, float]:
-    hits, beyond = [], []
-    for source, targets in zip(tokens.source.tolist(), tokens.targets, strict=True):
-        row = maps[source]
-        top = [target for target in targets if (row > row[target]).sum() < k]
-        hits.append(bool(top))
-        beyond.append(any(row[target] > row[source] or target == source for target in top))
-    return np.mean(hits), np.mean(beyond)
-
-
-def default_k(relation: Relation) -> int:
-    return 1 if "copying" in relation.name else 10
 
 
 @pytest.mark.diagonal

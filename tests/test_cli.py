@@ -265,7 +265,7 @@ def test_a_warning_is_a_line_without_its_place_in_the_code(run, checkpoint, suit
 def test_a_group_of_commands_alone_names_them(run):
     code, _, error = run("reproduce")
     assert (code, error.count("\n")) == (2, 1)
-    assert "name maps, pathways, depth or membership" in error
+    assert "name maps, pathways, memorization or membership" in error
 
 
 def test_help_comes_without_loading_torch():

@@ -14,29 +14,9 @@ from cyclopts import MissingArgumentError
 import headwater as hw
 from headwater import cli
 from headwater.reference.plan import reproduction_plan
+from tests.command_options import COMMANDS, OPTIONS
 
 ROOT = Path(__file__).parents[1]
-
-
-def commands(app=cli.app, path=()):
-    """Every command by what is typed for it."""
-    for name in app:
-        if not name.startswith("-"):
-            below = dict(commands(app[name], (*path, name)))
-            yield from below.items() if below else [(" ".join((*path, name)), app[name])]
-
-
-COMMANDS = dict(commands())
-OPTIONS = {
-    name: {
-        one.name.lstrip("-").lower().replace("-", "_"): one
-        for one in app.assemble_argument_collection(
-            default_parameter=cli.app.default_parameter, parse_docstring=True
-        )
-        if not one.children
-    }
-    for name, app in COMMANDS.items()
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -71,7 +51,9 @@ CALLS = {
     "demo": (),
     "reproduce maps": ("headwater.reference.maps:reproduce_maps",),
     "reproduce pathways": ("headwater.reference.pathways:reproduce_pathways", LOAD),
-    "reproduce depth": ("headwater.likelihood.graph:load_depth_graph", "headwater.reference.depth:reproduce_depth"),
+    "reproduce memorization": (
+        "headwater.likelihood.graph:load_depth_graph", "headwater.reference.memorization:reproduce_memorization",
+    ),
     "reproduce membership": ("headwater.reference.membership:reproduce_membership", LOAD),
 }  # fmt: skip
 """The functions that a command hands its options on to."""

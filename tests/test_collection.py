@@ -17,9 +17,9 @@ from headwater.runs.data_hash import hash_of_tensor
 from headwater.runs.processes import processes
 from headwater.runs.shards import Shards
 from tests import chance
+from tests.counting_run import files
 from tests.forking import shared
-from tests.test_cache_sites import run_and_note
-from tests.test_shards import files
+from tests.plain_hooks import run_and_note
 from tests.tiny import tiny_folder
 
 QUIET = {"progress": False}
@@ -29,11 +29,6 @@ SITES = ["resid_post", "pattern", "blocks.*.mlp.hook_post"]
 def texts(count: int = 12) -> list[list[int]]:
     """Texts of 2 to 7 tokens, in no order of length."""
     return [[5 + (7 * i + j) % 30 for j in range(2 + (5 * i) % 6)] for i in range(count)]
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoint):
-    return hw.load(checkpoint("llama"))
 
 
 @pytest.fixture
@@ -237,7 +232,7 @@ def test_memory_stays_flat_while_a_collection_grows(checkpoint, tmp_path):
     code = f"""
 import psutil, torch, headwater as hw
 from headwater.models.caches import collection
-collection.PART_BYTES = 2**20
+collection.PART_BYTES = 2**22
 model = hw.load({str(checkpoint("llama"))!r})
 process, most = psutil.Process(), [0]
 run = model.run

@@ -11,7 +11,7 @@ from headwater.detection.detection import Detection
 from headwater.figures.pathway_curves import look_of
 from headwater.questions.sources import WORLD_SETS
 from headwater.runs.record import RunRecord
-from tests.test_saliency_figure import made
+from tests.made_up import made_up_saliency
 
 RUN = RunRecord("detect", "tiny", "0", "float32", "cpu", {})
 
@@ -34,7 +34,7 @@ def test_a_set_of_the_world_looks_the_same_alone_and_beside_others_in_every_figu
     expected = SETS[2]
     assert looks_of_sets(sets)["natural"] == expected
     assert {look_of("natural", mode, sets)["color"] for mode in ("Q-anchored", "A-anchored")} == {expected[0]}
-    saliency = hw.figures.saliency([made(sets)])
+    saliency = hw.figures.saliency([made_up_saliency(sets)])
     lines = {line.get_color() for ax in saliency.axes for line in ax.lines if line.get_marker() == expected[1]}
     assert lines == {expected[0]}
     (legend,) = detected(sets).plot().figure.legends

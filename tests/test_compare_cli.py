@@ -11,8 +11,8 @@ import headwater as hw
 from headwater.heads.relation_tokens import shared_relations
 from headwater.heads.relations import Relation
 from tests.planted_heads import implements, plant_relations
+from tests.planted_relations import CAPITALS, OPPOSITES
 from tests.small_world import TINY, tiny
-from tests.test_head_comparison import CAPITALS, OPPOSITES
 
 WORDS = [word for one in (CAPITALS, OPPOSITES) for source, targets in one.pairs for word in (source, *targets)]
 ASK = ("--embedding", "raw", "--quiet")

@@ -1,7 +1,5 @@
 """Copying by eigenvalues: those of the small twin are those of the whole map from token to token."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
@@ -14,14 +12,13 @@ from headwater.models.loading import weights_of
 from headwater.planted import induction, name_mover
 from headwater.planted.circuits import INDUCTION_HEAD, NAME_MOVER_HEAD
 from tests.own_models import own_model
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 QUIET = {"progress": False, "sequences": 2, "length": 4}
 
 
-@functools.cache
 def tiny(family):
-    return hw.load(tiny_model(family, seed=7), tokenizer=tiny_tokenizer())
+    return tiny_hooked(family, seed=7)
 
 
 @pytest.mark.diagonal

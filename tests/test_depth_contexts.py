@@ -15,12 +15,11 @@ from headwater.likelihood.framed import NO_CONTEXT
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.generation.loop import Generated
 from headwater.questions import asking
-from headwater.reference import depth
+from headwater.reference import memorization as depth
 from tests import chance
-from tests.depth_folders import as_file, random_nodes
+from tests.depth_folders import as_file, log_probs, min_k, random_nodes
 from tests.ending import every_answer_ends
-from tests.test_memorization import log_probs, min_k
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import embedded, tiny_model, tiny_tokenizer
 
 LLAMA_3 = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }} [end]{% endfor %}"
@@ -106,7 +105,7 @@ def opening(template, system, user):
 @pytest.mark.parametrize("way", ["gold", "predicted"])
 def test_pairs_stand_in_the_published_messages(way, template, monkeypatch, tmp_path):
     model, talker = chatting(template, monkeypatch)
-    found = depth.reproduce_depth(
+    found = depth.reproduce_memorization(
         model, small_graph(tmp_path), judge=lambda *_: 4, predecessors=way, batch_size=1, progress=False
     )
     questions = ("two ?", "three ?", "four ?")
@@ -129,7 +128,7 @@ def test_pairs_stand_in_the_published_messages(way, template, monkeypatch, tmp_p
 @pytest.mark.parametrize("template", [LLAMA_3, REFUSING], ids=["system", "refuses"])
 def test_a_conversation_asks_the_predecessors_first_and_keeps_what_was_said(template, monkeypatch, tmp_path):
     model, talker = chatting(template, monkeypatch)
-    depth.reproduce_depth(
+    depth.reproduce_memorization(
         model, small_graph(tmp_path), judge=lambda *_: 4, predecessors="multi-turn", batch_size=1, progress=False
     )
     said = [f"small {'ABC'[(number + 1) % 3]}" for number in range(len(talker.prompts))]
@@ -308,7 +307,9 @@ def test_published_numbers_stand_beside_questions_asked_alone_only(monkeypatch, 
     monkeypatch.setattr(depth, "published_numbers", lambda kind: Published("here", {"me": shape}))
     graph = small_graph(tmp_path)
     asked = {"published": "me", "judge": "label", "progress": False}
-    alone, behind = (depth.reproduce_depth(hw.load(), graph, predecessors=way, **asked) for way in ("none", "gold"))
+    alone, behind = (
+        depth.reproduce_memorization(embedded(), graph, predecessors=way, **asked) for way in ("none", "gold")
+    )
     assert np.isfinite(alone.table["published"]).any()
     assert behind.table["published"].isna().all()
     assert depth.NOT_HELD in behind.notes

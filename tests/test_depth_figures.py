@@ -4,7 +4,6 @@ import re
 from html import unescape
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -15,9 +14,8 @@ from headwater.errors import InputError
 from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
 from headwater.figures.tokens import FRAME, WIDTH, token_heat_map, token_html
 from headwater.likelihood.formulas import SCORES
-from headwater.likelihood.profile import DepthProfile
-from headwater.runs.record import RunRecord
 from tests import chance
+from tests.made_up import made_up_profile
 
 
 @pytest.fixture
@@ -25,52 +23,12 @@ def rng():
     return chance.rng()
 
 
-def made_up(rng, name="tiny", graphs=12, layers=(0, 1), token=" x"):
-    """A profile of random numbers."""
-    rows = [
-        {"group": str(g), "id": f"{g}_d{depth}_n{i}", "depth": depth, "question": f"{g} {depth} {i}?", "answer": "a"}
-        for g in range(graphs)
-        for depth, count in ((1, 3), (2, 2), (3, 1))
-        for i in range(count)
-    ]
-    table = pd.DataFrame(rows)
-    table["min_k_0.2"] = -rng.exponential(3, len(table))
-    table["gap"] = np.where(table["depth"] == 3, rng.normal(0, 0.4, len(table)), np.nan)
-    deep = -table["min_k_0.2"].where(table["depth"] == 3)
-    table["quartile"] = np.select([deep <= deep.quantile(0.25), deep >= deep.quantile(0.75)], [25, 75], 0)
-    table["note"] = ""
-    averages = table.groupby(["group", "depth"])["min_k_0.2"].mean().reset_index()
-    curves = pd.DataFrame(
-        [
-            {
-                "layer": layer,
-                "depth": depth,
-                "score": "min_k_0.2",
-                "value": value,
-                "low": value - 0.2,
-                "high": value + 0.1,
-            }
-            for layer in layers
-            for depth, value in zip((1, 2, 3), -rng.exponential(3, 3), strict=True)
-        ]
-    )
-    tokens = pd.DataFrame(
-        [
-            {"id": name, "position": p, "token": token, "log_probability": -rng.exponential(4), "lowest": p == 2}
-            for name in table["id"]
-            for p in range(1, 6)
-        ]
-    )
-    run = RunRecord("memorization", name, "0", "float32", "cpu", {"k": [0.2], "aggregate": "group"})
-    return DepthProfile(table, averages, curves, pd.DataFrame(), pd.DataFrame(), tokens, run)
-
-
 def rgb(color):
     return tuple(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
 
 
 def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
-    profiles = [made_up(rng, name) for name in ("one", "two", "three")]
+    profiles = [made_up_profile(rng, name) for name in ("one", "two", "three")]
     figure = depth_profiles(profiles)
     assert isinstance(figure, Figure)
     boxes = [ax for ax in figure.axes if ax.get_title(loc="left")]
@@ -88,7 +46,7 @@ def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
 
 
 def test_boxes_are_blue_orange_and_green_and_their_medians_those_of_the_table(rng):
-    profile = made_up(rng)
+    profile = made_up_profile(rng)
     ax = profile.plot().axes[0]
     assert [patch.get_facecolor()[:3] for patch in ax.patches] == [rgb(c) for c in (BLUE, ORANGE, GREEN)]
     medians = sorted({line.get_ydata()[0] for line in ax.lines if line.get_linewidth() == 1.2})
@@ -99,7 +57,7 @@ def test_boxes_are_blue_orange_and_green_and_their_medians_those_of_the_table(rn
 
 
 def test_densities_hold_what_lies_between_the_limits_and_carry_their_counts(rng):
-    profile = made_up(rng, graphs=40)
+    profile = made_up_profile(rng, graphs=40)
     ax = profile.plot().axes[1]
     for line, color, quartile in zip(ax.lines, (GREEN, ORANGE), (25, 75), strict=True):
         x, y = line.get_data()
@@ -115,7 +73,7 @@ def test_densities_hold_what_lies_between_the_limits_and_carry_their_counts(rng)
 
 
 def test_gaps_that_are_all_the_same_or_missing_are_no_density(rng):
-    profile = made_up(rng)
+    profile = made_up_profile(rng)
     profile.table["gap"] = profile.table["gap"].where(profile.table["gap"].isna(), 0.25)
     ax = profile.plot().axes[1]
     assert [set(line.get_xdata()) for line in ax.lines] == [{0.25}, {0.25}]
@@ -126,7 +84,7 @@ def test_gaps_that_are_all_the_same_or_missing_are_no_density(rng):
 
 
 def test_curves_by_layer_have_the_sign_of_the_figure(rng):
-    profile = made_up(rng, layers=(0, 3, 7))
+    profile = made_up_profile(rng, layers=(0, 3, 7))
     ax = layer_curves(profile)
     for line, depth in zip(ax.lines, (1, 2, 3), strict=True):
         rows = profile.by_layer[profile.by_layer["depth"] == depth]
@@ -140,7 +98,7 @@ def test_curves_by_layer_have_the_sign_of_the_figure(rng):
 
 @pytest.mark.parametrize("layers", [(2,), (0, 3, 7), range(80)])
 def test_legends_lie_between_the_title_and_the_plot(rng, layers):
-    profile = made_up(rng, layers=layers)
+    profile = made_up_profile(rng, layers=layers)
     curves, gaps = layer_curves(profile), profile.plot().axes[1]
     for ax in (curves, gaps):
         ax.figure.draw_without_rendering()
@@ -156,7 +114,7 @@ def test_legends_lie_between_the_title_and_the_plot(rng, layers):
 
 
 def test_the_heat_map_frames_the_lowest_tokens_and_breaks_long_texts(rng):
-    profile = made_up(rng, token=" twelve chars")
+    profile = made_up_profile(rng, token=" twelve chars")
     figure = token_heat_map(profile, ["0_d3_n0", "1_d1_n2"])
     frames = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
     assert len(frames) == 2
@@ -173,7 +131,7 @@ def test_the_heat_map_frames_the_lowest_tokens_and_breaks_long_texts(rng):
 
 def test_html_holds_every_token_and_nothing_that_is_not_escaped(rng):
     bad = "<script>alert('&')</script>"
-    profile = made_up(rng, token=bad)
+    profile = made_up_profile(rng, token=bad)
     page = token_html(profile, ["0_d3_n0"])
     assert "<script>" not in page
     assert page.count(FRAME) == 1

@@ -26,6 +26,7 @@ from headwater.patching.edge_knockout import Edges, knocked_out_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds
 from headwater.questions.states import probe_states
 from tests import chance
+from tests.tiny import embedded
 
 QUICK = Reweighting(epochs=2)
 WIDTH = 160  # of the embedded model
@@ -33,7 +34,7 @@ WIDTH = 160  # of the embedded model
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load()
+    return embedded()
 
 
 @pytest.fixture(scope="module")

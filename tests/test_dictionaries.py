@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.patching.walk import Walk
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import embedded, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 METRIC = hw.logit_difference(5, 9)
@@ -183,7 +183,7 @@ def test_features_and_heads_of_one_set_are_ablated_in_one_run(models):
 @pytest.mark.planted
 def test_the_planted_direction_alone_carries_what_the_whole_activation_carries():
     """Feature 0 is the difference of the two runs at the last token; the others are what is orthogonal to it."""
-    model = hw.load()
+    model = embedded()
     clean, corrupted = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
     states = [model.cache(text, attention=False, layers=[2]).residual[0, 0, -1] for text in (clean, corrupted)]
     width = model.shape.d_model

@@ -1,7 +1,5 @@
 """Direct logit attribution: parts sum to the logit difference on every architecture and are what Hugging Face has."""
 
-import functools
-
 import pandas as pd
 import pytest
 import torch
@@ -11,7 +9,7 @@ import headwater as hw
 from headwater.errors import HeadwaterError, InputError
 from headwater.models import norms
 from tests.random_models import random_model
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 PROMPTS = [" the capital of France is in", " see the big cat", " the dog"]
@@ -19,9 +17,9 @@ TOKENS = (" Paris", " Rome")
 CORRECT, WRONG = (TOKENIZER.encode(token, add_special_tokens=False)[0] for token in TOKENS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family), tokenizer=TOKENIZER))
+    return tiny_hooked
 
 
 def attributed(model, prompts=PROMPTS, tokens=TOKENS, **options):

@@ -11,8 +11,8 @@ import torch
 from headwater.runs import folder as runs
 from headwater.runs.folder import RunFolder
 from tests import chance
+from tests.counting_run import Numbers, count_up, files, record
 from tests.meeting import meet
-from tests.test_shards import Numbers, count_up, files, record
 
 ENDED = r"HeadwaterError: Another process of this run has ended, while process \d waited for it \(.*\)"
 

@@ -28,7 +28,7 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import DRAWINGS, VIEWS, Result
 from headwater.runs.view import FITTING, View
 from tests import chance
-from tests.test_faults import flipped
+from tests.fuzzing import flipped
 
 CITIZEN = "Q: What is the adjective for {source}?\nA:"
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")

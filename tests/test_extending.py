@@ -11,6 +11,7 @@ from headwater.heads.categories import CATEGORIES, Category
 from headwater.likelihood.formulas import SCORES, Score
 from tests.planted_heads import implements, plant_relations
 from tests.planted_relations import relation
+from tests.tiny import embedded
 
 TEXTS = ["the red house stands on the hill", "a dog and a cat", "Paris is the capital of France"]
 
@@ -36,7 +37,7 @@ def max_k():
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load()
+    return embedded()
 
 
 def test_a_score_of_ones_own_stands_in_the_table_of_scores_with_its_value(model, median, max_k):

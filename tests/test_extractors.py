@@ -17,7 +17,7 @@ from headwater.questions.extract import EndpointExtractor, call_extractor, exact
 from headwater.questions.judge import EndpointJudge, score_in
 from headwater.runs.identity import describe
 from tests.ending import every_answer_ends
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import embedded, tiny_model, tiny_tokenizer
 
 QUESTION, ANSWER = "What is the capital of South Carolina?", "It is Columbia, a hub of trade."
 GOOD = {"subject": "South Carolina", "property": "capital", "answer": "Columbia"}
@@ -321,7 +321,7 @@ def test_an_endpoint_scores_the_answers_of_a_depth_graph_and_what_it_leaves_out_
     few = DepthGraph(graph.table[graph.table["group"].isin(graph.table["group"].unique()[:6])], graph.name)
     with Endpoint(counted) as endpoint:
         judge = EndpointJudge(endpoint.url, "judge-1", pause=0.001, tries=1)
-        profile = hw.memorization(hw.load(), few, judge=judge, answers="model", controls=False, progress=False)
+        profile = hw.memorization(embedded(), few, judge=judge, answers="model", controls=False, progress=False)
     texts = [body["messages"][1]["content"] for body in reply.asked]
     assert len(texts) == len(set(texts))
     assert profile.table["score"].dropna().isin(range(1, 6)).all()

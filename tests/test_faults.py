@@ -35,6 +35,8 @@ from headwater.runs.result import Result
 from headwater.runs.storage import read_sealed
 from tests import chance
 from tests.forking import ended, started
+from tests.fuzzing import flipped
+from tests.tiny import embedded
 
 PIECES = 5
 
@@ -83,12 +85,6 @@ def records(folder: Path) -> dict[str, bytes]:
         record["run"].pop("created")
         found[name] = json.dumps(record).encode()
     return found
-
-
-def flipped(content: bytes, rng: np.random.Generator) -> bytes:
-    """A file with one bit changed."""
-    place = int(rng.integers(len(content)))
-    return content[:place] + bytes([content[place] ^ 1 << int(rng.integers(8))]) + content[place + 1 :]
 
 
 def killed_after(seconds: float, work: Callable[[], object]) -> bool:
@@ -204,7 +200,7 @@ CALLS = {
 
 def attack(name: str, tmp_path: Path, kills: int) -> int:
     """Kill a call at random moments and change a byte of a piece now and then; return how many kills there were."""
-    model, rng, call = hw.load(), chance.rng(), CALLS[name]
+    model, rng, call = embedded(), chance.rng(), CALLS[name]
     call(model, tmp_path / "whole")
     start = time.perf_counter()
     os.waitpid(started(partial(call, model, tmp_path / "timed")), 0)
@@ -243,6 +239,7 @@ def test_power_may_be_cut_before_any_step_on_the_disk(tmp_path, wanted, monkeypa
     flush, replace, unlink = storage._flush, Path.replace, Path.unlink
     state = {"step": 0, "cut": 0, "off": False}
     flushed: set[Path] = set()
+    forced: list[int] = []
 
     def step() -> None:
         if state["step"] == state["cut"]:
@@ -253,7 +250,9 @@ def test_power_may_be_cut_before_any_step_on_the_disk(tmp_path, wanted, monkeypa
 
     def cutting_flush(path: Path) -> None:
         step()
+        before = len(forced)
         flush(path)
+        assert len(forced) == before + 1
         flushed.add(path)
 
     def cutting_replace(self: Path, target: Path) -> Path:
@@ -265,6 +264,7 @@ def test_power_may_be_cut_before_any_step_on_the_disk(tmp_path, wanted, monkeypa
         if not state["off"]:
             unlink(self, missing_ok=missing_ok)
 
+    monkeypatch.setattr(os, "fsync", forced.append)
     monkeypatch.setattr(storage, "_flush", cutting_flush)
     monkeypatch.setattr(Path, "replace", cutting_replace)
     monkeypatch.setattr(Path, "unlink", cutting_unlink)
@@ -341,7 +341,7 @@ def test_the_systems_own_limit_on_a_write_is_the_same_error(tmp_path, wanted):
 
 def test_a_circuit_file_in_which_a_bit_was_changed_is_refused_or_the_same_circuit(tmp_path):
     """Bytes that say nothing of the circuit, such as what wrote the file, may differ."""
-    model, rng = hw.load(), chance.rng()
+    model, rng = embedded(), chance.rng()
     circuit = circuit_of(model)
     file = circuit.save(tmp_path / "circuit.parquet")
     whole, refused = file.read_bytes(), 0

@@ -13,11 +13,8 @@ from headwater.figures.fonts import ticks
 from headwater.figures.style import figure_of
 from headwater.runs.result import Result
 from tests import chance
-from tests.planted_lookup import question_lookup
-from tests.test_depth_figures import made_up
-from tests.test_head_map_figure import random_map
-from tests.test_saliency_figure import made
-from tests.test_trace import ask
+from tests.made_up import made_up_profile, made_up_saliency, random_map
+from tests.planted_lookup import ask, question_lookup
 
 OTHERS = ("save_figure", "token_html")
 """What draws nothing."""
@@ -38,10 +35,10 @@ def given():
     """By function, what it draws, and how it is called with so many of them."""
     model, answered = ask(question_lookup())
     traced = hw.trace_pathways(model, answered, seeds=2, progress=False)
-    profile = made_up(chance.rng())
+    profile = made_up_profile(chance.rng())
     listed = {"head_maps": random_map(3, 4), "depth_profiles": profile, "delta_p": traced}
     calls = {name: lambda n, one=one: [one] * n for name, one in listed.items()}
-    calls["saliency"] = lambda n: [made(model=f"model-{i}") for i in range(n)]
+    calls["saliency"] = lambda n: [made_up_saliency(model=f"model-{i}") for i in range(n)]
     alone = {"layer_curves": profile, "token_heat_map": profile}
     alone |= dict.fromkeys(("flip_rates", "controls", "baselines", "logit_changes", "mode_properties"), traced)
     return calls | {name: lambda n, one=one: one for name, one in alone.items()}

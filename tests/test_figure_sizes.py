@@ -14,7 +14,7 @@ from matplotlib.text import Text
 
 import headwater as hw
 from headwater.figures.style import SIZES, png_of, save_figure
-from tests.test_head_map_figure import random_map
+from tests.made_up import random_map
 from tests.tiny import CONFIGS, tiny_model, tiny_tokenizer
 
 ENDS = {"clean": " the capital of France is in", "corrupted": " the capital of Italy is in"}

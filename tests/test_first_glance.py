@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from headwater.kernels import ov, ov_blocked
 from tests import tensor_cores
-from tests.test_ov_kernels import SIGNS, layers
+from tests.kernel_inputs import SIGNS, layers
 
 PAIRS = 1500
 CUDA_SAMPLE = 8 * ov_blocked.FIRST_TILE

@@ -13,7 +13,7 @@ from headwater.probes import cross_fitted as crossing
 from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.linear import grouped_folds
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 N = 120
 
@@ -145,7 +145,7 @@ def test_states_come_as_arrays_by_layer_or_one_alone_and_give_the_same(labels):
 
 
 def test_a_cache_gives_the_rows_of_a_site_and_its_prompts_are_the_groups():
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     prompts = [" the cat", " the big dog", " Paris", " Rome is in Italy"] * 3
     cache = model.cache(prompts, sites=("resid_post", "z"), progress=False)
     labels = (cache.frame["position"] == 1).astype(int).tolist()
@@ -205,7 +205,7 @@ def test_matched_pairs_that_are_split_over_folds_are_named_with_groups():
 
 
 def test_a_label_for_each_text_beside_a_row_for_each_token_names_positions_last():
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     texts = [" the cat is", " Paris is", " a dog in Rome"]
     with pytest.raises(InputError, match=r"3 labels were given for .* a row for each token: .* positions='last'"):
         hw.fit_probe(model.cache(texts, sites="resid_post", progress=False), [0, 1, 0])

@@ -14,6 +14,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.foreign_names import HINTS, hint_for
 from headwater.runs.result import Result
+from tests.tiny import embedded
 
 
 def test_what_is_said_of_other_names_exists(llama):
@@ -101,7 +102,7 @@ def test_a_function_that_takes_any_option_hands_it_to_one_that_does_not():
     takes_any = {name.split(".")[-1] for name, one in functions.items() if takes_any_option(one)}
     assert takes_any == {"view", "save_html", "plot", "grid"}
     sweep = hw.patch(
-        hw.load(), " the cat", " the dog", sites="resid_pre", layers=[0], metric=hw.probability(" a"), progress=False
+        embedded(), " the cat", " the dog", sites="resid_pre", layers=[0], metric=hw.probability(" a"), progress=False
     )
     for name in takes_any:
         with pytest.raises(InputError, match="nonsense="):
@@ -144,7 +145,7 @@ def test_every_public_function_says_of_an_option_that_it_does_not_have_which_was
                 call(no_such_option=1)
             refused += 1
     assert refused > 150
-    model, asked = hw.load(), {"sites": "z", "metric": hw.probability(" a"), "progress": False}
+    model, asked = embedded(), {"sites": "z", "metric": hw.probability(" a"), "progress": False}
     with pytest.raises(InputError, match=r"patch has no option layer=\. Did you mean 'layers'"):
         hw.patch(model, " the cat", " the dog", layer=[0], **asked)
     with pytest.raises(InputError, match=r"cache has no option head=\. Did you mean 'heads'"):

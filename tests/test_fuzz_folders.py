@@ -34,7 +34,7 @@ from headwater.runs.folder import RunFolder
 from headwater.runs.result import Result
 from headwater.runs.storage import SEAL, write_sealed
 from tests.fuzzing import ANYTHING, FEW, MANY, WORDS, Files, Reader, as_json, fuzz
-from tests.test_results import Sample, record
+from tests.made_up import Sample, record
 from tests.tiny import tiny_tokenizer
 
 RESULTS = (Reproduction, Sample, ScoredTexts, Sweep)

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-import headwater as hw
 from headwater.kernels import gelu
 from headwater.models.blocks import Blocks
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 
 def plainly(x: torch.Tensor) -> torch.Tensor:
@@ -37,7 +36,7 @@ def test_columns_of_a_wider_tensor_other_types_and_gradients_are_served():
 
 @pytest.mark.parametrize("family", ["gpt2", "neox", "phi"])
 def test_fused_blocks_give_the_same_and_norms_that_are_watched_are_left_alone(family):
-    model = hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+    model = tiny_hooked(family)
     blocks, x = Blocks(model), torch.randn(5, model.shape.d_model)
     with torch.no_grad(), model.lock:
         plain = blocks.feed_forward(1, x), blocks.normed(1, x[None], mlp=False)

@@ -18,8 +18,7 @@ from headwater.models.sites import SITES
 from tests import chance
 from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
-from tests.test_edits import LAYER
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, tiny_hooked, tiny_model, tiny_tokenizer
 
 PROMPTS = [" Paris of France is the capital", " cat", " the dog", " small one two three four five six Rome Italy chat"]
 WATCHED = ("gpt2", "neox", "llama", "mistral", "gemma2", "gemma3")
@@ -29,7 +28,7 @@ EDITED = ("resid_pre", "k", "z", "attn_out", "resid_mid", "mlp_out", "resid_post
 
 @pytest.fixture(scope="module")
 def llama():
-    return hw.load(tiny_model("llama", seed=3), tokenizer=tiny_tokenizer())
+    return tiny_hooked("llama", seed=3)
 
 
 def shrunk(activation):
@@ -49,7 +48,7 @@ def plainly_continued(hf, ids, steps, family=None, site=None):
     def act(activation):
         activation[:, -1] = shrunk(activation[:, -1])
 
-    handle = hooked_plainly(hf, family, site, LAYER, act) if site else None
+    handle = hooked_plainly(hf, family, site, 1, act) if site else None
     new, log_probs, cache, reads = [], [], None, list(ids)
     name = "cache" if "cache" in signature(hf.forward).parameters else "past_key_values"  # from transformers 5.24 on
     with torch.no_grad():
@@ -87,7 +86,7 @@ def test_hooks_act_at_every_token_as_plain_hooks_of_torch_do(family):
     for site in EDITED:
         if SITES[site].absent(model.shape):
             continue
-        hooks = [(SITES[site].hook_name(LAYER), newest)]
+        hooks = [(SITES[site].hook_name(1), newest)]
         found = model.generate(PROMPTS, hooks, max_new_tokens=6).tokens
         assert found == [plainly_continued(hf, row, 6, family, site)[0] for row in rows], site
         assert found != unedited, site

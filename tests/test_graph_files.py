@@ -13,7 +13,7 @@ from headwater.circuits.graph import Graph
 from headwater.circuits.graph_files import read_graph_file, write_graph_file
 from headwater.errors import InputError
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 SIZES = {"n_layers": 3, "n_heads": 4, "parallel_attn_mlp": False, "d_model": 32}
 PARALLEL = SIZES | {"parallel_attn_mlp": True}
@@ -167,7 +167,7 @@ def test_files_of_other_tools_are_refused_by_their_ending_or_by_what_is_missing(
 @pytest.mark.parametrize("family", ["gpt2", "llama", "neox"])
 @pytest.mark.parametrize("ending", ["json", "pt"])
 def test_what_is_written_is_read_back(family, ending, tmp_path):
-    model = hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+    model = tiny_hooked(family)
     edges = hw.edges(
         model,
         " the capital of France is",
@@ -226,7 +226,7 @@ def test_pt_files_that_are_empty_or_not_finite_are_refused(tmp_path):
 
 
 def test_a_graph_file_whose_heads_disagree_on_a_shared_key_is_refused(tmp_path):
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     file = write_graph_file(hw.Circuit.of(["embed -> k 1.0"], model), tmp_path / "graph.pt", 32)
     held = torch.load(file, weights_only=True)
     held["edges_in_graph"][0, held["dst_nodes"].index("a1.h0<k>")] = False

@@ -21,8 +21,8 @@ from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.stats.significance import q_values
 from tests import chance
-from tests.test_classify_heads import random_relation
-from tests.tiny import FAMILIES, tiny_folder
+from tests.naive_heads import random_relation
+from tests.tiny import FAMILIES, embedded, tiny_folder
 
 pytestmark = pytest.mark.planted
 
@@ -61,7 +61,7 @@ def shuffles_called(n: int) -> tuple[list[int], pd.DataFrame, pd.DataFrame]:
     relations = hw.load_relations(TRAINED)
     dealt = [[shuffled(relation, number) for relation in relations] for number in range(n)]
     asked = [*relations, *(one for some in dealt for one in some)]
-    table = hw.classify_heads(hw.load(), relations=asked, progress=False).table
+    table = hw.classify_heads(embedded(), relations=asked, progress=False).table
     rows = [table[table["relation"].isin([one.name for one in some])] for some in dealt]
     return [calls(some) for some in rows], pd.concat(rows), table[table["relation"].isin(TRAINED)]
 

@@ -14,8 +14,8 @@ from headwater.heads.card import HeadCard, relations_of_head
 from headwater.heads.salient import salient_operations
 from headwater.models.weights.opening import open_weights
 from tests.planted_heads import implements, plant_relations, suppresses
-from tests.planted_relations import relation
-from tests.test_validation import TEMPLATES
+from tests.planted_relations import TEMPLATES, relation
+from tests.tiny import embedded
 
 CAPITAL = relation("capital", "knowledge", 32)
 PAST = relation("past", "linguistic", 30)
@@ -166,7 +166,7 @@ def test_a_relation_that_a_head_copies_stands_on_the_side_on_which_it_does(plant
 
 
 def test_salient_operations_of_layer_0_are_of_the_raw_embedding_or_of_what_is_asked_for():
-    model = hw.load()
+    model = embedded()
     heads = hw.classify_heads(model, relations=["number_to_next"], progress=False)
     weights = open_weights(model)
     found = {name: heads.salient(0, 3, model=model, embedding=name, sources=3) for name in (None, "raw", "mlp0")}

@@ -13,17 +13,12 @@ from headwater.heads import claim
 from headwater.heads.claims import matched_sets
 from headwater.planted import circuits
 from tests import chance
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, tiny_hooked
 
 NAMES = [("Anna", "Boris"), ("Clara", "David"), ("Emma", "Frank"), ("Grace", "Henry"), ("Irene", "Jacob")]
 CIRCUIT = [circuits.DUPLICATE_NAME_HEAD, circuits.INHIBITION_HEAD, circuits.NAME_MOVER_HEAD]
 PROMPTS = [" the capital of France is", " the capital of Italy is", " the dog of France in", " Paris is in A"]
 QUIET = {"metric": hw.logit_difference(5, 9), "progress": False}
-
-
-@cache
-def loaded(family: str) -> hw.HookedModel:
-    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
 
 
 @cache
@@ -54,7 +49,7 @@ def test_the_heads_that_were_wired_matter_and_others_of_their_layers_do_not():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_numbers_are_those_of_ablating_the_heads(family):
-    model, heads = loaded(family), [(0, 1), (2, 3)]
+    model, heads = tiny_hooked(family), [(0, 1), (2, 3)]
     found = claim(model, PROMPTS, heads, placebos=5, seed=3, **QUIET).table.iloc[0]
     swept = hw.ablate(model, PROMPTS, heads=heads, **QUIET).table["effect"]
     mean = hw.ablate(model, PROMPTS, heads=heads, values="mean", **QUIET).table["effect"]
@@ -72,7 +67,7 @@ def test_the_numbers_are_those_of_ablating_the_heads(family):
 
 def held_on_shuffled_answers(times: int) -> int:
     """How many claims hold of the head that does most on some prompts, on others; answers are drawn by lot."""
-    model, rng, held = hw.load(tiny_model("llama", seed=1), tokenizer=tiny_tokenizer()), chance.rng(), 0
+    model, rng, held = tiny_hooked("llama", seed=1), chance.rng(), 0
 
     def drawn() -> tuple[list[str], hw.Metric]:
         prompts = [f" the{a} of{b}" for a, b in rng.choice([" " + word for word in WORDS], (10, 2))]
@@ -102,7 +97,7 @@ def test_on_shuffled_answers_at_most_one_claim_in_twenty_holds():
 
 
 def test_what_is_no_set_of_heads_is_refused():
-    model = loaded("gpt2")
+    model = tiny_hooked("gpt2")
     with pytest.raises(InputError, match="layer"):
         claim(model, PROMPTS, [(7, 0)], **QUIET)
     with pytest.raises(InputError, match="no column 'head'"):

@@ -1,5 +1,6 @@
 """Heads compared between models: planted changes are found, nothing else is, and counts are those of the formula."""
 
+import copy
 import dataclasses
 
 import numpy as np
@@ -18,14 +19,10 @@ from headwater.heads.comparison import sentences_of_words
 from headwater.heads.relation_tokens import shared_relations, tokenize_relations
 from headwater.stats.significance import mcnemar_p, q_values
 from tests.planted_heads import ignores_source, implements, plant_relations, suppresses
+from tests.planted_relations import CAPITALS, CHOSEN, OPPOSITES, SUITE, WORDS
+from tests.tiny import embedded
 
 QUIET = {"progress": False}
-SUITE = {one.name: one for one in hw.load_relations()}
-CAPITALS, OPPOSITES = (
-    dataclasses.replace(SUITE[name], pairs=SUITE[name].pairs[:40]) for name in ("country_to_capital", "word_to_antonym")
-)
-CHOSEN = [CAPITALS, OPPOSITES]
-WORDS = [word for one in CHOSEN for source, targets in one.pairs for word in (source, *targets)]
 
 
 def planted(heads):
@@ -86,16 +83,18 @@ def test_a_model_beside_itself_has_not_changed(changed):
 
 def test_the_counts_are_those_of_items_counted_one_by_one():
     """On random models, whose heads hit some items: by naive top-k of the whole map, source by source."""
-    embedded = hw.load()
+    own = embedded()
+    config = copy.deepcopy(own.config)
+    config.num_hidden_layers = 2
     countries, cities = zip(*((source, targets[0]) for source, targets in CAPITALS.pairs), strict=True)
     pairs = [(countries[i % 33], (cities[(7 * i + 3) % 40], cities[(5 * i + 1) % 40])) for i in range(40)]
     relation = hw.Relation("made up", "knowledge", tuple(pairs))
     models = []
     for _ in range(2):
-        hf = transformers.AutoModelForCausalLM.from_config(embedded.config)
-        models.append(hw.load(hf, tokenizer=embedded.tokenizer))
+        hf = transformers.AutoModelForCausalLM.from_config(config)
+        models.append(hw.load(hf, tokenizer=own.tokenizer))
     result = hw.compare_heads({"a": models[0], "b": models[1]}, relations=relation, embedding="raw", k=300, **QUIET)
-    (tokens,) = tokenize_relations([relation], embedded.tokenizer)
+    (tokens,) = tokenize_relations([relation], own.tokenizer)
     hits = [naive_hits(model, tokens, 300) for model in models]
     for sign, name in enumerate(("score", "suppression")):
         rows = result.table[(result.table["model"] == "b") & (result.table["sign"] == name)]
@@ -152,7 +151,7 @@ def test_scores_are_those_of_each_model_classified_by_itself(changed, comparison
 
 def test_where_a_model_could_be_called_the_table_is_that_of_chance_computed_everywhere(monkeypatch):
     """Of the embedded model and one with noise in its weights, so that heads score in one of them alone."""
-    model, other, few = hw.load(), hw.load(), [SUITE[name] for name in ("country_to_nationality", "name_copying")]
+    model, other, few = embedded(), hw.load(), [SUITE[name] for name in ("country_to_nationality", "name_copying")]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in (weight for name, weight in other.raw.named_parameters() if ".o_proj." in name):
@@ -235,7 +234,7 @@ def test_models_with_different_vocabularies_are_compared_on_the_words_both_have(
 
 
 def test_what_cannot_be_compared_is_said_in_one_line(changed):
-    other = hw.load()
+    other = embedded()
     for models, message in [
         ([changed[0]], "1 of two or more"),
         ([changed[0], changed[0]], r"Several of the models are named .* name them yourself"),

@@ -10,33 +10,11 @@ from matplotlib.colors import to_hex
 import headwater as hw
 from headwater.errors import InputError
 from headwater.figures.head_map import mark_of, plot_head_map
-from headwater.heads.categories import CATEGORIES, label_counts, label_of, labels
-from headwater.heads.head_map import HeadMap
-from headwater.runs.record import RunRecord
-from tests import chance
+from headwater.heads.categories import label_counts, labels
+from tests.made_up import map_of, random_map
 
 LABELS = labels()
 MARKS = {label: mark_of(label) for label in LABELS}
-
-
-def map_of(title: str, categories: pd.DataFrame, table: pd.DataFrame) -> HeadMap:
-    """What the figure needs of a head map."""
-    run = RunRecord("classify_heads", title, "abc", "float32", "cpu", {"rule": "controlled"})
-    return HeadMap(table, categories, pd.DataFrame(), pd.DataFrame(), run)
-
-
-def random_map(n_layers: int, n_heads: int, title: str = "model", share: float = 0.3) -> HeadMap:
-    rng = chance.rng()
-    rows = []
-    for layer in range(n_layers):
-        for head in range(n_heads):
-            categories = tuple(name for name in CATEGORIES if rng.random() < share)
-            rows.append((layer, head, categories, label_of(categories)))
-    categories = pd.DataFrame(rows, columns=["layer", "head", "categories", "label"])
-    table = categories[["layer", "head"]].assign(
-        excess=rng.uniform(0.15, 1, len(rows)), implemented=categories["label"] != "unclassified"
-    )
-    return map_of(title, categories, table.assign(suppression_excess=0.0, suppressed=False))
 
 
 SIZES = [(1, 8), (5, 8), (12, 1), (48, 25), (80, 64)]

@@ -18,8 +18,7 @@ from headwater.stats.resample import Draws
 from headwater.stats.significance import sign_flip_p
 from tests import chance
 from tests.planted_heads import implements, plant_relations
-from tests.planted_relations import relation
-from tests.test_validation import TEMPLATES, random_words
+from tests.planted_relations import TEMPLATES, random_words, relation
 from tests.tiny import tiny_model
 
 CAPITAL = relation("capital", "knowledge", 32)

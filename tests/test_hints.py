@@ -7,7 +7,7 @@ import torch
 
 import headwater as hw
 from headwater.models.hints import warn_of_missing_spaces, warn_of_other_beginnings
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 PROMPTS = ("the capital of France is", "the capital of Italy is")
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
@@ -15,7 +15,7 @@ TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    return tiny_hooked("llama")
 
 
 def said(call):

@@ -7,24 +7,18 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
-from tests.tiny import FAMILIES, WORDS, tiny_model, tiny_tokenizer
+from tests.plain_hooks import hooked_points, random_texts
+from tests.tiny import FEW, tiny_model, tiny_tokenizer
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request, checkpoint):
-    return hw.load(checkpoint(request.param))
+@pytest.fixture(params=[*FEW, "gemma3"])
+def model(request, models):
+    return models(request.param)
 
 
 @pytest.fixture(scope="module")
 def llama(checkpoint):
     return hw.load(checkpoint("llama"))
-
-
-def random_texts(n: int) -> list[str]:
-    return [
-        "".join(" " + WORDS[i] for i in torch.randint(len(WORDS), (int(torch.randint(2, 12, ())),)).tolist())
-        for _ in range(n)
-    ]
 
 
 def zero(activation, hook):
@@ -33,10 +27,6 @@ def zero(activation, hook):
 
 def halve(activation, hook):
     return activation / 2
-
-
-def hooked_points(model) -> list[str]:
-    return [name for name, point in model.raw.hook_dict.items() if point.fwd_hooks or point.bwd_hooks]
 
 
 def test_a_padded_batch_gives_each_sequences_own_logits(model):
@@ -148,8 +138,8 @@ def test_an_activation_that_does_not_exist_is_refused_with_the_nearest_names(lla
         ("llama", "blocks.0.attn.hook_hidden_states"),
     ],
 )
-def test_a_listed_activation_that_is_never_computed_is_an_error(family, name, checkpoint):
-    model = hw.load(checkpoint(family))
+def test_a_listed_activation_that_is_never_computed_is_an_error(family, name, models):
+    model = models(family)
     assert name in model.raw.hook_dict
     with pytest.raises(InterventionError, match="nothing passed through"):
         model.run("Paris", [(name, zero)])

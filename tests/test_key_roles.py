@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.errors import InputError
 from tests.plain_hooks import pattern_plainly
 from tests.same_table import assert_same_table
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 METRIC = hw.logit_difference(5, 9)
@@ -25,7 +25,7 @@ LAYER, HEAD = 1, 2
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    return tiny_hooked("llama")
 
 
 def patched(model, clean=CLEAN, corrupted=CORRUPTED, **options):
@@ -70,7 +70,7 @@ VALUES = {
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox", "gemma2"])
 def test_the_weight_of_a_word_is_written_as_in_transformers_own_attention(family):
-    raw, loaded = tiny_model(family), hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    raw, loaded = tiny_model(family), tiny_hooked(family)
     for direction, (kind, (values, formula)) in product(("denoise", "noise"), VALUES.items()):
         found = patched(loaded, values=values, direction=direction, layers=LAYER, heads=HEAD).table
         assert len(found) == 2 * 2 * 2

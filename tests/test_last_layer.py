@@ -14,7 +14,7 @@ from headwater.models.edits import read_hook
 from headwater.models.sites import SITES
 from headwater.patching.walk import Walk
 from tests.own_models import own_model
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_hooked
 
 CLEAN, CORRUPTED = [5, 7, 11, 13, 17, 19, 8, 2], [5, 7, 12, 14, 17, 19, 4, 2]
 OWN = ("plain", "rotary", "capped")
@@ -26,7 +26,7 @@ QUIET = {"metric": DIFFERENCE, "progress": False}
 def loaded(family: str) -> hw.HookedModel:
     if family in OWN:
         return own_model(family)
-    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+    return tiny_hooked(family)
 
 
 @cache

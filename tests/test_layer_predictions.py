@@ -1,6 +1,5 @@
 """What layers predict is what Hugging Face's own norm and head make of its hidden states, on every architecture."""
 
-import functools
 import json
 
 import numpy as np
@@ -13,16 +12,16 @@ from headwater.errors import InputError, ModelError
 from headwater.kernels import layer_predictions as kernel
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.lenses.tuned_lens import load_tuned_lens
-from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, FEW, tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 PROMPTS = [" the capital of France is in", " see the big cat", " the dog"]
 NORMS = ("transformer.ln_f", "gpt_neox.final_layer_norm", "model.final_layernorm", "model.norm")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def models():
-    return functools.cache(lambda family: hw.load(tiny_model(family), tokenizer=TOKENIZER))
+    return tiny_hooked
 
 
 def read(model, prompts=PROMPTS, **options):
@@ -71,7 +70,7 @@ def test_every_layer_predicts_what_hugging_face_reads_from_it(models, family):
         assert_same(table[table["example"] == example], expected_logits(family, ids), ids)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_the_last_layer_is_the_models_own_output(models, family):
     model = models(family)
     table = read(model, PROMPTS[0], layers=2, positions="last", top_k=model.shape.d_vocab).table

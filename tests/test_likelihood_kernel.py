@@ -10,22 +10,7 @@ from hypothesis import strategies as st
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
 from headwater.kernels.likelihood_blocked import token_statistics
-
-
-def problem(tokens=7, d_model=24, d_vocab=501, spread=1.0, dtype=torch.float32, seed=0, **head):
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(tokens, d_model, generator=generator).to(dtype)
-    W_U = (spread * torch.randn(d_model, d_vocab, generator=generator) / d_model**0.5).to(dtype)
-    target = torch.randint(d_vocab, (tokens,), generator=generator)
-    return hidden, UnembeddingHead(W_U, **head), target
-
-
-def assert_equal(found, expected, atol=1e-5):
-    for name in ("log_probability", "entropy", "variance", "top1_log_probability"):
-        torch.testing.assert_close(
-            getattr(found, name).double(), getattr(expected, name), atol=atol, rtol=1e-5, msg=lambda m, n=name: n + m
-        )
-    assert (found.rank - expected.rank).abs().max() <= 1  # a near tie may fall either way in float32
+from tests.kernel_inputs import assert_equal, problem
 
 
 @settings(max_examples=60)

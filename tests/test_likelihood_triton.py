@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from headwater.kernels.likelihood import UnembeddingHead, token_statistics_reference
 from tests import tensor_cores
-from tests.test_likelihood_kernel import assert_equal, problem
+from tests.kernel_inputs import assert_equal, problem
 
 pytest.importorskip("triton")
 from headwater.kernels import likelihood_triton

@@ -21,7 +21,7 @@ from headwater.models.skip_weight_init import SkipWeightInit
 from headwater.models.weights.checkpoint import read_config
 from headwater.models.weights.opening import open_weights
 from tests.random_models import random_model
-from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer, tokenizer_of
+from tests.tiny import FAMILIES, FEW, WORDS, tiny_folder, tiny_model, tiny_tokenizer, tokenizer_of
 from tests.typed import EVERYWHERE
 
 TEXTS = ["the capital of France is Paris", "one two three", "Paris"]
@@ -83,6 +83,7 @@ def test_a_model_in_memory_shares_its_numbers_with_the_copy():
     assert not any(p.requires_grad for p in model.raw.parameters())
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_even_compatibility_mode_on_the_copy_leaves_the_callers_weights_alone(family):
     hf = tiny_model(family)
     before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
@@ -181,6 +182,7 @@ def test_a_bridge_with_folded_weights_is_announced(bridge):
         hw.load(bridge)
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_the_fingerprint_is_the_same_loaded_in_memory_and_streamed(checkpoint, family):
     path = checkpoint(family)
     loaded = hw.load(path)
@@ -208,6 +210,7 @@ def test_a_device_that_is_not_there_is_one_clear_error(checkpoint, device):
             hw.classify_heads(model, device=device)
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_a_model_whose_weights_go_straight_to_the_device_is_the_one_read_on_the_host(checkpoint, family, monkeypatch):
     folder = checkpoint(family)
     for options in ({}, {"dtype": "bfloat16"}):

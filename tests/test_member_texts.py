@@ -12,6 +12,7 @@ from headwater.errors import InputError
 from headwater.likelihood.member_texts import load_member_texts
 from headwater.likelihood.members import BASELINE
 from tests import chance
+from tests.tiny import embedded
 
 
 @pytest.mark.parametrize("names", [("text", "member"), ("input", "label")])
@@ -77,7 +78,7 @@ def test_within_a_relation_the_embedded_model_knows_its_corpus_better_than_words
     texts = load_member_texts()
     texts = texts[(texts["kind"] != "other wording") & (texts["form"] == "statement")].reset_index(drop=True)
     assert (texts["member"] == (texts["times"] > 0)).all()
-    stats = hw.token_statistics(hw.load(), texts["text"], batch_size=64, progress=False)
+    stats = hw.token_statistics(embedded(), texts["text"], batch_size=64, progress=False)
     scores = hw.memorization_scores(stats, k=(0.2,))
     table = hw.membership(scores, texts["member"], strata=texts["relation"], resamples=100).table.set_index("score")
     assert table.at["loss", "auc_low"] > table.at[BASELINE, "auc_high"]

@@ -9,7 +9,7 @@ from headwater.errors import InputError
 from headwater.likelihood.members import BASELINE, Membership, bag_of_words, membership
 from headwater.likelihood.scores import MemorizationScores, memorization_scores
 from tests import chance
-from tests.test_memorization_scores import made_up, run_record
+from tests.made_up import made_up_statistics, run_record
 from tests.tiny import WORDS
 
 QUICK = {"resamples": 60}
@@ -81,7 +81,7 @@ def test_the_baseline_is_not_there_where_it_cannot_be_cross_validated(rng):
 def test_every_score_layer_and_k_has_its_row_and_unscored_texts_are_counted_out(rng):
     lengths = [*rng.integers(5, 20, 30).tolist(), 0, 0]
     labels = [i % 2 for i in range(32)]
-    stats = made_up(lengths, rng, [f"text {i} about {rng.choice(WORDS)}" for i in range(32)])
+    stats = made_up_statistics(lengths, rng, [f"text {i} about {rng.choice(WORDS)}" for i in range(32)])
     scores = memorization_scores(stats, k=(0.1, 0.2))
     result = membership(scores, labels, **QUICK)
     assert result.table["score"].tolist() == [
@@ -127,7 +127,7 @@ def test_more_than_a_million_resamples_are_refused():
 def test_a_score_that_only_knows_the_stratum_tells_nothing_within_it(rng):
     strata = np.repeat(["easy", "hard"], 100)
     member = np.concatenate([rng.random(100) < 0.9, rng.random(100) < 0.1])
-    stats = made_up([5] * 200, rng)
+    stats = made_up_statistics([5] * 200, rng)
     shift = pd.Series(np.where(strata == "easy", 20.0, 0.0))
     stats.table["log_probability"] += stats.table["text"].map(shift)
     scores = memorization_scores(stats, k=(0.2,))

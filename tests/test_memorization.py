@@ -18,8 +18,9 @@ from headwater.questions import asking
 from headwater.questions import judge as judging
 from headwater.questions.judge import label_score
 from tests import chance
-from tests.depth_folders import as_file, as_rows, random_nodes, sentence, write_folder
+from tests.depth_folders import as_file, as_rows, log_probs, min_k, random_nodes, sentence, write_folder
 from tests.ending import every_answer_ends
+from tests.tiny import embedded
 
 CHAT = "{% for m in messages %}<s> user{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %} bot\n{% endif %}"
 
@@ -46,20 +47,6 @@ def graph(rng, tmp_path):
 
 def profile_of(model, graph, **options):
     return memorization(model, graph, **{"progress": False, "controls": False} | options)
-
-
-def log_probs(model, network, text, start, end):
-    """The log-probabilities of the tokens that hold characters `start` to `end`, from the network's own logits."""
-    found = model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids = [model.tokenizer.bos_token_id, *found["input_ids"]]
-    with torch.no_grad():
-        logits = network(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    inside = [i for i, (a, b) in enumerate(found["offset_mapping"]) if a < end and start < b]
-    return [logits[i, ids[i + 1]].item() for i in inside]
-
-
-def min_k(values, k=0.2):
-    return np.mean(sorted(values)[: max(1, int(k * len(values)))])
 
 
 def framed(row, span):
@@ -302,7 +289,7 @@ def test_a_chat_is_written_by_the_template_with_one_bos(checkpoint, network, gra
 
 def test_on_the_embedded_model_facts_told_more_often_are_more_likely_seen():
     started = time.process_time()
-    profile = profile_of(hw.load(), hw.load_depth_graph())
+    profile = profile_of(embedded(), hw.load_depth_graph())
     assert time.process_time() - started < 60
     rows = profile.comparisons.query("measure == 'spearman with popularity' and depths == '1'").set_index("score")
     assert rows.at["min_k_0.2", "low"] > 0.1

@@ -13,42 +13,12 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.likelihood.formulas import lowest_means
 from headwater.likelihood.scores import SHARES, MemorizationScores, memorization_scores, prefixed_statistics
-from headwater.likelihood.statistics import EMPTY, TextStatistics, token_statistics
-from headwater.runs.record import RunRecord
+from headwater.likelihood.statistics import TextStatistics, token_statistics
 from tests import chance
-from tests.tiny import WORDS
+from tests.made_up import made_up_statistics, run_record
+from tests.tiny import WORDS, embedded
 
 ALL_K = (0.05, 0.1, 0.2, 0.25, 0.3, 0.5, 0.7, 0.9, 1.0)
-
-
-def run_record(**options):
-    return RunRecord("token_statistics", "made up", "0", "float32", "cpu", options)
-
-
-def made_up(lengths, rng, contents=None, certain=0.1):
-    """Statistics of texts of these many scored tokens, drawn at random; some positions are certain (variance 0)."""
-    rows = []
-    for text, length in enumerate(lengths):
-        for position in range(1, length + 1):
-            top = -rng.exponential(0.7)
-            variance = 0.0 if rng.random() < certain else rng.exponential(2)
-            log_p = top - rng.choice([0, 1]) * rng.exponential(3)
-            rows.append((text, position, " x", 7, log_p, rng.exponential(2), variance, top, int(rng.integers(50))))
-    columns = ["text", "position", "token", "token_id", "log_probability", "entropy", "variance"]
-    table = pd.DataFrame(rows, columns=[*columns, "top1_log_probability", "rank"])
-    contents = contents or [f"Text {i} " + "ab" * int(rng.integers(20)) for i in range(len(lengths))]
-    texts = pd.DataFrame(
-        {
-            "text": range(len(lengths)),
-            "content": contents,
-            "zlib_bytes": [len(zlib.compress(c.encode())) for c in contents],
-            "tokens": lengths,
-            "scored": lengths,
-            "windows": 1,
-            "note": ["" if length else EMPTY for length in lengths],
-        }
-    )
-    return TextStatistics(table, texts, run_record())
 
 
 def value(scores, text, score, k=None):
@@ -66,7 +36,7 @@ def rng():
 @pytest.mark.parametrize("length", range(1, 13))
 def test_every_score_is_the_published_formula_at_every_k_and_length(length, rng):
     stats, reference, lower = (
-        made_up([length], rng, contents) for contents in (["The Text, A"], ["The Text, A"], ["the text, a"])
+        made_up_statistics([length], rng, contents) for contents in (["The Text, A"], ["The Text, A"], ["the text, a"])
     )
     scores = memorization_scores(stats, k=ALL_K, reference=reference, lowercased=lower)
     log_p, entropy, variance, top = (
@@ -89,7 +59,7 @@ def test_every_score_is_the_published_formula_at_every_k_and_length(length, rng)
 
 def test_many_texts_at_once_are_each_text_alone(rng):
     lengths = [5, 1, 0, 12, 40, 2]
-    stats = made_up(lengths, rng)
+    stats = made_up_statistics(lengths, rng)
     scores = memorization_scores(stats)
     for text, length in enumerate(lengths):
         alone = TextStatistics(
@@ -101,7 +71,7 @@ def test_many_texts_at_once_are_each_text_alone(rng):
 
 
 def test_the_order_of_the_rows_does_not_matter(rng):
-    stats = made_up([9, 14], rng)
+    stats = made_up_statistics([9, 14], rng)
     shuffled = TextStatistics(stats.table.sample(frac=1), stats.texts, stats.run)
     pd.testing.assert_frame_equal(memorization_scores(shuffled).table, memorization_scores(stats).table)
 
@@ -124,7 +94,7 @@ def test_k_is_the_floor_and_at_least_one(length, expected):
 
 
 def test_raising_any_log_probability_raises_the_scores_of_its_text(rng):
-    stats = made_up([11], rng)
+    stats = made_up_statistics([11], rng)
     raised = stats.table.assign(log_probability=stats.table["log_probability"] + rng.uniform(0.01, 1, 11))
     before, after = (
         memorization_scores(stats).table,
@@ -134,7 +104,7 @@ def test_raising_any_log_probability_raises_the_scores_of_its_text(rng):
 
 
 def test_the_least_variance_decides_certain_positions_and_is_counted(rng):
-    stats = made_up([50], rng, certain=0.5)
+    stats = made_up_statistics([50], rng, certain=0.5)
     certain = int((stats.table["variance"] == 0).sum())
     loose, tight = (memorization_scores(stats, minimum_variance=least) for least in (1e-2, 1e-8))
     assert tight.texts["clamped"].item() == certain
@@ -180,7 +150,7 @@ def test_reference_and_lowercase_by_layer_use_the_same_layer(rng, checkpoint):
 
 
 def test_scores_are_saved_and_loaded(rng, tmp_path):
-    scores = memorization_scores(made_up([4, 0, 7], rng))
+    scores = memorization_scores(made_up_statistics([4, 0, 7], rng))
     loaded = MemorizationScores.load(scores.save(tmp_path))
     pd.testing.assert_frame_equal(loaded.table, scores.table)
     pd.testing.assert_frame_equal(loaded.texts, scores.texts)
@@ -201,17 +171,17 @@ BAD = {
 def test_options_out_of_range_are_refused(case, rng):
     options, message = BAD[case]
     with pytest.raises(InputError, match=message):
-        memorization_scores(made_up([3], rng), **options)
+        memorization_scores(made_up_statistics([3], rng), **options)
 
 
 def test_statistics_of_other_texts_are_refused(rng):
-    stats = made_up([3, 4], rng, ["One", "Two"])
+    stats = made_up_statistics([3, 4], rng, ["One", "Two"])
     with pytest.raises(InputError, match=r"reference= are not of the same texts: they differ from text 1 on"):
-        memorization_scores(stats, reference=made_up([3, 4], rng, ["One", "too"]))
+        memorization_scores(stats, reference=made_up_statistics([3, 4], rng, ["One", "too"]))
     with pytest.raises(InputError, match=r"lowercased= are not of the lowercased texts: they differ from text 0 on"):
         memorization_scores(stats, lowercased=stats)
     with pytest.raises(InputError, match=r"differ from text 1 on"):
-        memorization_scores(stats, reference=made_up([3], rng, ["One"]))
+        memorization_scores(stats, reference=made_up_statistics([3], rng, ["One"]))
     with_layers = TextStatistics(stats.table.assign(layer=0), stats.texts, run_record(layers=[0]))
     with pytest.raises(InputError, match="have layers"):
         memorization_scores(stats, reference=with_layers)
@@ -219,9 +189,9 @@ def test_statistics_of_other_texts_are_refused(rng):
 
 @pytest.mark.parametrize("length", [1, 2, 5, 11])
 def test_surprising_tokens_corpus_shares_and_prefixes_give_the_published_scores(length, rng):
-    stats = made_up([length], rng, ["The Text"])
+    stats = made_up_statistics([length], rng, ["The Text"])
     stats.table["token_id"] = rng.integers(0, 4, size=length)
-    prefixed = made_up([length], rng, ["Unseen. The Text"])
+    prefixed = made_up_statistics([length], rng, ["Unseen. The Text"])
     counts, entropy = rng.integers(0, 50, size=6), float(stats.table["entropy"].median()) + 0.1
     scores = memorization_scores(
         stats, k=ALL_K, prefixed=prefixed, token_counts=counts.tolist(), maximum_entropy=entropy
@@ -244,12 +214,12 @@ def test_surprising_tokens_corpus_shares_and_prefixes_give_the_published_scores(
 
 
 def test_scores_that_need_something_are_there_only_where_it_is_given_and_wrong_things_are_refused(rng):
-    stats = made_up([5, 3], rng)
+    stats = made_up_statistics([5, 3], rng)
     assert not {"surp", "dc_pdd", "recall"} & set(memorization_scores(stats).table["score"])
     wrong = {
         "token_counts": ([1, 2], [-1] * 9, [], np.full(9, math.nan)),
         "maximum_entropy": (0.0, -1.0, math.nan),
-        "prefixed": (made_up([5, 3], rng, ["other", "texts"]), made_up([5], rng, ["a"])),
+        "prefixed": (made_up_statistics([5, 3], rng, ["other", "texts"]), made_up_statistics([5], rng, ["a"])),
     }
     for option, values in wrong.items():
         for given_value in values:
@@ -258,7 +228,7 @@ def test_scores_that_need_something_are_there_only_where_it_is_given_and_wrong_t
 
 
 def test_recall_is_measured_on_the_text_alone_behind_its_prefix():
-    model = hw.load()
+    model = embedded()
     texts, prefix = ["Paris is in France .", "The capital of Italy is Rome ."], "Rome is in Italy . "
     plain = token_statistics(model, texts, progress=False)
     behind = prefixed_statistics(model, texts, prefix, progress=False)

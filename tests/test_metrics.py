@@ -8,7 +8,7 @@ from headwater.errors import InputError
 from headwater.models.positions import Prompt, positions_of
 from headwater.patching.metrics import answer_ids, as_metrics
 from headwater.patching.prompts import side_by_side
-from tests.tiny import tiny_tokenizer
+from tests.tiny import embedded, tiny_tokenizer
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_logit_differences_log_probabilities_probabilities_and_ranks(logits):
 
 
 def test_a_token_is_not_compared_with_itself_by_a_sweep_and_what_a_sweep_has_not_is_told_with_what_it_has():
-    model, pair = hw.load(), (" Paris is in", " Rome is in")
+    model, pair = embedded(), (" Paris is in", " Rome is in")
     with pytest.raises(InputError, match="compares ' France' with itself, which is always 0"):
         hw.patch(model, *pair, sites="z", layers=0, metric=hw.logit_difference(" France", " France"), progress=False)
     mixed = hw.logit_difference([" France", " Italy"], [7, model.tokenizer(" Italy")["input_ids"][-1]])
@@ -181,7 +181,7 @@ def test_a_function_that_indexes_another_position_than_the_last_is_refused(numbe
 
 
 def test_a_metric_of_all_positions_reads_the_one_it_indexes_and_without_them_it_is_refused():
-    model = hw.load()
+    model = embedded()
     clean, corrupted = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
     options = {"sites": "resid_post", "layers": -1, "positions": "all", "progress": False}
     third = lambda z: z[:, 3, 5] - z[:, 3, 9]  # noqa: E731

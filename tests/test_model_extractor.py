@@ -12,7 +12,7 @@ from headwater.questions import model_extractor
 from headwater.questions.agreement import agreement
 from headwater.questions.model_extractor import SHOTS, ModelExtractor, parts_of
 from tests.ending import every_answer_ends
-from tests.test_sweep_cli import run
+from tests.tiny import embedded
 
 QUESTION, ANSWER = "What is the capital of South Carolina?", "It is Columbia, a hub of trade."
 
@@ -20,7 +20,7 @@ QUESTION, ANSWER = "What is the capital of South Carolina?", "It is Columbia, a 
 @pytest.fixture
 def writing(monkeypatch):
     """A model, and `says(text, ...)`, which lets it write these, one each time it is asked, and says what was asked."""
-    model = hw.load()
+    model = embedded()
 
     def says(*texts):
         left, prompts = list(texts), []
@@ -75,7 +75,7 @@ def test_a_model_that_names_nothing_is_asked_five_times_and_none_is_an_answer(wr
 
 
 def test_prompts_hold_as_many_examples_as_fit_in_another_order_each_time():
-    model = hw.load()
+    model = embedded()
     room = model.shape.n_ctx - model_extractor.NEW_TOKENS
     prompts = [model_extractor._prompt(model, "big cat", "a cat", turn) for turn in range(5)]
     assert all(len(tokens) <= room for tokens in prompts)
@@ -91,7 +91,7 @@ def test_a_model_stops_behind_the_third_line_that_holds_something():
 
 
 def test_answers_are_extracted_by_the_model_itself_or_by_another_and_the_record_tells_them_apart(tmp_path, monkeypatch):
-    model, other = hw.load(), hw.load()
+    model, other = embedded(), hw.load()
     asked = []
 
     def many(self, pairs):
@@ -112,7 +112,7 @@ def test_answers_are_extracted_by_the_model_itself_or_by_another_and_the_record_
 
 
 def test_what_a_model_writes_is_cut_to_its_own_tokens(monkeypatch):
-    model = hw.load()
+    model = embedded()
     word = model.tokenizer.encode("cat", add_special_tokens=False)[:1]
 
     def generate(model, batch, **options):
@@ -126,7 +126,7 @@ def test_what_a_model_writes_is_cut_to_its_own_tokens(monkeypatch):
 
 
 def test_agreement_is_stated_for_every_extractor_beside_the_whole_question(monkeypatch):
-    questions, model = hw.load_questions("natural", sample=30), hw.load()
+    questions, model = hw.load_questions("natural", sample=12), embedded()
     stated = [agreement(questions, one, model=model) for one in ("rules", "model", lambda question, answer: {})]
     for table in stated:
         assert table["extractor"].tolist()[1] == "whole question"
@@ -138,7 +138,7 @@ def test_agreement_is_stated_for_every_extractor_beside_the_whole_question(monke
     ("given", "message"),
     [("http://x/v1 judge HOUSE_NO_KEY", "HOUSE_NO_KEY"), ("model a b", "URL MODEL"), ("ftp://x judge", "URL MODEL")],
 )
-def test_what_the_command_line_cannot_ask_is_one_line(given, message, capsys, monkeypatch):
-    code, _, err = run(capsys, monkeypatch, "saliency", "--sample", "20", "--extract", given, "--quiet")
+def test_what_the_command_line_cannot_ask_is_one_line(given, message, run):
+    code, _, err = run("saliency", "--sample", "20", "--extract", given, "--quiet")
     assert code == 2
     assert message in err

@@ -20,6 +20,7 @@ from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways import attention_saliency, interventions, modes
 from headwater.questions import asking, formats, states
 from headwater.views import clicks
+from tests.tiny import embedded
 
 MULTI_TOKEN = [name for name in relation_tokens.MULTI_TOKEN if name]
 TAKEN = {
@@ -107,7 +108,7 @@ def test_a_metric_by_name_is_one_of_those_that_there_are():
 
 
 def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type_and_no_other():
-    model, pair = hw.load(), (" Paris is in", " Rome is in")
+    model, pair = embedded(), (" Paris is in", " Rome is in")
     alone = []
     for name in replacements.VALUES:
         try:

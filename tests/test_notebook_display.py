@@ -7,13 +7,14 @@ import pytest
 
 import headwater as hw
 from headwater.runs.result import table_html
+from tests.tiny import embedded
 
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
 
 
 @pytest.fixture(scope="module")
 def results():
-    model = hw.load()
+    model = embedded()
     answered = hw.answer(model, hw.load_questions("properties", sample=40), progress=False)
     statistics = hw.token_statistics(model, answered.table["text"], progress=False)
     scores = hw.memorization_scores(statistics, k=(0.2,))

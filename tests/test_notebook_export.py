@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 import headwater as hw
-from tests.test_board import PAIR, model_of
-from tests.test_view_circuit import circuit
-from tests.viewed import HOSTILE, SHOWN, mapped, swept
+from tests.boards import PAIR, model_of
+from tests.viewed import HOSTILE, SHOWN, circuit, mapped, swept
 
 pytestmark = pytest.mark.browser
 

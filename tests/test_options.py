@@ -29,6 +29,7 @@ from headwater.options import (
 )
 from headwater.patching.metrics import answer_ids
 from headwater.runs.identity import describe
+from tests.tiny import embedded
 from tests.typed import EVERYWHERE
 
 
@@ -68,7 +69,7 @@ def test_what_cannot_be_used_is_one_line(check, arguments, message):
 
 @pytest.mark.skipif(EVERYWHERE, reason="beartype refuses these calls where all modules are wrapped")
 def test_a_caller_without_a_type_checker_is_told_too():
-    model = hw.load()
+    model = embedded()
     weights, quiet = open_weights(model), {"progress": False}
     two = hw.token_statistics(model, [" a b", " c d"], **quiet)
     lines = []

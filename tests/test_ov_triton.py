@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.kernels import ov, ov_blocked, ov_ranks, ov_sweep
-from tests.test_ov_kernels import SIGNS, layers
+from tests.kernel_inputs import SIGNS, layers
 
 pytest.importorskip("triton")
 from headwater.kernels import ov_triton

@@ -11,7 +11,7 @@ from headwater import cli
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError
 from headwater.models.part_names import FORMS, part_named
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 GRAPH = Graph(12, 4, 2, False)
 METRIC = hw.logit_difference(5, 9)
@@ -36,7 +36,7 @@ FORMS_OF = [("head 1.2", name) for name in HEAD] + [(part, name) for part, names
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    return tiny_hooked("llama")
 
 
 @pytest.mark.parametrize(("part", "name"), FORMS_OF, ids=str)

@@ -18,7 +18,7 @@ from headwater.figures.pathway_curves import MODES, PUBLISHED, chance_note
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 SETS = ("first", "second", "third", "fourth")
 
@@ -27,7 +27,7 @@ SETS = ("first", "second", "third", "fourth")
 def pathways():
     """Four sets of random rows, traced on a random model."""
     rng = chance.rng()
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     rows = []
     for name in SETS:
         for i in range(60):

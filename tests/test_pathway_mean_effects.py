@@ -7,8 +7,7 @@ import headwater as hw
 from headwater.pathways.interventions import EXACT, RANDOM, WINDOWED
 from headwater.pathways.mean_effects import ALL, KEYS, UNSPLIT
 from headwater.pathways.modes import BEST_LAYER, CROSSED, PER_LAYER, RANDOM_SPLIT
-from tests.planted_lookup import question_lookup
-from tests.test_trace import ask
+from tests.planted_lookup import ask, question_lookup
 
 INTERVALS = [f"{name}{end}" for name in ("delta_p", "delta_logit") for end in ("", "_low", "_high")]
 FLIPS = ["flip_rate", "flip_rate_low", "flip_rate_high"]

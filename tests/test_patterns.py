@@ -20,7 +20,7 @@ from headwater.heads.patterns import (
 from headwater.models.tokens import Batch
 from headwater.planted import induction, name_mover
 from headwater.planted.circuits import INDUCTION_HEAD, PREVIOUS_TOKEN_HEAD
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 
 def keys_of(name, tokens):
@@ -50,7 +50,7 @@ def test_a_model_without_such_heads_has_none():
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_scores_are_the_detectors_own_up_to_the_queries_that_have_no_such_key(family):
-    model = hw.load(tiny_model(family, seed=5), tokenizer=tiny_tokenizer())
+    model = tiny_hooked(family, seed=5)
     table = attention_classes(model, sequences=4, length=9, seed=11)
     tokens = repeated_tokens(model, 4, 9, 11)
     for name in ATTENTION_CLASSES:
@@ -74,7 +74,7 @@ def test_scores_are_the_detectors_own_up_to_the_queries_that_have_no_such_key(fa
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox"])
 def test_both_error_measures_of_the_detector_follow_from_the_sums(family):
-    model = hw.load(tiny_model(family, seed=5), tokenizer=tiny_tokenizer())
+    model = tiny_hooked(family, seed=5)
     tokens = repeated_tokens(model, 3, 9, 11)
     (sums,) = pattern_sums(model, Batch.of(tokens.tolist(), pad=0), token_kinds(model))
     found = detector_scores(sums)
@@ -113,7 +113,7 @@ def test_on_words_that_survive_the_way_through_text_the_detector_agrees_too():
 @pytest.mark.oracle
 def test_keys_are_those_of_the_detector_also_where_tokens_follow_themselves():
     tokens = torch.randint(0, 4, (5, 11))
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     keys, _ = attended_keys(tokens, torch.ones_like(tokens, dtype=torch.bool), token_kinds(model))
     for name in ATTENTION_CLASSES:
         expected = torch.stack([keys_of(name, row) for row in tokens])
@@ -121,7 +121,7 @@ def test_keys_are_those_of_the_detector_also_where_tokens_follow_themselves():
 
 
 def test_random_sequences_hold_no_special_token_and_repeat_once():
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     tokens = repeated_tokens(model, 5, 12, seed=1)
     assert (tokens[:, :1] == torch.tensor(model.bos)).all()
     assert torch.equal(tokens[:, 1:13], tokens[:, 13:])
@@ -131,7 +131,7 @@ def test_random_sequences_hold_no_special_token_and_repeat_once():
 
 
 def test_more_sequences_take_no_more_memory_and_none_are_lost_where_it_runs_out(monkeypatch):
-    model = hw.load(tiny_model("llama", seed=5), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama", seed=5)
     whole = attention_classes(model, sequences=7, length=5)
     run, sizes = type(model).run, []
 
@@ -151,7 +151,7 @@ def test_more_sequences_take_no_more_memory_and_none_are_lost_where_it_runs_out(
 
 
 def test_sequences_shrink_to_the_context_and_a_context_of_three_is_refused():
-    model = hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("gpt2")
     assert repeated_tokens(model, 2, 500, seed=0).shape[1] <= model.shape.n_ctx
     with pytest.raises(InputError, match="too small"):
         repeated_tokens(model, 2, 1, seed=0)

@@ -14,6 +14,7 @@ from headwater.questions.states import MAP_TOKENS, PROBE_TOKENS, map_positions, 
 from headwater.stats.discrimination import auc
 from tests import chance
 from tests.test_span_baseline import SAID, answered, coin_flips, model, name_of  # noqa: F401
+from tests.tiny import embedded
 
 QUIET = {"progress": False}
 
@@ -124,7 +125,7 @@ def test_a_difference_that_comes_of_the_margin_alone_goes_with_it():
 
 
 def test_questions_are_asked_again_with_leave_to_decline_and_other_answers_are_refused(tmp_path):
-    own = hw.load()
+    own = embedded()
     given = hw.answer(own, hw.load_questions("natural", sample=80), **QUIET)
     traced = hw.trace_pathways(own, given, token="before_answer", seeds=1, controls=False, **QUIET)
     found = refusals(own, given, traced, out=tmp_path / "run", **QUIET)

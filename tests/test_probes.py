@@ -17,7 +17,7 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
@@ -64,7 +64,7 @@ def test_positions_are_the_tokens_that_they_name():
 
 
 def test_states_do_not_depend_on_the_batch_and_the_model_is_left_unhooked(family):
-    model = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    model = tiny_hooked(family)
     answered = random_answered(7)
     for site in ("mlp_out", "attn_out", "resid_post"):
         one, all_of_them = (probe_states(model, answered, site=site, batch_size=n, progress=False) for n in (1, 64))
@@ -208,7 +208,7 @@ def test_too_few_answers_of_a_kind_are_refused_in_one_line():
 
 
 def test_names_that_do_not_exist_are_refused_with_the_nearest():
-    model, answered = hw.load(tiny_model("llama"), tokenizer=TOKENIZER), random_answered(2)
+    model, answered = tiny_hooked("llama"), random_answered(2)
     with pytest.raises(InputError, match=r"no probe site 'mlp'. Did you mean 'mlp_out'"):
         probe_states(model, answered, site="mlp")
     with pytest.raises(InputError, match=r"no probe token 'last_answer'"):

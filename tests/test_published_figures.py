@@ -16,9 +16,7 @@ from headwater.figures.depth_profile import depth_profiles
 from headwater.figures.head_map import rule_note
 from headwater.figures.published import lettered, set_name, set_names
 from tests import chance
-from tests.test_depth_figures import made_up
-from tests.test_head_map_figure import random_map
-from tests.test_saliency_figure import made
+from tests.made_up import made_up_profile, made_up_saliency, random_map
 from tests.test_sweep_cli import run
 
 
@@ -33,7 +31,7 @@ def legend_of(figure):
 
 
 def profile_without_scores():
-    profile = made_up(chance.rng(), "silent")
+    profile = made_up_profile(chance.rng(), "silent")
     profile.table["gap"] = np.nan
     return profile
 
@@ -80,15 +78,15 @@ def test_head_maps_bear_the_published_names_and_their_titles_do_not_meet():
 
 
 def test_saliency_has_the_published_series_and_axis():
-    figure = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1.0)], style="published")
+    figure = hw.figures.saliency([made_up_saliency(("triviaqa", "nq_open"), scale=1.0)], style="published")
     kinds = ("E_Q \\to E_A", "E_Q \\to *")
     assert legend_of(figure) == [f"$S_{{{kind}}}$ ({name})" for kind in kinds for name in ("TriviaQA", "NQ")]
     assert figure.axes[0].get_xlabel() == "Saliency Score"
-    other = made(("nq_open", "triviaqa"), model="meta-llama/Meta-Llama-3-70B")
+    other = made_up_saliency(("nq_open", "triviaqa"), model="meta-llama/Meta-Llama-3-70B")
     turned = hw.figures.saliency([other], style="published")
     assert legend_of(turned) == legend_of(figure)
     assert turned.axes[0].get_title(loc="left") == "Llama-3-70B"
-    small = hw.figures.saliency([made(("triviaqa", "nq_open"), scale=1e-5)], style="published").axes[0]
+    small = hw.figures.saliency([made_up_saliency(("triviaqa", "nq_open"), scale=1e-5)], style="published").axes[0]
     assert small.get_xlabel() == "Saliency Score"
     assert [text.get_text() for text in small.texts] == ["$\\times 10^{-4}$", "$\\times 10^{4}$"]
     assert figure.axes[0].get_ylabel() == "Density"
@@ -96,7 +94,7 @@ def test_saliency_has_the_published_series_and_axis():
 
 def test_memorization_has_lettered_panels_half_ticks_and_no_density_without_scores():
     rng = chance.rng()
-    profiles = [made_up(rng, "a"), profile_without_scores(), made_up(rng, "c")]
+    profiles = [made_up_profile(rng, "a"), profile_without_scores(), made_up_profile(rng, "c")]
     figure = depth_profiles(profiles, ["A", "B", "C"], style="published")
     titles = [ax.get_title(loc="left") for ax in figure.axes]
     assert sorted(titles) == ["(a) A", "(b) B", "(c) C", "(d) A", "(e) C"]
@@ -111,7 +109,7 @@ def test_memorization_has_lettered_panels_half_ticks_and_no_density_without_scor
 def test_densities_stand_in_a_row_of_their_own_whichever_models_have_scores():
     rng = chance.rng()
     names = ["Llama-2-7b-chat-hf", "Llama-2-70b-chat-hf", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B-Instruct"]
-    profiles = [made_up(rng, f"meta-llama/{name}") for name in names]
+    profiles = [made_up_profile(rng, f"meta-llama/{name}") for name in names]
     profiles[0].table["gap"] = np.nan
     figure = depth_profiles(profiles, style="published")
     titles = [ax.get_title(loc="left") for ax in figure.axes]
@@ -125,7 +123,9 @@ def test_densities_stand_in_a_row_of_their_own_whichever_models_have_scores():
     for row, label in ((boxes, "Depthwise Average\nMIN-K%"), (densities, "Density")):
         assert [ax.get_ylabel() for ax in row] == [label, *[""] * (len(row) - 1)]
         assert len({round(ax.get_position().y0, 3) for ax in row}) == 1
-    assert len({ax.get_ylim() for ax in boxes}) == 1
+    assert [ax.get_ylim() for ax in boxes] == [
+        depth_profiles([one], style="published").axes[0].get_ylim() for one in profiles
+    ]
     assert {to_hex(box.get_facecolor()) for ax in boxes for box in ax.patches} == {BLUE, ORANGE, GREEN}
     lines = [[(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines] for ax in densities]
     assert lines == [[(GREEN, "-"), (ORANGE, "--")]] * 3
@@ -142,7 +142,7 @@ def test_titles_of_neighbouring_panels_do_not_meet():
     rng = chance.rng()
     names = ["Llama-2-70b-chat-hf", "Meta-Llama-3-70B-Instruct", "Meta-Llama-3-8B-Instruct", "Llama-2-7b-chat-hf"]
     for style in ("headwater", "published"):
-        figure = depth_profiles([made_up(rng, name) for name in names], style=style)
+        figure = depth_profiles([made_up_profile(rng, name) for name in names], style=style)
         figure.canvas.draw()
         titles = [(ax._left_title if ax._left_title.get_text() else ax.title).get_window_extent() for ax in figure.axes]
         for one, other in itertools.combinations(titles, 2):
@@ -151,7 +151,7 @@ def test_titles_of_neighbouring_panels_do_not_meet():
 
 
 def test_the_numbers_drawn_are_the_same_in_both_styles():
-    result = made(("triviaqa", "nq"))
+    result = made_up_saliency(("triviaqa", "nq"))
     ours, published = (hw.figures.saliency([result], style=style) for style in ("headwater", "published"))
     for one, other in zip(ours.axes[0].lines, published.axes[0].lines, strict=True):
         assert np.array_equal(one.get_data(), other.get_data())
@@ -167,8 +167,8 @@ def test_question_sets_are_named_as_the_literature_does_and_others_as_they_are()
 def test_an_unknown_style_is_an_error_that_names_those_there_are():
     for draw, result in (
         (hw.figures.head_maps, random_map(2, 2)),
-        (hw.figures.saliency, made()),
-        (depth_profiles, made_up(chance.rng())),
+        (hw.figures.saliency, made_up_saliency()),
+        (depth_profiles, made_up_profile(chance.rng())),
     ):
         with pytest.raises(InputError, match="published"):
             draw([result], style="publisht")
@@ -178,7 +178,7 @@ def test_an_unknown_style_is_an_error_that_names_those_there_are():
 def test_the_command_draws_finished_runs_side_by_side(style, capsys, monkeypatch, tmp_path):
     runs = []
     for name in ("first", "second"):
-        made((name,), model=f"org/{name}").save(tmp_path / name / "saliency")
+        made_up_saliency((name,), model=f"org/{name}").save(tmp_path / name / "saliency")
         runs.append(tmp_path / name)
     figure = ("figure", "saliency", *runs, "--style", style, "--out", tmp_path / "drawn" / "saliency", "--json")
     code, out, err = run(capsys, monkeypatch, *figure)
@@ -186,6 +186,23 @@ def test_the_command_draws_finished_runs_side_by_side(style, capsys, monkeypatch
     found = json.loads(out)
     assert found["models"] == ["org/first", "org/second"]
     assert {file.name for file in (tmp_path / "drawn").iterdir()} == {"saliency.png", "saliency.svg", "saliency.pdf"}
+
+
+def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above_chance(capsys, monkeypatch, tmp_path):
+    profile, result = made_up_profile(chance.rng()), made_up_saliency()
+    profile.save(tmp_path / "depth" / "profile")
+    rows = result.table.assign(z=np.arange(len(result.table)) % 2, logit=np.arange(len(result.table)) // 2)
+    for name, table in (("chance", rows), ("tells", rows.assign(logit=rows["z"]))):
+        replace(result, table=table).save(tmp_path / name / "saliency")
+
+    def noted(kind, folder):
+        code, out, err = run(capsys, monkeypatch, "figure", kind, tmp_path / folder, "--out", tmp_path / "x", "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)["note"]
+
+    assert "judges the answers in the data, whichever model wrote them" in noted("memorization", "depth")
+    assert "The probe is not above chance" in noted("saliency", "chance")
+    assert noted("saliency", "tells") == ""
 
 
 @pytest.mark.parametrize(
@@ -199,7 +216,7 @@ def test_the_command_draws_finished_runs_side_by_side(style, capsys, monkeypatch
     ],
 )
 def test_what_cannot_be_drawn_is_one_line(arguments, message, capsys, monkeypatch, tmp_path):
-    made().save(tmp_path / "run")
+    made_up_saliency().save(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     given = [argument.format(run=tmp_path / "run", empty=tmp_path / "empty") for argument in arguments]
     code, _, err = run(capsys, monkeypatch, "figure", *given)
@@ -221,14 +238,14 @@ def test_a_single_published_panel_is_drawn_on_the_axes_that_were_given():
     assert ax.get_title(loc="left") == "Phi-2"
     assert all(len(set(collection.get_sizes())) == 1 for collection in ax.collections)
 
-    result = made(("triviaqa", "nq_open"), scale=1.0, model="meta-llama/Meta-Llama-3-70B")
+    result = made_up_saliency(("triviaqa", "nq_open"), scale=1.0, model="meta-llama/Meta-Llama-3-70B")
     ax, words = drawn(hw.figures.saliency, result)
     alone = hw.figures.saliency([result], style="published")
     assert words == legend_of(alone)
     assert (ax.get_xlabel(), ax.get_title(loc="left")) == ("Saliency Score", "Llama-3-70B")
     assert [line.get_color() for line in ax.lines] == [line.get_color() for line in alone.axes[0].lines]
 
-    ax, _ = drawn(depth_profiles, made_up(chance.rng(), "meta-llama/Llama-2-7b-chat-hf"))
+    ax, _ = drawn(depth_profiles, made_up_profile(chance.rng(), "meta-llama/Llama-2-7b-chat-hf"))
     assert ax.get_title(loc="left") == "LLaMA 2 7B Chat"
     assert ax.get_ylabel().replace("\n", " ") == "Depthwise Average MIN-K%"
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["Depth 1", "Depth 2", "Depth 3"]
@@ -236,6 +253,6 @@ def test_a_single_published_panel_is_drawn_on_the_axes_that_were_given():
 
 def test_two_sets_of_one_published_name_are_told_apart():
     assert set_names(["popqa", "nq", "nq_open"]) == {"popqa": "PopQA", "nq": "NQ, nq", "nq_open": "NQ, nq_open"}
-    words = legend_of(hw.figures.saliency([made(("nq", "nq_open"), scale=1.0)], style="published"))
+    words = legend_of(hw.figures.saliency([made_up_saliency(("nq", "nq_open"), scale=1.0)], style="published"))
     kinds = ("E_Q \\to E_A", "E_Q \\to *")
     assert words == [f"$S_{{{kind}}}$ (NQ, {name})" for kind in kinds for name in ("nq_open", "nq")]

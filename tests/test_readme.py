@@ -42,12 +42,6 @@ def test_the_example_in_the_readme_runs_on_smollm2_and_prints_what_the_readme_sa
     assert names["found"].verdict in readme()
 
 
-def test_every_file_the_readme_links_to_exists():
-    links = re.findall(r"\]\(([^)h#][^)]*)\)", README.read_text(encoding="utf-8"))
-    assert links
-    assert not [link for link in links if not (README.parent / link).exists()]
-
-
 def test_what_the_readme_says_of_pathways_is_what_notebook_4_printed():
     found = printed("04_").replace("−", "-")
     exact = numbers("the knockout flips # %", found)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 
 import numpy as np
 import pandas as pd
@@ -20,11 +21,15 @@ from headwater.models.generation.loop import Generated
 from headwater.models.loading import load
 from headwater.models.weights.opening import open_weights
 from headwater.questions import asking
-from headwater.reference import depth, maps, pathways
+from headwater.reference import maps, pathways
+from headwater.reference import memorization as depth
+from headwater.reference import steps as reproduction_steps
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
+from headwater.runs.analysis import Run
+from headwater.runs.identity import describe
 from tests import chance
-from tests.test_classify_heads import default_k, naive_scores
+from tests.naive_heads import default_k, naive_scores
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 NAMES = ("adj_antonym", "name_copying")
@@ -252,24 +257,60 @@ def embedded():
     return load()
 
 
-def test_reproduced_detection_is_what_detect_gives_under_published_names(embedded, monkeypatch, tmp_path):
-    asked = {"sample": 120, "methods": ("logit_min", "probe"), "token": "before_answer", "seeds": 1, "progress": False}
-    numbers = {"detection": {"probing": {"properties": 0.25}}, "mode": {"properties": 0.125}}
+def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(embedded, monkeypatch, tmp_path, capsys):
+    methods = ("logit_min", "probe")
+    asked = {"sample": 60, "methods": methods, "seeds": 1, "controls": False, "max_new_tokens": 30}
+    numbers = {"detection": {"probing": {"natural": 0.25}}, "mode": {"natural": 0.125}}
     shape = {"layers": 6, "heads": 16}
     monkeypatch.setattr(pathways, "published_numbers", lambda kind: Published("here", {"me": shape | numbers}))
-    found = pathways.reproduce_pathways(embedded, "properties", published="me", out=tmp_path / "out", **asked)
-    answered = hw.answer(embedded, hw.load_questions("properties", sample=120), progress=False)
-    detection = hw.detect(embedded, answered, methods=asked["methods"], token="before_answer", seeds=1, progress=False)
-    table = found.table.set_index("method")
-    own = detection.table.set_index("method")["auc"]
+    monkeypatch.setattr(pathways, "PRACTICE", (22, 24))
+    found = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
+    said = capsys.readouterr().err
+    assert re.search(r"60 questions take about .* on this machine: answers .*, pathways .*; what the", said)
+    lines = [line.split()[1].rstrip(":") for line in said.splitlines() if ": done in" in line]
+    assert lines == list(pathways.PARTS)
+    parts = {name: kind.load(tmp_path / "out" / name) for name, kind in pathways.PARTS.items()}
+    answered = parts["answers"]
+    assert len(answered.table) + len(answered.dropped) == 60
+    assert answered.run.options["max_new_tokens"] == 30
+    for name in ("pathways", "saliency", "refusals", "detection"):
+        assert parts[name].run.options["answered"] == describe(answered)
+    table, own = found.table.set_index("method"), parts["detection"].table.set_index("method")["auc"]
+    assert list(own.index) == list(methods)
     assert table.loc["logits min", "measured"] == own["logit_min"]
     assert table.loc["probing", "difference"] == own["probe"] - 0.25
     assert table.loc["gate", "published"] == 0.125
     assert np.isnan(table.loc["logits min", "published"])
-    again = pathways.reproduce_pathways(embedded, "properties", published="me", out=tmp_path / "out", **asked)
+    again = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
     pd.testing.assert_frame_equal(again.table, found.table)
+    assert "take about" not in capsys.readouterr().err
     with pytest.raises(InputError, match="'question' was not published"):
-        pathways.reproduce_pathways(embedded, "properties", methods=("question",))
+        pathways.reproduce_pathways(embedded, "natural", methods=("question",))
+
+
+def test_what_a_run_takes_is_what_some_items_take_and_more_of_the_same(monkeypatch, capsys):
+    clock, run = [0.0], Run(None)
+    monkeypatch.setattr(reproduction_steps.time, "perf_counter", lambda: clock[0])
+
+    def make(steps, places):
+        def piece(progress, out):
+            clock[0] += 5 + 2 * len(places)
+
+        steps("piece", piece)
+
+    steps = reproduction_steps.timed_steps(run, make, 1000, "things")
+    assert steps.expected == {"piece": 5 + 2 * 1000}
+    make(steps, range(1000))
+    assert capsys.readouterr().err.splitlines() == [
+        "headwater: 1,000 things take about 33 minutes on this machine: piece 33 minutes.",
+        "headwater: piece: done in 33 minutes of about 33 minutes.",
+    ]
+
+    def refuse(steps, places):
+        raise InputError("Nothing can be timed.")
+
+    assert reproduction_steps.timed_steps(run, refuse, 1000, "things").expected == {}
+    assert "cannot be told: Nothing can be timed." in capsys.readouterr().err
 
 
 def hand_graph(folder):
@@ -296,7 +337,7 @@ def hand_graph(folder):
 
 
 def test_reproduced_discrepancies_are_those_worked_out_by_hand(embedded, tmp_path):
-    found = depth.reproduce_depth(embedded, hand_graph(tmp_path), progress=False)
+    found = depth.reproduce_memorization(embedded, hand_graph(tmp_path), progress=False)
     numbers = found.table.set_index(["quantity", "depth"])["measured"]
     assert numbers["accuracy", "1"] == pytest.approx(3.5)
     assert numbers["accuracy", "2"] == pytest.approx(4.5)
@@ -355,7 +396,7 @@ def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_pu
         return 4
 
     monkeypatch.setattr(asking, "generate", say)
-    found = depth.reproduce_depth(model, graph, judge=judge, progress=False)
+    found = depth.reproduce_memorization(model, graph, judge=judge, progress=False)
     assert asked in prompts
     assert all(prompt.count("<s>") == 0 for prompt in prompts)
     assert (limits, judged) == (({1024}, {"Rome\n\n Paris"}) if template else ({32}, {"Rome"}))
@@ -369,7 +410,7 @@ def test_scores_of_another_judge_are_said_to_be(embedded, monkeypatch, tmp_path)
     graph = dataclasses.replace(hand_graph(tmp_path), table=table)
     shape = {"layers": 6, "heads": 16, "accuracy": {"1": 4.5}, "forward": {}, "backward": {}}
     monkeypatch.setattr(depth, "published_numbers", lambda kind: Published("here", {"me": shape}))
-    found = depth.reproduce_depth(embedded, graph, published="me", judge="label", progress=False)
+    found = depth.reproduce_memorization(embedded, graph, published="me", judge="label", progress=False)
     assert "not GPT-4's" in found.notes[0]
     row = found.table[(found.table["quantity"] == "accuracy") & (found.table["depth"] == "1")].iloc[0]
     assert row["difference"] == row["measured"] - 4.5
@@ -377,11 +418,18 @@ def test_scores_of_another_judge_are_said_to_be(embedded, monkeypatch, tmp_path)
 
 def test_the_commands_for_pathways_and_depth_say_that_nothing_was_published(run, tmp_path):
     hand_graph(tmp_path)
-    code, printed, _ = run("reproduce", "depth", "embedded", "--data", tmp_path / "graph.json", "--quiet", "--json")
+    code, printed, _ = run(
+        "reproduce", "memorization", "embedded", "--data", tmp_path / "graph.json", "--quiet", "--json"
+    )
     assert code == 0
     assert "No published numbers exist for embedded" in json.loads(printed)["notes"][0]
-    asked = ["--sample", 100, "--method", "probe", "--token", "before_answer", "--seeds", 1, "--quiet"]
-    code, printed, _ = run("reproduce", "pathways", "embedded", "--questions", "properties", *asked)
-    assert code == 0
+    asked = ["--sample", 60, "--method", "probe", "--seeds", 1, "--no-controls", "--quiet", "--out", tmp_path / "out"]
+    code, printed, error = run("reproduce", "pathways", "embedded", "--questions", "natural", *asked)
+    assert code == 0, error
     assert "AUC of wrong answers" in printed
     assert "No published numbers exist for embedded" in printed
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"published-pathways.pdf", "published-saliency.pdf", "report.md", *pathways.PARTS} <= names
+    assert (tmp_path / "out" / "refusals" / "refusals.png").exists()
+    code, _, error = run("figure", "pathways", tmp_path / "out", "--out", tmp_path / "again")
+    assert code == 0, error

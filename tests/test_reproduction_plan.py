@@ -15,9 +15,10 @@ from headwater.likelihood.members import membership
 from headwater.likelihood.scores import memorization_scores
 from headwater.likelihood.statistics import token_statistics
 from headwater.models.loading import load
-from headwater.reference import depth, maps, pathways
+from headwater.reference import maps, pathways
 from headwater.reference import membership as members
-from headwater.reference.plan import BILLIONS, published_rows, reproduction_plan
+from headwater.reference import memorization as depth
+from headwater.reference.plan import BILLIONS, DATA, FIGURES, figure_commands, reproduction_plan
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from tests import chance
 from tests.dry_runs import answerable_files, depth_folder, family_of, member_file, random_checkpoint, relation_folder
@@ -32,22 +33,31 @@ def test_every_published_model_has_its_line_and_every_line_its_data_and_numbers(
     assert len({line.folder for line in LINES}) == len(LINES)
     for line in LINES:
         assert line.weights > 0
-        assert all(name.split(": ")[0] in line.command for name in line.data)
+        assert all(name in line.command and name in DATA for name in line.data)
         assert ("--device auto" in line.command) == (line.weights > 70)
-        assert line.numbers["published"].notna().all()
-        assert not line.is_measured
-    assert sum(len(line.numbers) for line in LINES) > 800
+        assert line.measured == 0
+    assert sum(line.published for line in LINES) > 800
 
 
-def test_the_numbers_of_a_line_are_those_that_ship():
-    line = next(line for line in LINES if (line.analysis, line.model) == ("pathways", "mistralai/Mistral-7B-v0.3"))
-    numbers = line.numbers.set_index(["quantity", "of"])["published"]
-    assert numbers["AUC of wrong answers", "NQ, PR"] == 0.7909
-    assert numbers["AUC of the mode", "NQ, gate"] == 0.8483
-    exact = published_rows("membership", "EleutherAI/pythia-2.8b", "wikimia_32").set_index(["quantity", "of"])
-    assert exact.loc[("false positives at 95 % true positives", "wikimia_32, min_k_0.2"), "published"] == 0.907
-    joined = published_rows("membership", "huggyllama/llama-13b", "wikimia_concat").set_index(["quantity", "of"])
-    assert joined.loc[("AUC of members", "wikimia_concat, min_k++_0.2"), "published"] == 0.679
+def test_a_line_counts_the_numbers_that_ship():
+    counts = {(line.analysis, line.model): line.published for line in LINES if line.analysis != "membership"}
+    mistral = published_numbers("pathways").models["mistralai/Mistral-7B-v0.3"]
+    by_method = [len(one) for one in mistral["detection"].values()]
+    assert counts["pathways", "mistralai/Mistral-7B-v0.3"] == sum(by_method) + len(mistral["mode"])
+    assert counts["pathways", "meta-llama/Llama-3.2-1B"] == 0
+    assert (
+        published_numbers("membership").models["huggyllama/llama-13b"]["wikimia_concat"]["auc"]["min_k++_0.2"] == 0.679
+    )
+
+
+def test_published_figures_are_drawn_of_runs_that_the_plan_makes():
+    folders = {line.folder for line in LINES}
+    commands = [one for kind in FIGURES for one in figure_commands(kind, "nowhere")]
+    assert len(commands) == 4
+    for command in commands:
+        runs = [word for word in shlex.split(command) if word.startswith("nowhere")]
+        assert len(runs) >= 2
+        assert set(runs) <= folders
 
 
 def config_of(name: str) -> tf.PretrainedConfig:
@@ -87,13 +97,14 @@ def test_a_model_that_takes_twice_the_forwards_takes_twice_the_time():
     assert sizes.generation_seconds(3) == pytest.approx(3 * 2 * sizes.parameters / (3.35e12 * 0.6))
 
 
-def test_the_command_lists_the_plan_and_runs_nothing(run, tmp_path):
+def test_the_command_lists_the_plan_on_a_page_and_runs_nothing(run, tmp_path):
     code, printed, _ = run("reproduce", "--plan", "--runs", tmp_path)
     assert code == 0
     assert all(line.command.split(" --out")[0] in printed for line in LINES)
-    assert "weights: 262.8 GiB" in printed
-    assert "AUC of the mode, PopQA, gate: 0.878 | - | -" in printed
-    assert "none of its numbers are held here" in printed
+    assert len(printed.splitlines()) < 80
+    assert "262.8 GiB" in printed
+    assert printed.count("headwater figure ") == 4
+    assert "its numbers are not held here" in printed
     code, printed, _ = run("reproduce", "--plan", "--json")
     assert code == 0
     assert len(json.loads(printed)["lines"]) == len(LINES)
@@ -175,7 +186,7 @@ def pretended(monkeypatch):
         monkeypatch.setattr(module, "published_numbers", shrunk)
 
 
-SMALLER = {"maps": [], "pathways": ["--seeds", "1"], "depth": ["--judge", "label"], "membership": []}
+SMALLER = {"maps": [], "pathways": ["--seeds", "1"], "memorization": ["--judge", "label"], "membership": []}
 
 
 @pytest.mark.slow
@@ -189,9 +200,9 @@ def test_every_line_of_the_plan_runs_on_a_random_model_of_the_family(line, run, 
         relation_folder(tmp_path / "MAPS" / "datasets", ["name_copying", "adj_antonym", "verb_past_tense"])
     elif line.analysis == "pathways":
         answerable_files(tmp_path, checkpoint)
-    elif line.analysis == "depth":
+    elif line.analysis == "memorization":
         depth_folder(tmp_path / "depthqa")
-    for name in (one.split(": ")[0] for one in line.data if line.analysis == "membership"):
+    for name in line.data if line.analysis == "membership" else ():
         member_file(tmp_path / name)
     words = [str(checkpoint) if word == line.model else word for word in shlex.split(line.command)[1:]]
     words = ["float32" if word == "bfloat16" else word for word in words if word not in ("--device", "auto")]
@@ -205,4 +216,4 @@ def test_every_line_of_the_plan_runs_on_a_random_model_of_the_family(line, run, 
     assert (measured["low"] <= measured["measured"] + 1e-9).all()
     assert (measured["measured"] <= measured["high"] + 1e-9).all()
     after = next(one for one in reproduction_plan("nowhere") if one.folder == line.folder)
-    assert after.is_measured == found.table["difference"].notna().any()
+    assert after.measured == found.table["difference"].notna().sum()

@@ -34,8 +34,8 @@ def by_hooks(model, batch):
     return kept
 
 
-def test_every_layer_is_what_hooks_see_there(checkpoint, family, bare):
-    model = hw.load(checkpoint(family))
+def test_every_layer_is_what_hooks_see_there(models, family, bare):
+    model = models(family)
     batch, layers = padded_batch(model), list(range(model.shape.n_layers))
     expected = by_hooks(model, batch)
     bare.clear()

@@ -8,27 +8,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from headwater.errors import InputError, RunFolderError
 from headwater.runs.folder import RunFolder
 from headwater.runs.record import FORMAT, RunRecord
 from headwater.runs.result import Result
 from headwater.runs.storage import read_sealed, write_atomically, write_sealed
-from tests import chance
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Sample(Result):
-    table: pd.DataFrame
-    effects: Tensor
-    note: str
-    run: RunRecord
+from tests.made_up import Sample, record, sample
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -44,26 +34,6 @@ class Noted(Result):
     notes: Sequence[Sequence[str]]
     maybe: str | None
     run: RunRecord
-
-
-def record(**changes) -> RunRecord:
-    plain = {"analysis": "sample", "model": "some/model", "fingerprint": "abc", "dtype": "float32", "device": "cpu"}
-    return RunRecord(**plain | {"options": {"k": 10, "names": ["a", "b"], "share": 0.15, "none": None}} | changes)
-
-
-def sample(run: RunRecord | None = None) -> Sample:
-    rng = chance.rng()
-    table = pd.DataFrame(
-        {
-            "layer": np.arange(6) // 2,
-            "score": rng.random(6),
-            "p_value": [np.nan, *rng.random(5)],
-            "name": list("abcdeé"),
-            "categories": [(), ("x",), ("x", "y"), (), ("z",), ()],
-            "found": rng.random(6) < 0.5,
-        }
-    )
-    return Sample(table, torch.randn(2, 3, dtype=torch.float64).T, "a note, é", run or record())
 
 
 def test_a_saved_result_is_read_back_exactly(tmp_path):

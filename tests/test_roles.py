@@ -11,7 +11,7 @@ from headwater.errors import InputError
 from headwater.models.positions import Prompt, positions_of, roles_of
 from headwater.patching.prompts import spans_by_role
 from tests.same_table import assert_same_table
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 METRIC = hw.logit_difference(5, 9)
@@ -25,7 +25,7 @@ OUT = {"llama": "self_attn.o_proj", "gemma2": "self_attn.o_proj", "neox": "atten
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    return tiny_hooked("llama")
 
 
 def place_of(ids, word):
@@ -69,7 +69,7 @@ def by_hand(raw, module, clean, corrupted, word, heads=slice(None), width=None):
 @pytest.mark.parametrize("family", LAYERS)
 def test_pairs_of_other_lengths_equal_plain_hooks_of_the_same_word(family):
     raw = tiny_model(family)
-    loaded = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    loaded = tiny_hooked(family)
     options = {"metric": METRIC, "positions": ROLES, "progress": False, "layers": [0, 2]}
     stream = hw.patch(loaded, CLEAN, CORRUPTED, sites="resid_pre", **options).table
     heads = hw.patch(loaded, CLEAN, CORRUPTED, sites="z", heads=[1, 3], **options).table
@@ -331,7 +331,7 @@ DONORS = [" Germany is the big one", " the big cat is in Germany of"]
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
 def test_resampled_values_are_those_of_the_same_role_of_a_prompt_of_any_length(family):
-    raw, loaded = tiny_model(family), hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    raw, loaded = tiny_model(family), tiny_hooked(family)
     layers, options = raw.get_submodule(LAYERS[family]), {"metric": METRIC, "sites": "resid_pre", "layers": 1}
     roles = {"subject": [" France", " Paris"], "end": "last"}
     values = hw.resample(DONORS[:1], positions={"subject": " Germany", "end": "last"})

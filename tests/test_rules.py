@@ -12,8 +12,31 @@ from headwater.questions.agreement import SENTENCES, agreement
 from headwater.questions.extract import EXTRACTORS, call_extractor
 from headwater.questions.rules import by_rules
 from headwater.questions.templates import WORDINGS
-from tests.test_sweep_cli import run
+from tests.tiny import embedded
 
+LOWER_CASE = {
+    "what year did seven nation army come out": "year seven nation army",
+    "who plays jimmy's mom in 8 mile": "plays jimmy's mom 8 mile",
+    "who was elected president of the united states in 1928": "elected president united states 1928",
+    "when does the call of the wild take place": "call wild",
+    "who won the wwe championship elimination chamber 2018": "won wwe championship elimination chamber 2018",
+    "where does the paraguay river start and end": "paraguay river start end",
+    "perth is the capital of which australian state": "perth capital australian state",
+    "what is don quixote's horse's name": "don quixote horse's name",
+    "how many seasons of rules of engagement is there": "seasons rules engagement",
+    "mount everest is part of what mountain range": "mount everest part mountain range",
+    "what percentage of global man-made co2 emissions comes from worldwide aviation": "percentage global co2 emissions",
+    "who played ethel on the doris day show": "played ethel doris day show",
+    "what is loihi and where does it originate from": "loihi originate",
+    "how many senators are there in the us senate": "senators us senate",
+    "north carolina delegate to the second continental congress": "north carolina delegate second continental congress",
+    "who is the founder of el pollo loco": "founder el pollo loco",
+    "who wrote the song what child is this": "wrote song what child is this",
+    "who are the nbc olympic ice skating commentators": "nbc olympic ice skating commentators",
+    "when was the last episode of vampire diaries aired": "last episode vampire diaries",
+    "who does demetrius love in a midsummer night dream": "demetrius love midsummer night dream",
+}
+"""Questions of NQ-open, drawn at random, and the words that a reader takes for their subject and property."""
 NAMES = (
     "Henry Feilden", "Kings of Leon", "The Lord of the Rings", "A Star Is Born", "Duke of Wellington", "South Carolina",
     "Of Mice and Men", "War and Peace", "Jean-Luc Godard", "O. Henry", "Ma vlast", "21 Jump Street", "Romeo + Juliet",
@@ -69,6 +92,17 @@ def test_the_entity_and_what_is_asked_of_it_are_found(question, subject, asked):
 )
 def test_the_exact_answer_is_found_in_one_way_whether_it_is_right_or_wrong(question, answer, exact):
     assert by_rules(question, answer).get("answer") == exact
+
+
+def test_words_of_lower_case_questions_are_those_that_a_reader_marked():
+    held, small = [], []
+    for question, marked in LOWER_CASE.items():
+        found = by_rules(question, "")
+        words = " ".join((*found.get("subject", ()), *found.get("property", ()))).split()
+        held.append(set(marked.split()) <= set(words))
+        small.append({"what", "who", "how", "many", "the"} & {*words[:1], *words[-1:]} - set(marked.split()))
+    assert sum(held) >= 0.9 * len(LOWER_CASE)
+    assert not any(small)
 
 
 READ = json.loads(Path(__file__).with_name("real_answers.json").read_text(encoding="utf-8"))
@@ -147,7 +181,7 @@ def test_agreement_asks_with_the_accepted_answer_in_each_sentence_in_turn():
 
 
 def test_answers_are_extracted_by_the_name_of_the_rules_without_any_service():
-    model, questions = hw.load(), hw.load_questions("properties", sample=40)
+    model, questions = embedded(), hw.load_questions("properties", sample=40)
     named = hw.answer(model, questions, extractor="rules", progress=False)
     called = hw.answer(model, questions, extractor=by_rules, progress=False)
     assert named.table.equals(called.table)
@@ -162,12 +196,12 @@ def test_an_extractor_of_ones_own_is_asked_for_by_its_name():
 
     questions = hw.load_questions("properties", sample=20)
     with EXTRACTORS.with_row("first word", first_word):
-        found = hw.answer(hw.load(), questions, extractor="first word", progress=False)
+        found = hw.answer(embedded(), questions, extractor="first word", progress=False)
     assert len(found.table)
 
 
 @pytest.mark.parametrize(("given", "message"), [("a b c", "URL MODEL"), ("rulez", "rules")])
-def test_what_names_no_extractor_on_the_command_line_is_one_line(given, message, capsys, monkeypatch):
-    code, _, err = run(capsys, monkeypatch, "saliency", "--sample", "20", "--extract", given, "--quiet")
+def test_what_names_no_extractor_on_the_command_line_is_one_line(given, message, run):
+    code, _, err = run("saliency", "--sample", "20", "--extract", given, "--quiet")
     assert code != 0
     assert message in err

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.dictionaries.sae_folder import load_sae
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import embedded, tiny_hooked
 
 D, N = 12, 30
 NEWER = {"hook_name": "blocks.1.hook_resid_post", "hook_layer": 1, "d_in": D, "d_sae": N}
@@ -230,13 +230,13 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
 def test_an_autoencoder_of_another_width_is_refused_by_the_model(tmp_path):
     features = load_sae(written(tmp_path, some_weights("b_enc")))
     with pytest.raises(InputError, match="does not take resid_post of LlamaForCausalLM, 160 wide"):
-        hw.patch(hw.load(), " a", sites=features, values="zero", metric=hw.probability(" b"), **QUIET)
+        hw.patch(embedded(), " a", sites=features, values="zero", metric=hw.probability(" b"), **QUIET)
 
 
 @pytest.fixture
 def centred(tmp_path):
     """A GPT-2, and an autoencoder of its size whose folder says the activations were centred."""
-    model = hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("gpt2")
     width = model.shape.d_model
     weights = {name: torch.randn(*size) / 3 for name, size in {"W_enc": (width, N), "W_dec": (N, width)}.items()}
     weights |= {"b_enc": torch.zeros(N), "b_dec": torch.randn(width)}
@@ -302,7 +302,7 @@ def test_positions_that_a_dictionary_never_saw_are_left_out(centred):
 
 def test_a_hook_that_is_elsewhere_in_a_model_is_refused(tmp_path):
     """Gemma 2 adds its attention's output after another norm: `attn.hook_out` is before it."""
-    model = hw.load(tiny_model("gemma2"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("gemma2")
     width = model.shape.d_model
     weights = {"W_enc": torch.randn(width, N), "W_dec": torch.randn(N, width), "b_enc": torch.zeros(N)}
     weights["b_dec"] = torch.zeros(width)
@@ -314,7 +314,7 @@ def test_a_hook_that_is_elsewhere_in_a_model_is_refused(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """An autoencoder trained for seconds on what the embedded model holds at resid_post of layer 2, and its states."""
-    model = hw.load()
+    model = embedded()
     places = ("France", "Italy", "Spain", "Austria", "Norway", "Poland", "Japan", "Egypt", "Greece", "Portugal")
     texts = [
         f"Q: {asked} {name}?\nA:"

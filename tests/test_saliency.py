@@ -17,7 +17,7 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import FEW, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 D_VOCAB = len(TOKENIZER)
@@ -183,6 +183,7 @@ def test_the_sum_over_pairs_is_the_slope_of_the_logit_when_one_edge_is_reweighte
     assert found.of()["saliency_exact_answer"].item() == pytest.approx(np.mean(slopes), rel=2e-2, abs=1e-5)
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_batch_size_padding_and_the_shared_beginning_change_nothing(models, family):
     model, _ = models(family)
     answered = answered_by(model, 7, prefix=int(torch.randint(0, 30, ())))
@@ -494,6 +495,7 @@ def test_saliency_on_a_gpu_is_that_on_the_cpu(family):
         assert np.allclose(tables[0][column], tables[1][column], rtol=1e-3, equal_nan=True)
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_what_a_descent_reads_is_what_the_model_itself_computes(models, family):
     from headwater.models.gradients import Descent, keys_values
 

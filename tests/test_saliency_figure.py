@@ -4,32 +4,13 @@ import io
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.attention_saliency import COLUMNS, TARGETS, Saliency
-from headwater.runs.record import RunRecord
-from tests import chance
-
-
-def made(datasets=("TriviaQA", "NQ"), n=60, model="org/tiny", scale=1e-3):
-    """Random saliencies; E_Q→* four times as large as E_Q→E_A, cross-entropy half of the logit."""
-    parts, rng = [], chance.rng()
-    for name in datasets:
-        flow = scale * rng.gamma(3, size=n)
-        for target in TARGETS:
-            values = flow * (0.5 if target == "cross_entropy" else 1)
-            parts.append(
-                pd.DataFrame(
-                    {"dataset": name, "example": range(n), "target": target, "z": 1, "logit": 0.0, "probability": 0.5}
-                    | {COLUMNS[0]: values, COLUMNS[1]: 4 * values}
-                )
-            )
-    run = RunRecord("saliency", model, "0", "float32", "cpu", {"probe": {}})
-    return Saliency(pd.concat(parts, ignore_index=True), pd.DataFrame(), "cross_entropy", run)
+from headwater.pathways.attention_saliency import COLUMNS
+from tests.made_up import made_up_saliency
 
 
 def texts(figure):
@@ -37,7 +18,7 @@ def texts(figure):
 
 
 def test_the_densities_integrate_to_one_and_begin_at_zero():
-    figure = hw.figures.saliency([made()])
+    figure = hw.figures.saliency([made_up_saliency()])
     (ax,) = figure.axes
     assert ax.get_xlim()[0] == 0
     assert len(ax.lines) == 4
@@ -49,7 +30,7 @@ def test_the_densities_integrate_to_one_and_begin_at_zero():
 def test_the_density_is_scipys_reflected_at_zero():
     from scipy.stats import gaussian_kde
 
-    result = made(datasets=("NQ",))
+    result = made_up_saliency(datasets=("NQ",))
     line = hw.figures.saliency([result], target="logit").axes[0].lines[0]
     values = result.of("logit")["saliency_exact_answer"].to_numpy()
     x, height = line.get_data()
@@ -57,7 +38,10 @@ def test_the_density_is_scipys_reflected_at_zero():
 
 
 def test_each_model_has_a_panel_with_scales_of_its_own_and_all_share_one_legend():
-    large, small = made(model="org/Llama-3-8B", scale=1.0), made(model="org/Llama-3-70B", scale=1e-4)
+    large, small = (
+        made_up_saliency(model="org/Llama-3-8B", scale=1.0),
+        made_up_saliency(model="org/Llama-3-70B", scale=1e-4),
+    )
     figure = hw.figures.saliency([large, small])
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["Llama-3-8B", "Llama-3-70B"]
     assert figure.axes[0].get_xlim()[1] > 100 * figure.axes[1].get_xlim()[1]
@@ -69,7 +53,7 @@ def test_each_model_has_a_panel_with_scales_of_its_own_and_all_share_one_legend(
 
 
 def test_the_axis_says_whether_pairs_are_summed_and_runs_that_differ_in_it_are_refused():
-    total, mean = made(), made(model="org/other")
+    total, mean = made_up_saliency(), made_up_saliency(model="org/other")
     total.run.options["pairs"], mean.run.options["pairs"] = "sum", "mean"
     assert hw.figures.saliency([total]).axes[0].get_xlabel().startswith("Saliency (total over pairs, probe cross-ent")
     assert hw.figures.saliency([mean]).axes[0].get_xlabel().startswith("Saliency (mean over pairs, probe cross-entropy")
@@ -80,22 +64,22 @@ def test_the_axis_says_whether_pairs_are_summed_and_runs_that_differ_in_it_are_r
 
 
 def test_the_sets_that_are_asked_for_are_drawn_alone_and_the_published_form_has_no_hatches_and_no_marks():
-    figure = hw.figures.saliency([made(("PopQA", "TriviaQA", "NQ"))], datasets=["NQ"], style="published")
+    figure = hw.figures.saliency([made_up_saliency(("PopQA", "TriviaQA", "NQ"))], datasets=["NQ"], style="published")
     (ax,) = figure.axes
     assert [line.get_marker() for line in ax.lines] == ["", ""]
     assert not any(area.get_hatch() for area in ax.collections)
     with pytest.raises(InputError, match="datasets='QA'"):
-        hw.figures.saliency([made()], datasets=["QA"])
+        hw.figures.saliency([made_up_saliency()], datasets=["QA"])
 
 
 def test_runs_of_one_model_on_other_sets_share_its_panel():
-    figure = hw.figures.saliency([made(("PopQA",)), made(("NQ",))])
+    figure = hw.figures.saliency([made_up_saliency(("PopQA",)), made_up_saliency(("NQ",))])
     assert len(figure.axes) == 1
     assert len(figure.axes[0].lines) == 4
 
 
 def test_kinds_of_edges_differ_in_dash_and_hatch_and_sets_in_colour():
-    ax = hw.figures.saliency([made()]).axes[0]
+    ax = hw.figures.saliency([made_up_saliency()]).axes[0]
     dashes = [line.get_linestyle() for line in ax.lines]
     hatches = [area.get_hatch() for area in ax.collections]
     assert dashes == ["-", "--", "-", "--"]
@@ -107,16 +91,16 @@ def test_kinds_of_edges_differ_in_dash_and_hatch_and_sets_in_colour():
 
 def test_more_than_two_sets_get_rows_of_panels_and_more_than_four_are_refused():
     names = ("PopQA", "TriviaQA", "HotpotQA", "NQ")
-    figure = hw.figures.saliency([made(names)])
+    figure = hw.figures.saliency([made_up_saliency(names)])
     assert [len(ax.lines) for ax in figure.axes] == [4, 4]
     assert len({line.get_color() for ax in figure.axes for line in ax.lines}) == 4
     with pytest.raises(InputError, match="at most 4 question sets; 5 were given"):
-        hw.figures.saliency([made((*names, "fifth"))])
+        hw.figures.saliency([made_up_saliency((*names, "fifth"))])
 
 
 def test_everything_lies_within_the_figure():
     for names in (("properties", "natural"), ("a set with a rather long name", "another one of that kind", "third")):
-        figure = hw.figures.saliency([made(names)])
+        figure = hw.figures.saliency([made_up_saliency(names)])
         figure.draw_without_rendering()
         whole = figure.bbox
         for part in (figure.legends[0].get_window_extent(), *(ax.get_tightbbox() for ax in figure.axes)):
@@ -128,7 +112,7 @@ def test_everything_lies_within_the_figure():
 
 
 def test_the_ticks_of_a_density_are_those_of_the_axis_below_it():
-    ax = hw.figures.saliency([made(scale=1e-6)]).axes[0]
+    ax = hw.figures.saliency([made_up_saliency(scale=1e-6)]).axes[0]
     ax.figure.draw_without_rendering()
     shown = [(float(text.get_text().replace("−", "-")), text.get_position()) for text in ax.get_xticklabels()]
     unit = max(place[0] / value for value, place in shown if value)
@@ -138,14 +122,14 @@ def test_the_ticks_of_a_density_are_those_of_the_axis_below_it():
 
 
 def test_names_in_any_script_and_with_dollars_are_drawn():
-    figure = hw.figures.saliency([made(("costs $5", "数据集"))])
+    figure = hw.figures.saliency([made_up_saliency(("costs $5", "数据集"))])
     figure.savefig(io.BytesIO(), format="png")  # warnings are errors
     assert texts(figure)[0] == r"costs \$5, $E_Q$→$E_A$ (n = 60)"
     assert texts(figure)[1].endswith(", E_Q→E_A (n = 60)")
 
 
 def test_edges_that_were_not_measured_are_left_out_and_an_unmeasured_run_is_refused():
-    result = made()
+    result = made_up_saliency()
     result.table["saliency_exact_answer"] = np.nan
     figure = hw.figures.saliency([result])
     assert all("→*" in text for text in texts(figure))
@@ -155,7 +139,7 @@ def test_edges_that_were_not_measured_are_left_out_and_an_unmeasured_run_is_refu
 
 
 def test_a_logarithmic_axis_draws_the_densities_of_the_logarithm():
-    result = made(datasets=("NQ",), n=400)
+    result = made_up_saliency(datasets=("NQ",), n=400)
     result.table.loc[0, list(COLUMNS)] = 0.0
     figure = hw.figures.saliency([result], log_scale=True)
     ax = figure.axes[0]
@@ -166,22 +150,22 @@ def test_a_logarithmic_axis_draws_the_densities_of_the_logarithm():
 
 
 def test_sets_without_a_density_and_empty_lists_are_one_clear_line():
-    constant = made()
+    constant = made_up_saliency()
     constant.table["saliency_all"] = 0.25
     with pytest.raises(
         InputError, match=r"TriviaQA: saliency_all has 60 examples, all with the value 0.25: no density"
     ):
         hw.figures.saliency([constant])
     with pytest.raises(InputError, match="saliency_exact_answer has one example"):
-        hw.figures.saliency([made(n=1)])
+        hw.figures.saliency([made_up_saliency(n=1)])
     with pytest.raises(InputError, match="the list is empty"):
         hw.figures.saliency([])
     with pytest.raises(InputError, match="target='loss' is not one of"):
-        hw.figures.saliency([made()], target="loss")
+        hw.figures.saliency([made_up_saliency()], target="loss")
 
 
 def test_a_result_plots_itself_on_given_axes_or_on_a_figure_of_its_own():
-    result = made()
+    result = made_up_saliency()
     assert isinstance(result.plot(), Figure)
     ax = Figure().subplots()
     assert result.plot(ax) is ax

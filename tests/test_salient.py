@@ -8,7 +8,7 @@ from headwater.errors import InputError
 from headwater.heads.salient import salient_operations, source_gains
 from headwater.models.weights.opening import open_weights
 from tests.planted_heads import implements, plant_relations, suppresses
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 
 @pytest.mark.diagonal
@@ -17,7 +17,7 @@ from tests.tiny import tiny_model, tiny_tokenizer
 @pytest.mark.parametrize("embedding", ["raw", "mlp0"])
 def test_gains_and_targets_equal_those_of_the_whole_product(family, embedding):
     seed = int(torch.randint(1000, ()))
-    weights = open_weights(hw.load(tiny_model(family, seed=seed), tokenizer=tiny_tokenizer()))
+    weights = open_weights(tiny_hooked(family, seed))
     tokens = torch.arange(len(weights.tokenizer))
     x = weights.effective_embedding(tokens, embedding).double()
     for layer, head in [(0, 1), (2, 3)]:
@@ -51,6 +51,6 @@ def test_a_planted_head_is_salient_about_its_sources_and_shows_its_targets():
 
 
 def test_a_head_that_does_not_exist_is_refused():
-    weights = open_weights(hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer()))
+    weights = open_weights(tiny_hooked("gpt2"))
     with pytest.raises(InputError, match="There is no layer 3; they are 0 to 2"):
         salient_operations(weights, 3, 0)

@@ -20,6 +20,7 @@ from headwater.errors import ModelError
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation
 from headwater.heads.validation import dynamic_scores
+from tests.forking import ended, started
 from tests.second_device import Elsewhere, card, move, second_device, split
 from tests.tiny import WORDS
 
@@ -147,6 +148,12 @@ def test_the_second_device_refuses_what_a_gpu_refuses():
             np.asarray(there)
         assert (there + 1).device == device
         assert not isinstance((there + 1).cpu(), Elsewhere)
+
+
+def test_a_forked_process_takes_gradients_also_where_a_device_was_made_up():
+    card()
+    torch.ones((), requires_grad=True).backward()
+    assert ended(started(lambda: torch.ones((), requires_grad=True).backward())) == 0
 
 
 @pytest.mark.parametrize("analysis", FORWARD.values(), ids=FORWARD)

@@ -16,7 +16,8 @@ from headwater.errors import HeadwaterError, ModelError
 from headwater.models.weights.checkpoint import is_file_name, weight_files
 from headwater.models.weights.lens_checkpoint import _read_state
 from headwater.runs.folder import RunFolder
-from tests.test_results import record, sample
+from tests.made_up import record, sample
+from tests.tiny import embedded
 
 MARK = "touched by code from a data file"
 
@@ -123,7 +124,7 @@ def test_names_that_lead_elsewhere_are_no_file_names():
 
 
 def test_question_sets_and_relations_with_paths_for_names_write_nothing_outside_the_output_folder(tmp_path):
-    model = hw.load()
+    model = embedded()
     names = ["../../outside", "/tmp/outside", "<b>set</b>"]
     rows = hw.load_questions("properties", sample=24).table
     rows["dataset"] = [names[i % 3] for i in range(len(rows))]

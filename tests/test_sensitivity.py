@@ -10,7 +10,7 @@ from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, add_excess, apply_rule, head_categories
 from headwater.heads.sensitivity import AS_MAPPED, THRESHOLDS, Sensitivity, heads_by_threshold
 from headwater.runs.record import RunRecord
-from tests.test_categories import scored
+from tests.made_up import made_up_table
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def sensitivity_of(table: pd.DataFrame, rule: str) -> Sensitivity:
 
 
 def test_sensitivity_counts_the_heads_of_each_category_for_every_rule_and_threshold():
-    table = scored(n_heads=40, seed=1)
+    table = made_up_table(n_heads=40, seed=1)
     found = heads_by_threshold({AS_MAPPED: table})
     assert found["threshold"].tolist() == [*THRESHOLDS] * 2
     for row in found.to_dict("records"):
@@ -45,11 +45,13 @@ def test_sensitivity_counts_the_heads_of_each_category_for_every_rule_and_thresh
 
 
 def test_without_a_null_model_sensitivity_knows_the_published_rule_alone():
-    assert set(heads_by_threshold({AS_MAPPED: without_null(scored(n_heads=10, seed=2))})["rule"]) == {"published"}
+    assert set(heads_by_threshold({AS_MAPPED: without_null(made_up_table(n_heads=10, seed=2))})["rule"]) == {
+        "published"
+    }
 
 
 def test_every_count_is_drawn_in_the_panel_of_its_rule_and_the_maps_own_threshold_is_marked_there():
-    sensitivity = sensitivity_of(scored(n_heads=40, seed=3), "controlled")
+    sensitivity = sensitivity_of(made_up_table(n_heads=40, seed=3), "controlled")
     figure = sensitivity.plot()
     assert isinstance(figure, Figure)
     assert figure.get_suptitle() == "model: heads classified, by threshold"
@@ -71,7 +73,7 @@ def test_every_count_is_drawn_in_the_panel_of_its_rule_and_the_maps_own_threshol
 
 
 def test_a_map_without_a_null_model_is_drawn_in_one_panel_also_on_given_axes():
-    sensitivity = sensitivity_of(without_null(scored(n_heads=10, seed=4)), "published")
+    sensitivity = sensitivity_of(without_null(made_up_table(n_heads=10, seed=4)), "published")
     assert len(sensitivity.plot().axes) == 1
     ax = plt.figure().add_subplot()
     assert sensitivity.plot(ax) is ax
@@ -79,7 +81,7 @@ def test_a_map_without_a_null_model_is_drawn_in_one_panel_also_on_given_axes():
 
 
 def test_the_report_and_the_summary_say_what_the_table_says():
-    sensitivity = sensitivity_of(scored(n_heads=40, seed=5), "controlled")
+    sensitivity = sensitivity_of(made_up_table(n_heads=40, seed=5), "controlled")
     first, last = (sensitivity.table.query("rule == 'controlled'")["heads"].iloc[place] for place in (0, -1))
     assert (
         f"controlled rule {first} heads are in a category at a threshold of 0.10, and {last} at 0.30."

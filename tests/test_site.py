@@ -13,7 +13,7 @@ from tools.gallery import figure_code
 from tools.reference import commands_page, room_pages, rooms
 from tools.tutorials import write_tutorials
 
-from tests.test_cli_help import OPTIONS
+from tests.command_options import OPTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

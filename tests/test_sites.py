@@ -29,8 +29,8 @@ def activations(model, hf_inputs):
     return kept[0][0]
 
 
-def test_every_site_has_the_size_its_axes_say(checkpoint, family):
-    model = hw.load(checkpoint(family))
+def test_every_site_has_the_size_its_axes_say(models, family):
+    model = models(family)
     tokens = model.tokenize(PROMPT)
     for site in SITES.values():
         if site.absent(model.shape):

@@ -11,15 +11,14 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions
 from tests import chance
 from tests.ending import every_answer_ends
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, tiny_hooked
 
 SETUP = Setup("mlp_out", "exact_answer_last", "mask", "after", 8)
 
 
 @pytest.fixture(scope="module")
 def model():
-    tokenizer = tiny_tokenizer()
-    return hw.load(tiny_model("llama", len(tokenizer)), tokenizer=tokenizer)
+    return tiny_hooked("llama")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.models.tokenizers import load_tokenizer
 from headwater.models.tokens import Batch, encode, make_batch, single_token_id, token_span, token_strings
-from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_hooked, tiny_model, tiny_tokenizer
 
 WANTS_BOS = {"gpt2", "llama", "llama-tied", "mistral", "gemma2", "gemma3"}
 TOKENIZER = tiny_tokenizer()
@@ -35,8 +35,8 @@ def llama2_style_tokenizer() -> tf.PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_text_begins_with_exactly_one_bos_where_the_model_wants_one(name, checkpoint):
-    model = hw.load(checkpoint(name))
+def test_a_text_begins_with_exactly_one_bos_where_the_model_wants_one(name, models):
+    model = models(name)
     for text in ("Paris is", "<s>Paris is"):
         tokens = model.tokenize(text).tokens[0].tolist()
         assert tokens.count(0) == (1 if name in WANTS_BOS or "<s>" in text else 0)
@@ -452,6 +452,6 @@ def test_what_is_no_chat_is_refused(chatty, inputs, message):
 
 
 def test_chats_need_a_chat_template():
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     with pytest.raises(InputError, match="has no chat template: give texts"):
         model.run(CHATS[0])

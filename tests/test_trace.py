@@ -24,19 +24,10 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_states
 from headwater.runs.record import RunRecord
 from tests import chance
-from tests.planted_lookup import answer_lookup, question_lookup
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.planted_lookup import answer_lookup, ask, question_lookup
+from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-
-
-def ask(planted, copies=2):
-    """Every question of a lookup world, more than once, answered by its model."""
-    model = hw.load(planted.model, tokenizer=planted.tokenizer)
-    rows = pd.DataFrame(planted.world.rows() * copies)
-    rows["relation"], rows["answers"] = rows["property"], rows["answers"].map(lambda answer: [answer])
-    questions = hw.load_questions(rows.assign(dataset="lookup").drop(columns=["said", "correct"]))
-    return model, hw.answer(model, questions, progress=False, max_new_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +175,7 @@ def blocked_state(model, tokens, keys, read, site, layers=None):
 @pytest.mark.oracle
 @pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
-    model = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+    model = tiny_hooked(family, seed=chance.seed_of(family))
     answered = random_answered(model, n=40, datasets=("a",))
     pathways = hw.trace_pathways(model, answered, site="attn_out", seeds=1, controls=False, progress=False)
     keys = answered.exact_question_tokens()
@@ -206,7 +197,7 @@ def test_one_pass_equals_a_loop_of_runs_with_ever_more_layers_blocked(family):
 @pytest.mark.oracle
 @pytest.mark.parametrize("edges", ["after", "answer"])
 def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, edges, monkeypatch):
-    model = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+    model = tiny_hooked(family, seed=chance.seed_of(family))
     rng = chance.rng()
     answered = random_answered(model, n=10, datasets=("a",))
     site = str(rng.choice(["mlp_out", "attn_out", "resid_post"]))
@@ -221,7 +212,7 @@ def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, 
 
 
 def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
-    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama")
     setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 4)
     one = block_exact_tokens(random_answered(model, n=6, datasets=("a",)), setup)
     expected = after_states(model, one, setup)
@@ -236,7 +227,7 @@ def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
 @pytest.mark.parametrize("family", ["gpt2", "phi", "qwen3", "gemma3"])
 @pytest.mark.parametrize("edges", ["after", "answer"])
 def test_windows_from_one_walk_equal_a_run_per_window(family, edges):
-    model = hw.load(tiny_model(family, seed=int(torch.randint(1 << 30, ()))), tokenizer=TOKENIZER)
+    model = tiny_hooked(family, seed=chance.seed_of(family))
     rng = chance.rng()
     answered = random_answered(model, n=10, datasets=("a",))
     site, token = str(rng.choice(["mlp_out", "attn_out", "resid_post"])), "exact_answer_last"
@@ -261,7 +252,7 @@ def test_windows_from_one_walk_equal_a_run_per_window(family, edges):
 
 @pytest.mark.oracle
 def test_aucs_are_those_of_scikit_learn_and_every_example_is_measured_by_probes_that_have_not_seen_its_question():
-    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama")
     answered = random_answered(model)
     pathways = hw.trace_pathways(model, answered, seeds=2, controls=False, progress=False)
     table = pathways.table.assign(z=answered.z[pathways.table["example"]])
@@ -283,7 +274,7 @@ def test_aucs_are_those_of_scikit_learn_and_every_example_is_measured_by_probes_
 
 @pytest.mark.oracle
 def test_the_pooled_probe_carries_a_fold_for_each_half_that_no_question_of_the_half_reached():
-    model = hw.load(tiny_model("llama", seed=3), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama", seed=3)
     answered = random_answered(model, rng=np.random.default_rng(4))
     questions = answered.table["question"].str.replace("b 7", "a 8")  # in both sets, and maybe in two halves of them
     answered.table["question"] = questions
@@ -332,7 +323,7 @@ def asked(model, rows=80):
 
 
 def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_comparison_and_are_counted():
-    model = hw.load(tiny_model("llama", seed=2), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama", seed=2)
     answered = asked(model)
     others = other_question_tokens(model, answered)
     setup = Setup("mlp_out", "exact_answer_last", "mask", "after", 16)
@@ -362,7 +353,7 @@ def test_random_tokens_are_exactly_as_many_and_rows_with_too_few_leave_the_compa
 
 @pytest.mark.parametrize("family", ["neox", "gemma3"])
 def test_results_do_not_depend_on_the_batch_or_the_pieces_and_the_model_is_left_unhooked(family, monkeypatch):
-    model = hw.load(tiny_model(family), tokenizer=TOKENIZER)
+    model = tiny_hooked(family)
     answered = random_answered(model, n=40, datasets=("a",))
     options = {"seeds": 1, "controls": False, "progress": False, "token": "answer_last"}
     before = model.run([[2, 3, 4]])
@@ -376,7 +367,7 @@ def test_results_do_not_depend_on_the_batch_or_the_pieces_and_the_model_is_left_
 
 
 def test_a_run_goes_on_where_it_stopped_and_gives_the_same(tmp_path, monkeypatch):
-    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama")
     answered = random_answered(model, datasets=("a",))
     options = {"seeds": 2, "controls": False, "window": 2, "progress": False}
     monkeypatch.setattr(measuring, "CHUNK", 20)
@@ -432,7 +423,7 @@ def test_a_result_is_saved_and_loaded_whole(by_question, tmp_path):
 
 
 def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are_traced():
-    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama")
     answered = random_answered(model, n=40, datasets=("a", "b", "c"))
     answered.table.loc[answered.table["dataset"] == "b", "z"] = 0
     few = answered.table.index[answered.table["dataset"] == "c"]
@@ -469,14 +460,14 @@ def test_a_set_with_answers_of_one_kind_is_left_out_and_named_and_the_others_are
     ],
 )
 def test_options_that_cannot_be_used_are_named_in_one_line(options, message):
-    model = hw.load(tiny_model("llama"), tokenizer=TOKENIZER)
+    model = tiny_hooked("llama")
     with pytest.raises(InputError, match=message) as caught:
         hw.trace_pathways(model, random_answered(model, n=4), progress=False, **options)
     assert "\n" not in str(caught.value)
 
 
 def test_answers_of_another_model_or_without_their_prompt_are_refused(by_question):
-    model, other = (hw.load(tiny_model("llama", seed=seed), tokenizer=TOKENIZER) for seed in (1, 2))
+    model, other = (tiny_hooked("llama", seed) for seed in (1, 2))
     with pytest.raises(InputError, match="other weights than"):
         hw.trace_pathways(model, random_answered(other, n=4))
     with pytest.raises(

@@ -14,7 +14,7 @@ from headwater.heads.relation_tokens import tokenize_relations
 from headwater.planted.wiring import PlantedModel
 from tests import chance
 from tests.planted_heads import implements, plant_relations
-from tests.test_head_comparison import CAPITALS, CHOSEN, OPPOSITES, QUIET, WORDS
+from tests.planted_relations import CAPITALS, CHOSEN, OPPOSITES, WORDS
 
 CAPITAL, OPPOSITE = CAPITALS.name, OPPOSITES.name
 
@@ -66,7 +66,7 @@ def trained(heads: tuple[int, ...], seed: int) -> tuple[hw.HookedModel, ...]:
 
 
 def compared(**models: hw.HookedModel) -> hw.HeadComparison:
-    return hw.compare_heads(models, relations=CHOSEN, embedding="raw", **QUIET)
+    return hw.compare_heads(models, relations=CHOSEN, embedding="raw", progress=False)
 
 
 def changes(comparison: hw.HeadComparison, model: str) -> set[tuple]:
@@ -120,7 +120,7 @@ def test_a_relation_of_few_distinct_sources_counts_its_sources_and_cannot_change
     targets = [accepted[0] for _, accepted in CAPITALS.pairs[:35]]
     few = hw.Relation("few", "knowledge", tuple((sources[i % 3], (one,)) for i, one in enumerate(targets)))
     start, _, end = trained((1,), chance.seed_of("along"))
-    comparison = hw.compare_heads({"start": start, "end": end}, relations=[few], embedding="raw", **QUIET)
+    comparison = hw.compare_heads({"start": start, "end": end}, relations=[few], embedding="raw", progress=False)
     rows = comparison.table[comparison.table["model"] == "end"]
     assert (rows["sources"] == 3).all()
     assert (rows["p_value"] >= 2 / 2**3).all()

@@ -14,13 +14,12 @@ from headwater.heads.prompts import relations_of, source_prompts, task_prompts
 from headwater.heads.validation import DynamicScores, correlate, dynamic_scores, last_values
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses
-from tests.planted_relations import relation
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.planted_relations import TEMPLATES, random_words, relation
+from tests.tiny import embedded, tiny_model
 
 CAPITAL = relation("capital", "knowledge", 32)
 PAST = relation("past", "linguistic", 30, accepted=2)
 PLURAL = relation("plural", "linguistic", 30)
-TEMPLATES = ("We asked about {source} and", "The notes on {source} say:")
 PLANTED = {(0, 1): [implements(PAST.pairs)], (1, 2): [implements(CAPITAL.pairs)], (2, 0): [suppresses(PLURAL.pairs)]}
 
 
@@ -29,13 +28,6 @@ def planted():
     built = plant_relations(PLANTED, n_layers=3, n_kv_heads=2)
     model = hw.load(built.model, tokenizer=built.tokenizer)
     return model, hw.classify_heads(model, relations=[CAPITAL, PAST, PLURAL], embedding="raw", progress=False)
-
-
-def random_words(n=31):
-    """A random model of words that are each one token, and a relation among them."""
-    shuffled = relation("random", "knowledge", n, accepted=2)
-    words = [word for source, targets in shuffled.pairs for word in (source, *targets)]
-    return shuffled, tiny_tokenizer([*words, "We", "asked", "about", "and", "The", "notes", "on", "say"])
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama", "gemma2", "neox"])
@@ -249,7 +241,7 @@ def test_random_heads_come_from_the_same_layers_and_are_never_the_relations_own(
 
 
 def test_a_prompt_that_the_model_does_not_answer_at_all_is_said():
-    model, (whole,) = hw.load(), [one for one in hw.load_relations() if one.name == "number_to_next"]
+    model, (whole,) = embedded(), [one for one in hw.load_relations() if one.name == "number_to_next"]
     few = [dataclasses.replace(whole, pairs=whole.pairs[:30])]
     numbers = hw.classify_heads(model, relations=few, progress=False)
     given = {"relations": few, "top": 1, "draws": 1, "controls": [], "progress": False}

@@ -8,24 +8,20 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from tests.looking import Look
-from tests.viewed import PAIR, spec_in, wired
+from tests.tiny import embedded
+from tests.viewed import PAIR, circuit, spec_in, wired
 
 SIZES = (2, 10, 40)
 
 
 @cache
-def circuit():
-    return wired().circuit(60)
-
-
-@cache
 def alone():
     sizes = {f"{n}": circuit().strongest(n) for n in SIZES}
-    others = hw.Circuit.of(["embed -> logits"], hw.load())
+    others = hw.Circuit.of(["embed -> logits"], embedded())
     metric, clean = hw.logit_difference(" Paris", " Rome"), [PAIR[0], PAIR[0].replace("What", "Which")]
     corrupted = [one.replace("France", "Italy") for one in clean]
     circuits = sizes | {"other": others - circuit()}
-    return hw.run_circuits(hw.load(), clean, corrupted, circuits, metric=metric, placebos=4, progress=False)
+    return hw.run_circuits(embedded(), clean, corrupted, circuits, metric=metric, placebos=4, progress=False)
 
 
 def test_the_strongest_edges_of_a_circuit_are_those_of_the_ranking():
@@ -62,11 +58,11 @@ def test_runs_and_effects_of_other_edges_are_refused():
     weakest = circuit() - circuit().strongest(50)
     with pytest.raises(InputError, match="no circuit that is the strongest edges"):
         weakest.view(runs=alone())
-    few = hw.Circuit.of(["embed -> q 1.0"], hw.load())
+    few = hw.Circuit.of(["embed -> q 1.0"], embedded())
     with pytest.raises(InputError, match=r"no effect of embed -> q 1\.0"):
         few.view(edges=wired())
     with pytest.raises(InputError, match="has no edges"):
-        hw.Circuit.of([], hw.load()).view()
+        hw.Circuit.of([], embedded()).view()
     with pytest.raises(InputError, match=r"no option edge=.*Did you mean 'edges'"):
         circuit().view(edge=wired())
 
@@ -75,7 +71,7 @@ def test_a_notebook_shows_a_circuit_in_its_frame_and_it_is_kept_as_one_file(tmp_
     bundle = circuit()._repr_mimebundle_()
     assert "iframe" in bundle["text/html"]
     assert bundle["image/png"][:4] == b"\x89PNG"
-    assert "text/html" in hw.Circuit.of([], hw.load())._repr_mimebundle_()
+    assert "text/html" in hw.Circuit.of([], embedded())._repr_mimebundle_()
     file = circuit().save_html(tmp_path / "circuit.html", edges=wired())
     assert file.read_text(encoding="utf-8") == circuit().view(edges=wired()).page
 

@@ -1,7 +1,6 @@
 """The view of head maps: what its page holds of each map, what heads write, and which heads have cards."""
 
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -10,26 +9,11 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.salient import salient_of_heads, salient_operations
-from headwater.heads.use import COLUMNS
 from headwater.models.weights.opening import open_weights
 from headwater.views.head_map import CARDS, FLAGS, heads_with_cards
 from tests import chance
-from tests.tiny import tiny_model
-from tests.viewed import mapped, spec_in, unpacked
-
-RELATIONS = ["letter_to_next", "sequence_to_next", "year_to_next", "country_to_capital", "city_to_state"]
-RELATIONS += ["name_copying", "verb_to_past", "adjective_to_adverb", "english_to_portuguese", "tool_to_job"]
-
-
-@cache
-def controlled():
-    """A map with a null model, of which some heads are said to be used."""
-    found = hw.classify_heads(hw.load(), relations=RELATIONS, progress=False)
-    called = found.table["implemented"] | found.table["suppressed"]
-    used = pd.Series(chance.rng().random(len(found.table)) < 0.5, dtype="boolean").mask(~called)
-    loss = pd.Series(chance.rng().normal(size=len(found.table))).where(called)
-    measured = dict.fromkeys(COLUMNS, loss) | {"used": used, "loss_q_value": loss.abs().clip(0, 1)}
-    return replace(found, table=found.table.assign(**measured))
+from tests.tiny import embedded, tiny_model
+from tests.viewed import controlled, mapped, spec_in, unpacked
 
 
 def rows_of(head_map, n=60):
@@ -74,7 +58,7 @@ def test_the_page_says_which_heads_are_used_and_what_they_suppress():
 
 
 def test_with_its_model_cards_say_what_each_head_writes_and_suppresses():
-    model = hw.load()
+    model = embedded()
     (held,) = spec_in(mapped().view(model=model))["maps"]
     assert len(held["writes"]) == CARDS < len(mapped().categories)
     for place in list(held["writes"])[::20]:
@@ -91,7 +75,7 @@ def test_with_its_model_cards_say_what_each_head_writes_and_suppresses():
 
 
 def test_several_heads_at_once_write_what_each_writes_by_itself():
-    weights, heads = open_weights(hw.load()), [(2, 1), (0, 0), (2, 5)]
+    weights, heads = open_weights(embedded()), [(2, 1), (0, 0), (2, 5)]
     together = salient_of_heads(weights, heads, embedding="mlp0", sources=4, targets=3)
     for layer, head in heads:
         alone = salient_operations(weights, layer, head, embedding="mlp0", sources=4, targets=3)

@@ -17,7 +17,7 @@ from headwater.figures.style import figure_of
 from headwater.runs.result import INLINE
 from headwater.views.interactive import packed
 from tests import chance
-from tests.tiny import tiny_model
+from tests.tiny import embedded, tiny_model
 from tests.viewed import (
     HOSTILE,
     PAIR,
@@ -96,7 +96,7 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
 
 
 def test_of_many_texts_a_page_takes_as_many_as_stay_small():
-    many = hw.load().cache([PAIR[0] * 7] * 9, sites=["pattern"], progress=False)
+    many = embedded().cache([PAIR[0] * 7] * 9, sites=["pattern"], progress=False)
     assert 1 < len(spec_in(many.view())["texts"]) < 9
     assert "texts of 9" in spec_in(many.view())["note"]
 
@@ -195,7 +195,7 @@ def test_the_page_of_edges_holds_the_strongest_with_intervals_and_what_edges_of_
 
 
 def test_norms_of_what_keys_write_are_those_of_values_through_the_heads_output():
-    model, spec = hw.load(), spec_in(attended().view(values=hw.load()))
+    model, spec = embedded(), spec_in(attended().view(values=embedded()))
     v = model.cache([PAIR[0]], sites=["v"], layers=[3], progress=False)["v", 3][0]
     for head in (0, 5):
         kv = head * v.shape[1] // model.shape.n_heads
@@ -258,7 +258,7 @@ def test_a_notebook_shows_a_small_view_in_a_frame_that_reaches_nothing_over_its_
 
 
 def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
-    found = hw.lens(hw.load(), PAIR[0])
+    found = hw.lens(embedded(), PAIR[0])
     assert "iframe" not in found._repr_mimebundle_()["text/html"]
 
 
@@ -282,15 +282,15 @@ def test_a_choice_that_a_view_does_not_offer_is_refused(kind, what, said):
 
 
 def test_patterns_at_some_positions_only_are_refused():
-    cache = hw.load().cache([PAIR[0]], sites=["pattern"], positions=[-1], progress=False)
+    cache = embedded().cache([PAIR[0]], sites=["pattern"], positions=[-1], progress=False)
     with pytest.raises(InputError, match="1 of its queries are kept"):
         cache.view()
 
 
 def test_a_cache_without_patterns_and_a_sweep_over_one_axis_show_their_figures():
-    assert "spec" not in hw.load().cache([PAIR[0]], sites=["resid_pre"], progress=False).view().page
+    assert "spec" not in embedded().cache([PAIR[0]], sites=["resid_pre"], progress=False).view().page
     one = hw.patch(
-        hw.load(),
+        embedded(),
         *PAIR,
         sites="resid_pre",
         positions=[-1],

@@ -16,7 +16,7 @@ from headwater.models.weights.effective_embedding import KINDS
 from headwater.models.weights.fingerprint import fingerprint_of_model
 from headwater.models.weights.opening import open_weights
 from headwater.models.weights.weight_source import HeadWeights
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import FEW, tiny_model, tiny_tokenizer
 
 ATTENTION = {"gpt2": "attn", "neox": "attention", "neox-sequential": "attention"}
 OUTPUT = {"gpt2": "c_proj", "neox": "dense", "neox-sequential": "dense", "phi": "dense"}
@@ -222,6 +222,7 @@ def test_effective_embeddings_equal_hugging_face_modules_called_directly(checkpo
         torch.testing.assert_close(source.effective_embedding(tokens, kind), value, atol=1e-5, rtol=1e-5, msg=kind)
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_effective_embeddings_do_not_depend_on_how_tokens_are_chunked(checkpoint, family, monkeypatch):
     source = open_weights(checkpoint(family))
     tokens = random_tokens(source.shape.d_vocab, 23)
@@ -266,6 +267,7 @@ def test_a_streamed_checkpoint_equals_the_loaded_model(checkpoint, family, dtype
         )
 
 
+@pytest.mark.parametrize("family", FEW)
 def test_a_bfloat16_model_in_memory_has_the_fingerprint_and_parameters_of_its_folder(checkpoint, family):
     folder = checkpoint(family, dtype=torch.bfloat16)
     loaded = open_weights(load(folder), dtype=torch.bfloat16)

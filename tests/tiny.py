@@ -1,6 +1,7 @@
 """Tiny random models of every supported architecture, built offline, with norms and biases that are not trivial."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+import headwater as hw
 from tests import chance
 
 WORDS = tuple(
@@ -46,6 +48,9 @@ CONFIGS: dict[str, Callable[[int], tf.PretrainedConfig]] = {
 }
 FAMILIES = tuple(name for name in CONFIGS if name not in ("mixtral", "olmo2"))
 """Those that every test of architectures goes through; tests/test_families.py has the others."""
+FEW = ("gpt2", "phi", "llama", "gemma2")
+"""Of each kind one, for what is compared with the model itself: learned positions, parallel blocks, grouped heads, and
+windows with norms after each part."""
 
 
 def tiny_tokenizer(words: Sequence[str] = WORDS, bos: bool = True) -> tf.PreTrainedTokenizerFast:
@@ -99,6 +104,16 @@ def tiny_model(
             is_norm_gain = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(gain + 0.2 * noise if is_norm_gain else 0.2 * noise)
     return model.to(dtype).eval()
+
+
+@cache
+def tiny_hooked(family: str, seed: int = 0) -> hw.HookedModel:
+    """A tiny model whose texts begin with `<s>`, loaded once in a process: for tests that leave it as it is."""
+    return hw.load(tiny_model(family, seed=seed), tokenizer=tiny_tokenizer())
+
+
+embedded = cache(hw.load)
+"""The embedded model, loaded once in a process: for tests that leave it as it is."""
 
 
 def tiny_folder(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

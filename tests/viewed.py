@@ -8,16 +8,20 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pandas as pd
 
 import headwater as hw
+from headwater.heads.use import COLUMNS
+from tests import chance
+from tests.tiny import embedded
 
 HOSTILE = ["</script><script>window.PWNED=1</script>", "<img src=x onerror=alert(1)>", "<!--", "&amp;"]
 HOSTILE += ["\0", "\u202ex", " ", "", "'", "{{7*7}}"]
 PAIR = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
 
 
-embedded = cache(hw.load)
-"""The embedded model, for what only looks at it."""
+RELATIONS = ["letter_to_next", "sequence_to_next", "year_to_next", "country_to_capital", "city_to_state"]
+RELATIONS += ["name_copying", "verb_to_past", "adjective_to_adverb", "english_to_portuguese", "tool_to_job"]
 
 
 @cache
@@ -29,7 +33,7 @@ def swept():
 
 @cache
 def mapped():
-    return hw.classify_heads(embedded(), rule="published", progress=False)
+    return hw.classify_heads(embedded(), relations=RELATIONS, rule="published", progress=False)
 
 
 @cache
@@ -100,3 +104,19 @@ def unpacked(one):
     raw = base64.b64decode(one["data"])
     raw = zlib.decompress(raw) if one["deflate"] else raw
     return np.frombuffer(raw, f"<{one['dtype']}").reshape(one["shape"])
+
+
+@cache
+def controlled():
+    """A map with a null model, of which some heads are said to be used."""
+    found = hw.classify_heads(embedded(), relations=RELATIONS, progress=False)
+    called = found.table["implemented"] | found.table["suppressed"]
+    used = pd.Series(chance.rng().random(len(found.table)) < 0.5, dtype="boolean").mask(~called)
+    loss = pd.Series(chance.rng().normal(size=len(found.table))).where(called)
+    measured = dict.fromkeys(COLUMNS, loss) | {"used": used, "loss_q_value": loss.abs().clip(0, 1)}
+    return replace(found, table=found.table.assign(**measured))
+
+
+@cache
+def circuit():
+    return wired().circuit(60)

@@ -33,10 +33,17 @@ def progress_bar(progress: bool, *args: Any, **options: Any) -> Bar:
     return tqdm(*args, **options | {"disable": not shown})
 
 
-def say(progress: bool, text: str) -> None:
-    """Write a line to stderr where a bar would be shown."""
-    if checked_flag("progress", progress) and (in_notebook() or on_terminal()):
+def say(progress: bool, text: str, *, anywhere: bool = False) -> None:
+    """Write a line to stderr where a bar would be shown, or `anywhere`."""
+    if checked_flag("progress", progress) and (anywhere or in_notebook() or on_terminal()):
         print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def said_time(seconds: float) -> str:
+    """Say how long something takes, in two digits."""
+    if seconds < 100:
+        return f"{max(seconds, 1):.2g} seconds" if seconds >= 1.5 else "a second"
+    return f"{seconds / 3600:,.2g} hours" if seconds > 3600 else f"{seconds / 60:.2g} minutes"
 
 
 def in_notebook() -> bool:

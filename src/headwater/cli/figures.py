@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,22 +17,23 @@ from headwater.errors import InputError
 
 QUESTIONS = 300
 KINDS = {
-    "heads": ("headwater.heads.head_map:HeadMap", "headwater.figures.head_map:head_maps", ""),
+    "heads": ("headwater.heads.head_map:HeadMap", "headwater.figures.head_map:head_maps", "heads"),
     "pathways": ("headwater.pathways.trace:Pathways", "headwater.figures.pathway_curves:delta_p", "pathways"),
     "saliency": (
         "headwater.pathways.attention_saliency:Saliency", "headwater.figures.saliency_density:saliency", "saliency",
     ),
     "memorization": (
-        "headwater.likelihood.profile:DepthProfile", "headwater.figures.depth_profile:depth_profiles", "",
+        "headwater.likelihood.profile:DepthProfile", "headwater.figures.depth_profile:depth_profiles", "profile",
     ),
 }  # fmt: skip
 """By kind: the class of the results, what draws several of them, and where a command with several results keeps one."""
 NOTES = {
-    ("heads", "published"): "headwater.figures.head_map:rule_note",
-    ("pathways", "published"): "headwater.figures.pathway_curves:chance_note",
-    ("pathways", "headwater"): "headwater.figures.pathway_curves:chance_note",
+    "pathways": "headwater.figures.pathway_curves:chance_note",
+    "saliency": "headwater.figures.saliency_density:chance_note",
+    "memorization": "headwater.figures.depth_profile:answers_note",
+    "heads published": "headwater.figures.head_map:rule_note",
 }
-"""What says of a kind and style what the figure does not show by itself."""
+"""What says of a kind, perhaps in one style alone, what the figure does not show by itself."""
 
 
 def figure(
@@ -61,13 +63,20 @@ def figure(
         title: Above all panels. Default: the figure's own.
         out: Path without suffix: written as png, svg and pdf. Default: KIND in this folder.
     """
-    result_class, draw, part = KINDS[kind]
-    results = [_read(_named(result_class), folder, part) for folder in runs]
     if datasets and kind != "saliency":
         raise InputError(f"--set is an option of the figure saliency; {kind} has a panel or a curve for every set.")
     chosen = {"datasets": datasets} if datasets else {}
-    drawn = _named(draw)(results, style=style, title=title, **chosen)
-    note = _named(NOTES[kind, style])(results) if (kind, style) in NOTES else ""
+    found = drawn(kind, runs, style=style, title=title, out=out or Path(kind), **chosen)
+    report(found, as_json, _show_figure)
+
+
+def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: Any) -> dict[str, Any]:
+    """Draw a figure of finished runs; return `figure, models, files`, and a `note` of what it does not show itself."""
+    result_class, draw, part = KINDS[kind]
+    results = [_read(_named(result_class), folder, part) for folder in runs]
+    figure = _named(draw)(results, style=style, **options)
+    note = NOTES.get(kind, NOTES.get(f"{kind} {style}"))
+    said = _named(note)(results) if note else ""
     files = []
     if is_main():
         import matplotlib as mpl
@@ -75,9 +84,8 @@ def figure(
         from headwater.figures.style import save_figure
 
         mpl.use("Agg")
-        files = [str(file) for file in save_figure(drawn, out or Path(kind), ("png", "svg", "pdf"))]
-    found = {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note}
-    report(found, as_json, _show_figure)
+        files = [str(file) for file in save_figure(figure, out, ("png", "svg", "pdf"))]
+    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": said}
 
 
 def _read(result_class: Any, folder: Path, part: str) -> Any:

@@ -48,9 +48,9 @@ class Answering:
     label: Literal["contains", "exact", "starts"] = "contains"
     """When an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of it
     ("exact"), after normalisation. `headwater.questions.labels` has the sources and limits."""
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = None
     """An answer that has not ended after this many tokens, the line break or end token counted, is cut off, and drops
-    out."""
+    out. Default: 32, in a chat 64."""
     batch_size: int = 64
     """Prompts in one run."""
     extract: Extract = None
@@ -252,8 +252,6 @@ def _examples(given: str | None) -> list[tuple[str, str]] | None:
 
 def _questions(model: str | None, asked: Asked) -> Questions:
     """Read the questions, before a large model is loaded in vain."""
-    import pandas as pd
-
     from headwater.questions.sources import WORLD_SETS, Questions, load_questions
 
     if asked.questions is None and not is_embedded(model or BASE):
@@ -263,12 +261,7 @@ def _questions(model: str | None, asked: Asked) -> Questions:
         of_world = source in WORLD_SETS and not Path(source).exists()
         sample = DEFAULT_SAMPLE if of_world and asked.sample is None else asked.sample
         read.append(load_questions(source, sample=sample, seed=asked.seed))
-    names = [name for questions in read for name in questions.datasets]
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        raise InputError(f"Two of the --questions are called {double!r}: give one of them a column dataset.")
-    table = pd.concat([questions.table for questions in read], ignore_index=True)
-    return Questions(table, ", ".join(questions.source for questions in read))
+    return Questions.joined(read)
 
 
 def _finish(found: dict[str, Result], run: Run) -> None:

@@ -1,21 +1,26 @@
-"""The commands `headwater reproduce maps`, `pathways`, `depth` and `membership`, and the plan of them all."""
+"""The commands `headwater reproduce maps`, `pathways`, `memorization` and `membership`, and the plan of them all."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from headwater.cli.figures import drawn
 from headwater.cli.likelihood import Data, Judge, Predecessors, Predictions, read_judge
-from headwater.cli.options import AsJson, Extract, Flag, Load, ProbeToken, Run, read_extractor
-from headwater.cli.printing import columns, plain, report
+from headwater.cli.options import AsJson, Flag, Load, ProbeToken, Run
+from headwater.cli.pathways import Answering
+from headwater.cli.printing import columns, is_main, plain, report
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.reference.published import Reproduction
+    from headwater.runs.result import Result
 
 app = App(name="reproduce", sort_key=100, help="Measure published numbers again: published | measured | difference.")
 
@@ -42,33 +47,36 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
     `headwater reproduce --plan --runs path/to/runs --json`
 
     Args:
-        plan: List every command, its data, the size of its weights and the published numbers; run nothing.
-        runs: With --plan: the folder whose finished runs are shown beside.
+        plan: List every command, its data, the size of its weights and how many numbers were published; run nothing.
+        runs: With --plan: the folder whose finished runs are counted.
     """
     if not plan:
-        raise InputError("Nothing is asked for: name maps, pathways, depth or membership, or give --plan.")
-    from headwater.reference.plan import reproduction_plan
-    from headwater.runs.findings import records_of
+        raise InputError("Nothing is asked for: name maps, pathways, memorization or membership, or give --plan.")
+    from headwater.reference.plan import DATA, LIMITS, figure_commands, reproduction_plan
 
-    listed = [asdict(line) | {"numbers": records_of(line.numbers)} for line in reproduction_plan(runs)]
-    report({"lines": listed}, as_json, _show_plan)
+    lines = [asdict(line) for line in reproduction_plan(runs)]
+    kinds = {line["analysis"]: figure_commands(line["analysis"], runs) for line in lines}
+    report({"lines": lines, "figures": kinds, "data": DATA, "limits": LIMITS}, as_json, _show_plan)
 
 
 def _show_plan(found: dict[str, Any], console: Console) -> None:
-    for line in found["lines"]:
-        console.print(f"[bold]{plain(line['command'])}[/]")
-        for one in line["data"]:
-            console.print(f"  data: {plain(one)}")
-        console.print(f"  weights: {line['weights']:.1f} GiB")
-        for one in line["limits"]:
+    for kind, figures in found["figures"].items():
+        lines = [line for line in found["lines"] if line["analysis"] == kind]
+        console.print(f"[bold]{kind}[/]")
+        for line in lines:
+            measured = f", {line['measured']:,} of them measured" if line["measured"] else ""
+            numbers = f"{line['weights']:.1f} GiB, {line['published']:,} numbers{measured}"
+            console.print(f"  {plain(line['command'])}  [dim]# {numbers}[/]")
+        for one in figures:
+            console.print(f"  {plain(one)}")
+        meanings: dict[str, list[str]] = {what: [] for what in found["data"].values()}
+        for name in dict.fromkeys(one for line in lines for one in line["data"]):
+            meanings[found["data"][name]].append(name)
+        for what, names in meanings.items():
+            if names:
+                console.print(f"  data: {plain(', '.join(names))}: {plain(what)}")
+        for one in found["limits"][kind]:
             console.print(f"  limit: {plain(one)}")
-        if line["numbers"]:
-            console.print("  published | measured [95 % interval] | difference")
-            for row in line["numbers"]:
-                published, measured, low, high, difference = (_number(row[name]) for name in NUMBERS)
-                ends = "" if low == "-" else plain(f" [{low}, {high}]")
-                named = plain(f"{row['quantity']}, {row['of']}")
-                console.print(f"  {named}: {published} | {measured}{ends} | {difference}")
         console.print("")
 
 
@@ -102,6 +110,7 @@ def maps(
         templates: Sentences for the correlations, one a line, each with {source}. Default: headwater's own.
         device: Where a model that is loaded here runs; see `hw.load`. Default: a CUDA device if there is one.
     """
+    from headwater.heads.head_map import HeadMap
     from headwater.heads.validation import TEMPLATES
     from headwater.reference.maps import reproduce_maps
 
@@ -110,7 +119,7 @@ def maps(
         templates=TEMPLATES if templates is None else _lines(templates), device=device, progress=run.progress,
         out=run.out,
     )  # fmt: skip
-    _report(found, run)
+    _report(found, run, ("heads",), {"heads": HeadMap})
 
 
 @app.command
@@ -120,17 +129,19 @@ def pathways(
     questions: list[str],
     published: Published = None,
     sample: int = 4000,
+    asked: Answering = Answering(),
     method: list[str] | None = None,
     token: ProbeToken = "exact_answer_last",
     seeds: int = 3,
-    extract: Extract = None,
-    batch_size: int = 64,
+    controls: bool = True,
     load: Load = Load(),
     run: Run = Run(),
 ) -> None:
-    """Detection of wrong answers (Luo et al., ACL 2026, Tables 2 and 3): AUC of every method, and of the mode.
+    """ΔP, saliency, refusals and detection of wrong answers (Luo et al., ACL 2026): from a model to all of them.
 
-    Question sets other than PopQA need columns `subject` and `property` with the exact words, or --extract.
+    Says first what it will do and how long that takes. With --out, every part has a folder with its figures, tables and
+    sentences, and the published figures of this model are drawn. Question sets other than PopQA need columns `subject`
+    and `property` with the exact words, or --extract.
 
     **Example**
 
@@ -142,21 +153,20 @@ def pathways(
         method: Which detectors of `headwater detect`. Default: those whose numbers were published.
         token: Where probes read; see `headwater pathways`.
         seeds: How many splits into halves.
-        batch_size: Rows in one run.
+        controls: Run the controls of `headwater pathways` too.
     """
-    from headwater.reference.pathways import METHODS, reproduce_pathways
+    from headwater.reference.pathways import METHODS, PARTS, reproduce_pathways
 
-    extractor = read_extractor(extract)
     found = reproduce_pathways(
         load.model(model), questions, published=published, sample=sample or None,
-        methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, extractor=extractor,
-        batch_size=batch_size, progress=run.progress, out=run.out,
+        methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, controls=controls,
+        **asked.read(), progress=run.progress, out=run.out,
     )  # fmt: skip
-    _report(found, run)
+    _report(found, run, ("pathways", "saliency"), PARTS)
 
 
 @app.command
-def depth(
+def memorization(
     model: Model,
     *,
     data: Data = None,
@@ -172,20 +182,21 @@ def depth(
 
     **Example**
 
-    `headwater reproduce depth meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/depth`
+    `headwater reproduce memorization meta-llama/Meta-Llama-3-8B-Instruct --data depthqa --out runs/depth`
 
     Args:
         batch_size: Texts in one run.
     """
     from headwater.likelihood.graph import load_depth_graph
-    from headwater.reference.depth import reproduce_depth
+    from headwater.likelihood.profile import DepthProfile
+    from headwater.reference.memorization import reproduce_memorization
 
     graph, scorer = load_depth_graph(data, predictions=predictions), read_judge(judge)
-    found = reproduce_depth(
+    found = reproduce_memorization(
         load.model(model), graph, published=published, judge=scorer, predecessors=predecessors, batch_size=batch_size,
         progress=run.progress, out=run.out,
     )  # fmt: skip
-    _report(found, run)
+    _report(found, run, ("memorization",), {"profile": DepthProfile})
 
 
 @app.command
@@ -232,12 +243,30 @@ def _lines(file: Path) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def _report(found: Reproduction, run: Run) -> None:
+def _report(
+    found: Reproduction, run: Run, figures: Sequence[str] = (), parts: Mapping[str, type[Result]] = MappingProxyType({})
+) -> None:
+    """Write the figures of a reproduction and of its parts, and what these report; print the numbers side by side."""
+    from headwater.demo.page import write_report
     from headwater.runs.findings import records_of
 
-    comparable = found.table["difference"].notna().any()
-    files = run.write(found, "reproduction") if comparable else []
-    run.report(found.findings() | {"rows": records_of(found.table), "files": files}, _show)
+    files: list[str] = []
+    notes: list[str] = []
+    if run.out is not None and is_main():
+        results = {name: of.load(run.out / name) for name, of in parts.items()}
+        for name, result in results.items():
+            files += run.write(result, name, name)
+        for kind in figures:
+            try:
+                made = drawn(kind, [run.out], style="published", out=run.out / f"published-{kind}")
+            except InputError as error:
+                made = {"files": [], "note": f"No figure of {kind}: {error}"}
+            files, notes = files + made["files"], [*notes, made["note"]]
+        files += [str(write_report(results, run.out / "report.md"))] if results else []
+    if found.table["difference"].notna().any():
+        files += run.write(found, "reproduction")
+    summary = found.findings() | {"rows": records_of(found.table), "files": files}
+    run.report(summary | {"notes": [*filter(None, notes), *found.notes]}, _show)
 
 
 def _show(found: dict[str, Any], console: Console) -> None:

@@ -73,7 +73,8 @@ def write_report(found: Mapping[str, Result], file: Path) -> Path:
     """Write what several results show as Markdown, with the figures beside it."""
     lines = []
     for name, result in found.items():
-        lines += [f"## {STEPS[name].title}", *(_markdown(one) for one in result.report())]
+        title = STEPS[name].title if name in STEPS else name.capitalize()
+        lines += [f"## {title}", *(_markdown(one) for one in result.report())]
         if (file.parent / name / f"{name}.png").exists():
             lines.append(f"![{name}]({name}/{name}.png)")
     run = next(iter(found.values())).run

@@ -37,6 +37,7 @@ from headwater.figures.style import (
     whole_numbers,
 )
 from headwater.figures.style import style as shared_look
+from headwater.likelihood.answering import DATA
 from headwater.likelihood.profile import DepthProfile
 from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.result import DRAWINGS
@@ -157,7 +158,6 @@ def _published_panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -
         ax.set_title(titles[number], **_title_look(titles))
         if places[number] % columns and not is_alone:
             ax.set_ylabel("")
-    _share_top(axes[: len(named)])
     return figure
 
 
@@ -174,6 +174,14 @@ def _published_gaps(profile: DepthProfile, ax: Axes) -> None:
     ax.set_xticks(np.arange(-GAP_RANGE, GAP_RANGE + 0.1, 0.5))
     ax.tick_params(axis="x", labelsize=6)
     ax.legend(handles, quarters, loc="upper right", handlelength=1.6)
+
+
+def answers_note(profiles: Sequence[DepthProfile]) -> str:
+    """Name the models whose gap panel judges answers that lay in the data; "" without one."""
+    given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in QUARTILES)]
+    named = ", ".join(short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
+    said = "judges the answers in the data, whichever model wrote them; answers='model' lets the model answer itself"
+    return f"The score gap of {named} {said}." if named else ""
 
 
 def _title_look(titles: Sequence[str]) -> dict[str, Any]:

@@ -34,7 +34,10 @@ from headwater.options import checked_name
 from headwater.pathways.attention_saliency import Saliency
 from headwater.pathways.saliency_report import LossName
 from headwater.runs.figure_options import Size, apply_title_and_size
+from headwater.runs.findings import said_number
 from headwater.runs.result import DRAWINGS
+from headwater.stats.discrimination import auc
+from headwater.stats.resample import Draws, interval
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
 ARROWS = {"saliency_exact_answer": "E_Q \\to E_A", "saliency_all": "E_Q \\to *"}
@@ -288,3 +291,15 @@ def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> ND
 def _density(values: NDArray[np.float64], grid: NDArray[np.float64], reflect: bool) -> NDArray[np.float64]:
     density = gaussian_kde(values)
     return np.asarray(density(grid) + density(-grid) if reflect else density(grid))
+
+
+def chance_note(shown: Sequence[Saliency]) -> str:
+    """Name the runs and question sets whose probe is not above chance: their saliency is of nothing; "" without."""
+    found = []
+    for one in shown:
+        for name, rows in one.of().groupby("dataset", sort=False):
+            counts = Draws.of(rows["example"]).counts
+            told = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
+            if not told.low > 0.5:
+                found.append(f"{short_name(one.run.model)}, {name} ({said_number(*told)})")
+    return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(found)}." if found else ""

@@ -44,10 +44,9 @@ from headwater.likelihood.framed import SPANS, Scored, Scoring
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
-from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.questions.asking import RAW, Messages
+from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.judge import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
@@ -241,7 +240,7 @@ def memorization(
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),
         "predecessors": predecessors, "predecessor_prompt": wording.written,
         "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
-        "lens": lens_named(lens), "judge": judge, "ends": end_tokens(model), "max_new_tokens": max_new_tokens,
+        "lens": lens_named(lens), "judge": judge, "ends": answer_ends(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
     asking = Asking(max_new_tokens, "line" if context == RAW else "end", batch_size)

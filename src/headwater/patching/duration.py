@@ -14,7 +14,7 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.progress import say
+from headwater.progress import said_time, say
 
 PATIENCE = 60.0
 """Seconds from which on it is said how long a run takes."""
@@ -44,9 +44,9 @@ def say_how_long(
         return
     needed = work / rate(model)
     if hours is not None and needed > 3600 * hours:
-        raise InputError(f"{what} would take about {_said(needed)}; hours={hours:g} were allowed. {advice}")
+        raise InputError(f"{what} would take about {said_time(needed)}; hours={hours:g} were allowed. {advice}")
     if needed > PATIENCE:
-        say(progress, f"{what} take about {_said(needed)}. {advice}")
+        say(progress, f"{what} take about {said_time(needed)}. {advice}")
 
 
 def rate(model: HookedModel) -> float:
@@ -59,7 +59,3 @@ def rate(model: HookedModel) -> float:
         float((a @ b)[0, 0])
         best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
     return best
-
-
-def _said(needed: float) -> str:
-    return f"{needed / 3600:,.2g} hours" if needed > 3600 else f"{needed / 60:.2g} minutes"

@@ -35,7 +35,7 @@ from headwater.options import checked_count, shown
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES
 from headwater.pathways.trace import Pathways
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.asking import CHAT, SLOT, ask, plain_text, question_frame
+from headwater.questions.asking import CHAT, SLOT, ask, limit_of, plain_text, question_frame
 from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
@@ -105,7 +105,7 @@ def refusals(
     pathways: Pathways,
     *,
     prompt: str | None = None,
-    max_new_tokens: int = 32,
+    max_new_tokens: int | None = None,
     batch_size: int = 64,
     progress: bool = True,
     out: str | Path | None = None,
@@ -132,12 +132,12 @@ def refusals(
         raise InputError(f"pathways must be what hw.trace_pathways returns, found {shown(pathways)}.")
     if pathways.run.options["answered"] != describe(answered):
         raise InputError("pathways was traced on other answers: give the answers that it was traced on.")
-    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1)
     checked_count("batch_size", batch_size)
     chat = prompt is None and bool(getattr(model.tokenizer, "chat_template", None))
     asked: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt
     frame = question_frame(model, CHAT if chat else "raw", asked)
     options = {"answered": answered, "pathways": pathways, "prompt": frame.asking(SLOT)}
+    max_new_tokens = limit_of(model, frame, max_new_tokens)
     options |= {"max_new_tokens": max_new_tokens}
 
     def work(run: Run) -> Refusals:

@@ -33,11 +33,10 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation_config import end_tokens
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode, said_of_chats
 from headwater.options import checked_count
-from headwater.questions.asking import SLOT, Example, Frame, answering_frame, ask
+from headwater.questions.asking import SLOT, Example, Frame, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import Silence
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
 from headwater.questions.formats import columns_found
@@ -188,7 +187,7 @@ def answer(
     prompt: str | None = None,
     examples: Sequence[Example] | None = None,
     label: Label = CONTAINS,
-    max_new_tokens: int = 32,
+    max_new_tokens: int | None = None,
     batch_size: int = 64,
     extractor: str | Extractor | HookedModel | None = None,
     hooks: Iterable[Hook | PromptHook] = (),
@@ -210,7 +209,7 @@ def answer(
             it ("exact"), after normalisation; or a function of question, accepted answers and answer that returns True,
             False, or None where it cannot say. `headwater.questions.labels` has the sources and limits.
         max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
-            off, and drops out.
+            off, and drops out. Default: `questions.asking.LIMITS`, more in a chat.
         batch_size: prompts in one run.
         extractor: "rules" (no model: `headwater.questions.rules`), "model" (this model, shown examples:
             `headwater.questions.model_extractor`), another loaded model, or a callable of (question, answer), such as
@@ -227,17 +226,18 @@ def answer(
         InputError: an option, the extractor or the judge cannot be used, or no question is left.
         RunFolderError: `out` holds another run.
     """
-    _check_options(model, questions, max_new_tokens, batch_size)
+    _check_options(model, questions, batch_size)
     check_label(label)
     extractor = extractor_of(extractor, model)
     frame, listed = answering_frame(model, prompt, examples), listed_hooks(hooks)
+    max_new_tokens = limit_of(model, frame, max_new_tokens)
     options = {
         "questions": questions.table,
         "prompt": frame.asking(SLOT),
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
         "extractor": extractor,
-        "ends": end_tokens(model),
+        "ends": answer_ends(model),
         "label": label,
         "hooks": listed,
         **said_of_chats([frame.asking(SLOT)]),
@@ -278,7 +278,7 @@ def check_answered(model: HookedModel, answered: object) -> None:
         raise InputError("There are no answers: the table of answered questions is empty.")
 
 
-def _check_options(model: HookedModel, questions: object, max_new_tokens: int, batch_size: int) -> None:
+def _check_options(model: HookedModel, questions: object, batch_size: int) -> None:
     check_model(model)
     if not isinstance(questions, Questions):
         raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
@@ -286,7 +286,6 @@ def _check_options(model: HookedModel, questions: object, max_new_tokens: int, b
         raise InputError(
             f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
         )
-    checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1)
     checked_count("batch_size", batch_size)
 
 

@@ -6,8 +6,8 @@
    A template that refuses or drops a message of the system has it at the head of the message behind it.
    Answered examples (`EXAMPLES`) may come first: raw in the same prompt, a blank line behind each; in a chat as turns,
    behind an instruction to answer in a few words.
-2. Greedy generation (`models.generation`), shortest prompts first, up to the end token, or up to the first line break,
-   which may be part of a token. The log-probability of every token is kept.
+2. Greedy generation (`models.generation`), shortest prompts first, up to a special token such as the end token, or up
+   to the first line break, which may be part of a token. The log-probability of every token is kept.
 3. A prompt that leaves no room for an answer is not asked.
 """
 
@@ -24,7 +24,7 @@ from headwater.models.generation.loop import generate
 from headwater.models.generation_config import end_tokens
 from headwater.models.hints import warn_of_no_template
 from headwater.models.tokens import ChatText, by_length, chat_text, encode
-from headwater.options import shown
+from headwater.options import checked_count, shown
 from headwater.runs.analysis import Run
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ EXAMPLES = (
 BRIEFLY = "Answer each question with a name, a number or a few words only, never with a sentence."
 ROOM = 4
 """Examples that nobody asked for take at most one of so many parts of what a model reads."""
+LIMITS = {False: 32, True: 64}
+"""Tokens of an answer, where nobody says how many: in a raw prompt, and in a chat. Of 64 answers in chats of
+SmolLM2-135M-Instruct to questions of four sets 8 have more than 32 tokens, and one more than 64."""
 Example: TypeAlias = tuple[str, str]
 """A question and its answer."""
 Messages: TypeAlias = Sequence[Mapping[str, str]]
@@ -127,6 +130,17 @@ def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[E
     return frame if ROOM * len(tokens) <= model.shape.n_ctx else question_frame(model)
 
 
+def limit_of(model: HookedModel, frame: Frame, given: int | None) -> int:
+    """Return how many tokens an answer in a frame may have: as many as given, or those of `LIMITS`.
+
+    A model that reads little has no more in a chat, so that questions need not make room.
+    """
+    if given is not None:
+        return checked_count("max_new_tokens", given, most=model.shape.n_ctx - 1)
+    has_room = ROOM * LIMITS[True] <= model.shape.n_ctx
+    return LIMITS[frame.is_chat and has_room]
+
+
 def _checked(examples: Sequence[Example]) -> list[Example]:
     pairs = list(examples) if isinstance(examples, list | tuple) else None
     for one in [examples] if pairs is None else pairs:
@@ -209,7 +223,7 @@ def ask(
     Yields:
         The places of a batch, and what was written behind each.
     """
-    ends, is_end = end_tokens(model), _ending(model, until)
+    ends, is_end = answer_ends(model), _ending(model, until)
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
     order = by_length([len(prompts[place]) for place in fitting], batch_size)
     batches = [[fitting[i] for i in batch] for batch in order]
@@ -223,10 +237,18 @@ def ask(
             yield [(place, _written(made, row, ends)) for row, place in enumerate(places)]
 
 
+def answer_ends(model: HookedModel) -> frozenset[int]:
+    """Return the tokens that end an answer and are no part of it: end tokens, and all others that are special.
+
+    A special token begins another turn or document, as SmolLM2-Instruct's `<|endoftext|>` does, which is no end token.
+    """
+    return end_tokens(model) | frozenset(getattr(model.tokenizer, "all_special_ids", ()))
+
+
 def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
     """Return a function that says of a token whether it ends an answer."""
     tokenizer: Any = model.tokenizer
-    known = dict.fromkeys(end_tokens(model), True)
+    known = dict.fromkeys(answer_ends(model), True)
 
     def is_end(token: int) -> bool:
         if token not in known:

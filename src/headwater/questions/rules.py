@@ -1,8 +1,8 @@
 """Exact words by rules, without a model: which words of an English question name its entity and what is asked of it.
 
 1. The subject (the entity) is what stands in quotation marks; else the names: words with a capital, which small words
-   may join ("Duke of Wellington"), and all that stands behind the last "of" if it holds one; else numbers; else the
-   last noun phrase.
+   may join ("Duke of Wellington"), and all that stands behind the last "of" if it holds one. In a question without a
+   capital it is all that follows the property, or comes before the question word.
 2. The property is the noun behind a possessive ("Ann's job"); else the verb behind "who"; else the nouns behind "what",
    "which", "how many", or behind the verb that follows them ("what is the capital of ..."), and what stands behind the
    entity ("In what city was she born?").
@@ -117,7 +117,7 @@ def by_rules(question: str, answer: str) -> dict[str, object]:
     """
     words = _Word.all(question)
     subjects = _subjects(question, words)
-    properties = _properties(words, subjects)
+    subjects, properties = (subjects, _properties(words, subjects)) if subjects else _without_names(words)
     found: dict[str, object] = {}
     if subjects:
         found["subject"] = [question[start:end] for start, end in subjects]
@@ -132,12 +132,47 @@ def _subjects(text: str, words: list[_Word]) -> list[Span]:
     """Return where the entity of a question stands."""
     if quoted := _quoted(text):
         return quoted
-    asks = words[1:] if words and _opens(words) else words
-    if names := _names(asks):
-        return _to_the_end(text, words, names)
-    if numbers := [match.span() for match in NUMBERS.finditer(text)]:
-        return numbers
-    return _last_noun_phrase(words)
+    names = _names(words[1:] if words and _opens(words) else words)
+    return _to_the_end(text, words, names) if names else []
+
+
+def _without_names(words: list[_Word]) -> tuple[list[Span], list[Span]]:
+    """Return subject and property of a question without a capital: what is asked for comes first, then of what.
+
+    "who wrote the novel middlemarch", "how many seasons of rules of engagement are there", "perth is in which state".
+    """
+    lower = [word.lower() for word in words]
+    asking = next((n for n, word in enumerate(lower) if word in ASKING), -1)
+    before, behind = _stripped(words[: max(asking, 0)]), words[asking + 1 :]
+    has_auxiliary = bool(behind) and behind[0].lower() in AUXILIARIES
+    if asking >= 0 and lower[asking] in ("who", "whom") and behind and not has_auxiliary:
+        head = 1
+    elif asking >= 0 and lower[asking] in ("when", "where", "why", "how") and has_auxiliary:
+        head = 0
+    else:
+        start = next((n for n, word in enumerate(behind) if word.lower() not in SMALL | {"many", "much"}), len(behind))
+        is_kind = len(behind) > 1 and behind[0].lower() in GENERAL and behind[1] == "of"  # "what kind of thing is ..."
+        ends = (
+            n
+            for n, word in enumerate(behind)
+            if n > start and word.lower() in AUXILIARIES | (LINKS - {"of"} if is_kind else LINKS)
+        )
+        head = next(ends, len(behind))
+    asked, rest = _stripped(behind[:head]), _stripped(behind[head:])
+    if not asked and len(rest) > 1 and behind[0].lower() in ("do", "does", "did") and not LINKS & {*rest}:
+        asked, rest = rest[-1:], rest[:-1]  # "where does a gardener work"
+    if head < len(behind) and behind[head] == "'s":
+        asked, rest = rest, asked
+    found = [part for part in (before, rest) if part]
+    if not found:
+        asked, found = [], [asked] if asked else []
+    return [(part[0].start, part[-1].end) for part in found], [(asked[0].start, asked[-1].end)] if asked else []
+
+
+def _stripped(words: list[_Word]) -> list[_Word]:
+    """Words without small ones at either end."""
+    content = [n for n, word in enumerate(words) if word.lower() not in SMALL | {"many", "much"}]
+    return words[content[0] : content[-1] + 1] if content else []
 
 
 def _to_the_end(text: str, words: list[_Word], names: list[Span]) -> list[Span]:
@@ -182,16 +217,6 @@ def _trimmed(run: list[_Word]) -> list[Span]:
     while run and not (run[-1].is_name or run[-1][0].isdigit()):
         run = run[:-1]
     return [(run[0].start, run[-1].end)] if run else []
-
-
-def _last_noun_phrase(words: list[_Word]) -> list[Span]:
-    """The words behind the last link or auxiliary, without articles and a verb at the end."""
-    borders = [n for n, word in enumerate(words) if word.lower() in LINKS | AUXILIARIES | ASKING]
-    last = next((n for n in reversed(borders) if n + 1 < len(words)), -1)
-    phrase = [word for word in words[last + 1 :] if word.lower() not in ARTICLES]
-    if last >= 0 and words[last].lower() in ("does", "did", "do") and len(phrase) > 1:
-        phrase = phrase[:-1]
-    return [(phrase[0].start, phrase[-1].end)] if phrase else []
 
 
 def _properties(words: list[_Word], subjects: list[Span]) -> list[Span]:

@@ -16,7 +16,7 @@ Files are read row by row, and every row is checked before the next is read.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -76,6 +76,21 @@ class Questions:
         kept = shuffled.groupby("dataset", sort=False).head(per_dataset).sort_index()
         return Questions(kept.reset_index(drop=True), self.source)
 
+    @classmethod
+    def joined(cls, parts: "Iterable[Questions]") -> "Questions":
+        """Put question sets one after another.
+
+        Raises:
+            InputError: two sets have one name.
+        """
+        listed = list(parts)
+        names = [name for questions in listed for name in questions.datasets]
+        double = next((name for name in names if names.count(name) > 1), None)
+        if double is not None:
+            raise InputError(f"Two of the question sets are called {double!r}: give one of them a column dataset.")
+        table = pd.concat([questions.table for questions in listed], ignore_index=True)
+        return cls(table, ", ".join(questions.source for questions in listed))
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -89,7 +104,7 @@ class Questions:
 
 @checked_call
 def load_questions(
-    source: Source | None = None,
+    source: Source | Sequence[Source] | None = None,
     *,
     format: Literal["popqa", "triviaqa", "hotpotqa", "nq_open", "table"] | None = None,
     sample: int | None = None,
@@ -99,7 +114,7 @@ def load_questions(
 
     Args:
         source: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a data frame; one of the world's sets by its
-            name (`properties`, `paraphrased`, `natural`, `multi_hop`); None for all four of these.
+            name (`properties`, `paraphrased`, `natural`, `multi_hop`); a list of these; None for the world's four.
         format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default told from the first row.
         sample: draw this many questions of each set, without replacement; default all.
         seed: of the draw of questions.
@@ -111,6 +126,8 @@ def load_questions(
     if format is not None:
         check_format(format)
     checked_seed(seed)
+    if isinstance(source, list | tuple) and source:
+        return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)
     name, rows, world_set = _open(source)
     checked = list(_checked_rows(name, rows, format))
     if not checked:
@@ -121,7 +138,7 @@ def load_questions(
     return questions if sample is None else questions.sample(sample, seed)
 
 
-def _open(source: Source | None) -> tuple[str, Iterator[tuple[int, Row]], str | None]:
+def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]], str | None]:
     """Return what to call the source, its rows, and which of the world's sets was asked for by name."""
     if isinstance(source, pd.DataFrame):
         refuse_repeated("The table", source.columns)

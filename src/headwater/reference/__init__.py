@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
-    from headwater.reference.depth import reproduce_depth as reproduce_depth
     from headwater.reference.maps import reproduce_maps as reproduce_maps
     from headwater.reference.membership import reproduce_membership as reproduce_membership
+    from headwater.reference.memorization import reproduce_memorization as reproduce_memorization
     from headwater.reference.pathways import reproduce_pathways as reproduce_pathways
     from headwater.reference.plan import reproduction_plan as reproduction_plan
     from headwater.reference.published import Reproduction as Reproduction

@@ -20,7 +20,8 @@ was the best of all heads on these very items. Fisher's for correlations.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ from headwater.calls import checked_call
 from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
-from headwater.heads.relations import load_relations
+from headwater.heads.relations import Relation, load_relations
+from headwater.heads.scoring import relations_digest
 from headwater.heads.validation import TEMPLATES, dynamic_scores
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.weights.opening import open_weights
-from headwater.options import checked_path
 from headwater.reference.multi_token import multi_token_correlations
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
+from headwater.reference.steps import Steps, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.significance import wilson_interval
 
@@ -47,6 +49,8 @@ OWN_TEMPLATES = (
     "`templates` takes."
 )
 OWN_TASK = "The ablations ask for a relation's targets in headwater's own words, not in those of the publication."
+PRACTICE = 60
+"""Pairs of a relation that are timed."""
 IN_SENTENCES = ("correlations", "correlation")
 LONGER = ("multi_token", "correlation behind sources of several tokens")
 """What correlations are called in the published numbers, and in the table."""
@@ -105,37 +109,43 @@ def reproduce_maps(
         "templates": list(templates) if correlations else [],
         "bos": "tokenizer" if correlations else None,
     }
-    head_map = classify_heads(
-        weights,
-        relations=relations,
-        rule="published",
-        progress=progress,
-        out=checked_path("out", out) / "heads" if out is not None else None,
-    )
-    options |= {"heads": head_map.run.options}
+    options |= {"relations": relations_digest(relations)}
+
+    def parts(steps: Steps, of: Sequence[Relation]) -> Iterator[pd.DataFrame]:
+        numbers = reference.models[name]["relations"] if name else {}
+        head_map = steps("heads", classify_heads, weights, relations=of, rule="published")
+        yield compare_scores(head_map, numbers)
+        if not isinstance(model, HookedModel):
+            return
+        if correlations:
+            asked: dict[str, Any] = {"relations": of, "templates": templates, "bos": "tokenizer"}
+            measured = steps.unkept("correlations", dynamic_scores, model, head_map, **asked)
+            yield compare_correlations(measured.correlations, numbers)
+        if multi_token:
+            longer = steps.unkept("longer sources", multi_token_correlations, model, head_map, of)
+            yield compare_correlations(longer, numbers, LONGER)
+        known = [one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})]
+        for relation in known if ablations else ():
+            heads = numbers[relation]["ablation"]["heads"]
+            kept: dict[str, Any] = {"relations": of, "top": heads, "controls": []}
+            removed = steps.unkept(f"ablation, {relation}", ablate_heads, model, head_map, relation, **kept)
+            yield compare_ablation(removed, numbers[relation]["ablation"])
 
     def work(run: Run) -> Reproduction:
-        numbers = reference.models[name]["relations"] if name else {}
-        pieces = [compare_scores(head_map, numbers)]
+        largest = sorted(relations, key=lambda one: -len(one.pairs))
+        some = [replace(one, pairs=one.pairs[:PRACTICE]) for one in largest]
+        items = sum(len(one.pairs) for one in relations)
+        sizes = PRACTICE, 2 * PRACTICE
+
+        def practise(trial: Steps, places: Sequence[int]) -> None:
+            for _ in parts(trial, some[: len(places) // PRACTICE]):
+                pass
+
+        steps = timed_steps(run, practise, items, "pairs", sizes)
+        table = compared(pd.concat(list(parts(steps, relations)), ignore_index=True))
         notes = [] if name else [no_numbers(weights.name, reference)]
-        if correlations and isinstance(model, HookedModel):
-            measured = dynamic_scores(
-                model, head_map, relations=relations, templates=templates, bos="tokenizer", progress=progress
-            )
-            pieces.append(compare_correlations(measured.correlations, numbers))
-            notes += [OWN_TEMPLATES] if tuple(templates) == TEMPLATES else []
-        if multi_token and isinstance(model, HookedModel):
-            longer = multi_token_correlations(model, head_map, relations, progress=progress)
-            pieces.append(compare_correlations(longer, numbers, LONGER))
-        if ablations and isinstance(model, HookedModel):
-            for relation in (one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})):
-                heads = numbers[relation]["ablation"]["heads"]
-                removed = ablate_heads(
-                    model, head_map, relation, relations=relations, top=heads, controls=[], progress=progress
-                )
-                pieces.append(compare_ablation(removed, numbers[relation]["ablation"]))
-            notes.append(OWN_TASK)
-        table = compared(pd.concat(pieces, ignore_index=True))
+        notes += [OWN_TEMPLATES] if correlations and tuple(templates) == TEMPLATES else []
+        notes += [OWN_TASK] if ablations else []
         return Reproduction(table, name, reference.source, notes, run.record)
 
     return run_or_resume(Reproduction, "reproduce_maps", weights, options, work, out=out, progress=progress)

@@ -1,20 +1,26 @@
-"""The published detection of wrong answers, measured again: AUC of every method, and of telling the mode.
+"""The published analysis of two pathways, measured again: ΔP by mode, saliency, refusals, detection of wrong answers.
 
-Luo et al., "Two Pathways to Truthfulness", ACL 2026, Tables 2 and 3.
+Luo et al., "Two Pathways to Truthfulness", ACL 2026.
 
-1. A question file at a time: as many questions as were published (2,000 to train and 2,000 to test) are drawn and
-   answered, and E_Q and E_A located.
-2. `hw.detect` with every published method; half of the answers train, half test.
-3. AUC per question set and method; and that of the gate for the modes of the test half, which the publication calls
-   self-awareness. Their intervals are over questions; the ends of the mode's are averaged over seeds, which is wide.
+1. As many questions of each set as were published (2,000 to train and 2,000 to test) are drawn and answered, and E_Q
+   and E_A located.
+2. `hw.trace_pathways` (Figure 2) and `hw.saliency` with its probe (Figure 1); `hw.refusals`.
+3. `hw.detect` with every published method (Tables 2 and 3); half of the answers train, half test. The AUC of the gate
+   for the modes of the test half is what the publication calls self-awareness; its ends are averaged over seeds, which
+   is wide.
+
+Tables are compared number by number. Of figures no numbers were published: `headwater figure` draws them as published,
+from the folders `pathways` and `saliency` of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from headwater.calls import checked_call
@@ -22,13 +28,17 @@ from headwater.detection.detection import Detection, detect
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
-from headwater.options import checked_path
-from headwater.questions.answers import answer
+from headwater.pathways.attention_saliency import Saliency, saliency
+from headwater.pathways.declined import Refusals, refusals
+from headwater.pathways.trace import Pathways, trace_pathways
+from headwater.questions.answers import AnsweredQuestions, answer
+from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
-from headwater.questions.sources import Source, load_questions
+from headwater.questions.labels import CONTAINS, Label
+from headwater.questions.sources import Questions, Source, load_questions
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
+from headwater.reference.steps import Steps, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.identity import digest_of_file
 
 METHODS = {
     "p_true": "P(True)",
@@ -41,7 +51,17 @@ METHODS = {
     "pr": "PR",
 }
 DATASETS = {"popqa": "PopQA", "triviaqa": "TriviaQA", "hotpotqa": "HotpotQA", "nq_open": "NQ"}
+PARTS = {
+    "answers": AnsweredQuestions,
+    "pathways": Pathways,
+    "saliency": Saliency,
+    "refusals": Refusals,
+    "detection": Detection,
+}
+"""The folders of a run, and what each holds."""
 QUESTIONS = 4000
+PRACTICE = 24, 48
+"""Questions that are timed: probes need ten answers of either kind."""
 NOT_STATED = (
     "The publication does not state its label rule, prompt and exact token in full; its questions are a random draw, "
     "and its exact tokens come from GPT-4o."
@@ -58,12 +78,17 @@ def reproduce_pathways(
     methods: Sequence[str] = tuple(METHODS),
     token: str = "exact_answer_last",
     seeds: int = 3,
+    controls: bool = True,
     extractor: str | Extractor | None = None,
+    prompt: str | None = None,
+    examples: Sequence[Example] | None = None,
+    label: Label = CONTAINS,
+    max_new_tokens: int | None = None,
     batch_size: int = 64,
     progress: bool = True,
     out: str | Path | None = None,
 ) -> Reproduction:
-    """Measure the published numbers of detection on a model.
+    """Measure the published pathways, saliency, refusals and detection on a model.
 
     Args:
         model: a loaded model, or a checkpoint folder or hub name.
@@ -74,10 +99,16 @@ def reproduce_pathways(
         methods: which detectors of `hw.detect`; by default all.
         token: where probes read; see `headwater.pathways.trace_pathways`.
         seeds: how many splits into halves.
+        controls: run the controls of `hw.trace_pathways` too.
         extractor: names the exact words of questions and answers that say nothing of them; see `hw.answer`.
+        prompt: see `hw.answer`.
+        examples: see `hw.answer`.
+        label: see `hw.answer`.
+        max_new_tokens: see `hw.answer`.
         batch_size: rows in one run.
-        progress: show progress bars.
-        out: a folder for the result. An interrupted call, repeated, goes on from there.
+        progress: show progress bars, and say what is done and how long it takes.
+        out: a folder for the result, with a folder for each part (`PARTS`). An interrupted call, repeated, goes on
+            from there.
 
     Raises:
         InputError: no such published model, or one of another shape; or the questions cannot be used.
@@ -85,29 +116,46 @@ def reproduce_pathways(
     unknown = [name for name in methods if name not in METHODS]
     if unknown:
         raise InputError(f"{unknown[0]!r} was not published: the methods are {', '.join(METHODS)}.")
-    sources = [questions] if isinstance(questions, str | Path | pd.DataFrame) else list(questions)
     model = model if isinstance(model, HookedModel) else load(model)
+    drawn = load_questions(questions, sample=sample)  # type: ignore[arg-type]
     reference = published_numbers("pathways")
     name = reference.name_of(model.name, model.shape, published)
-    options = {"sample": sample, "methods": list(methods), "token": token, "seeds": seeds}
-    named = {"published": name, "questions": [_content(source) for source in sources], "extractor": extractor}
+    probing: dict[str, Any] = {"token": token, "seeds": seeds, "batch_size": batch_size}
+    asking: dict[str, Any] = {"extractor": extractor, "prompt": prompt, "examples": examples, "label": label}
+    asking |= {"max_new_tokens": max_new_tokens}
+    options = {"published": name, "questions": drawn.table, "methods": list(methods), "controls": controls}
+
+    numbers = reference.models[name] if name else {}
+
+    def detected(steps: Steps, asked: Questions, *, practice: bool = False) -> Detection:
+        """Make all parts, of some questions for practice; return the last."""
+        answered = steps("answers", answer, model, asked, **asking, batch_size=batch_size)
+        if practice:
+            answered = _for_practice(answered, len(asked))
+        traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
+        steps("saliency", saliency, model, answered, traced.probe)
+        steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
+        return steps("detection", detect, model, answered, methods=methods, **probing)
+
+    def practise(trial: Steps, places: Sequence[int]) -> None:
+        detected(trial, Questions(drawn.table.iloc[list(places)].reset_index(drop=True)), practice=True)
 
     def work(run: Run) -> Reproduction:
-        numbers = reference.models[name] if name else {}
-        shared: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-        fitting: dict[str, Any] = {"methods": methods, "token": token, "seeds": seeds}
-        pieces = []
-        for number, source in enumerate(sources):
-            drawn, below = load_questions(source, sample=sample), f"set_{number}"
-            answered = answer(model, drawn, extractor=extractor, out=run.below(f"{below}/answers"), **shared)
-            detection = detect(model, answered, out=run.below(f"{below}/detection"), **fitting, **shared)
-            pieces.append(compare_detection(detection, numbers))
-        unknown = [not_held(name)] if name and not numbers.keys() & {"detection", "mode"} else []
-        notes = [*unknown, NOT_STATED] if name else [no_numbers(model.name, reference), NOT_STATED]
-        table = compared(pd.concat(pieces, ignore_index=True))
-        return Reproduction(table, name, reference.source, notes, run.record)
+        found = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE), drawn)
+        notes = [] if name else [no_numbers(model.name, reference)]
+        notes += [not_held(name)] if name and not numbers.keys() & {"detection", "mode"} else []
+        table = compared(compare_detection(found, numbers))
+        return Reproduction(table, name, reference.source, [*notes, NOT_STATED], run.record)
 
-    return run_or_resume(Reproduction, "reproduce_pathways", model, options | named, work, out=out, progress=progress)
+    whole = options | asking | probing
+    return run_or_resume(Reproduction, "reproduce_pathways", model, whole, work, out=out, progress=progress)
+
+
+def _for_practice(answered: AnsweredQuestions, size: int) -> AnsweredQuestions:
+    """Return so many answers of one set, every other one called wrong: what a clock needs to have probes fitted."""
+    rows = answered.table.iloc[np.resize(np.arange(len(answered.table)), size)].reset_index(drop=True)
+    names = [f"{text} {place}" for place, text in enumerate(rows["question"])]
+    return replace(answered, table=rows.assign(question=names, z=np.arange(len(rows)) % 2, dataset="practice"))
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:
@@ -123,11 +171,3 @@ def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.Da
         gate = fits[["gate_auc", "gate_low", "gate_high"]].mean().tolist()
         rows.append(("AUC of the mode", name, "gate", modes.get(name), *gate))
     return pd.DataFrame(rows, columns=["quantity", "dataset", "method", "published", "measured", "low", "high"])
-
-
-def _content(source: Source) -> object:
-    """Return what stands for a question set in the record of a run: its rows, or the hash of its file."""
-    if isinstance(source, pd.DataFrame):
-        return source
-    path = checked_path("questions", source)
-    return {"name": str(source), "file": digest_of_file(path) if path.is_file() else None}

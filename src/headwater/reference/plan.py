@@ -1,25 +1,21 @@
-"""What measures every published number again: a command per model, its data, the size of its weights, its numbers.
+"""What measures every published number again: a command per model, its data, the size of its weights.
 
-What the command cannot measure, or not as published (`limits`), stands beside: whoever reads a difference must know it.
-So do the numbers that a finished run of the command measured, where its folder is there.
+Beside: what the commands of an analysis cannot measure, or not as published (`LIMITS`), which whoever reads a
+difference must know; how many numbers of a model were published, and how many of these a finished run has measured.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from headwater.calls import checked_call
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
-from headwater.reference.maps import IN_SENTENCES, LONGER, REMOVALS
-from headwater.reference.membership import BEST, JOINED, QUANTITIES
-from headwater.reference.published import NUMBERS, Reproduction, compared, published_numbers
+from headwater.reference.membership import JOINED
+from headwater.reference.published import Reproduction, published_numbers
 
 RUNS = "runs"
 BILLIONS = {
@@ -40,7 +36,6 @@ BILLIONS = {
 """Parameters of every published model, by its name on the hub."""
 ONE_GPU = 70
 """GiB that weights may take of a GPU of 80 GB."""
-NO_NUMBERS = "the publication lists this model; none of its numbers are held here"
 LIMITS = {
     "maps": (
         "correlations and ablations ask in headwater's own words; --templates FILE takes the published sentences",
@@ -49,15 +44,54 @@ LIMITS = {
     "pathways": (
         "prompt, label rule and draw of 2,000 + 2,000 questions are not stated in full; rules name the exact words in "
         "place of GPT-4o",
+        "0 numbers: the publication lists the model, but its numbers are not held here",
     ),
-    "depth": ("answers are greedy; published ones were sampled at temperature 1 and judged by GPT-4 (--judge)",),
+    "memorization": ("answers are greedy; published ones were sampled at temperature 1 and judged by GPT-4 (--judge)",),
     "membership": (
         "neighbor: needs texts that another model perturbed, and stays empty",
         "reference: needs --reference MODEL (published: Pythia-70M, LLaMA-7B)",
+        "Mamba's texts begin with a beginning-of-sequence token, as TransformerLens has it; published ones did not",
     ),
 }
-"""By analysis, what is so for every model."""
-BEGUN = "texts begin with a beginning-of-sequence token, as TransformerLens has it for Mamba; published ones did not"
+"""By analysis: what it cannot measure, or not as it was published."""
+MIMIR = tuple(
+    f"mimir/{one}.jsonl"
+    for one in ("arxiv", "dm_mathematics", "github", "hackernews", "pile_cc", "pubmed_central", "wikipedia")
+)
+TEXTS = {
+    "wikimia_32": ("WikiMIA_length32.jsonl",),
+    "wikimia_32_paraphrased": ("WikiMIA_length32_paraphrased.jsonl",),
+    JOINED: ("WikiMIA_concat.jsonl",),
+    "mimir": MIMIR,
+}
+"""By benchmark of membership: its files."""
+QUESTIONS = ("popqa.tsv", "triviaqa.json", "hotpotqa.json", "nq_open.jsonl")
+DATA = {
+    "MAPS/datasets": "the published relations, a folder of NAME/NAME.json (github.com/amitelhelo/MAPS)",
+    "popqa.tsv": "PopQA (Mallen et al. 2023)",
+    "triviaqa.json": "TriviaQA, unfiltered or RC",
+    "hotpotqa.json": "HotpotQA, dev",
+    "nq_open.jsonl": "NQ-open",
+    "depthqa": "questions, nodes and node_to_q of kaist-ai/DepthQA; answers with their scores where there are",
+    "WikiMIA_length32.jsonl": "WikiMIA, 32 words: input, label",
+    "WikiMIA_length32_paraphrased.jsonl": "the same, paraphrased: input, label",
+    "WikiMIA_concat.jsonl": "WikiMIA put together (zjysteven/WikiMIA_concat): input, labels of 32 words",
+    **dict.fromkeys(MIMIR, "MIMIR, ngram_13_0.8, rows of text and member"),
+}
+"""What the files and folders are that the commands name."""
+FIGURES: dict[str, dict[str, tuple[str, ...]]] = {
+    "maps": {"heads": ("gpt2-xl", "phi-2", "pythia-12b", "Meta-Llama-3.1-70B")},
+    "pathways": {
+        "pathways": ("Llama-3.2-1B", "Llama-3.2-3B"),
+        "saliency --set triviaqa": ("Meta-Llama-3-8B", "Meta-Llama-3-70B"),
+    },
+    "memorization": {
+        "memorization": (
+            "Llama-2-7b-chat-hf", "Llama-2-70b-chat-hf", "Meta-Llama-3-8B-Instruct", "Meta-Llama-3-70B-Instruct",
+        )
+    },
+}  # fmt: skip
+"""By analysis: the published figures that `headwater figure` draws of its runs, and of which models."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +99,19 @@ class Line:
     """What measures the published numbers of one model again."""
 
     analysis: str
-    """"maps", "pathways", "depth" or "membership"."""
+    """"maps", "pathways", "memorization" or "membership"."""
     model: str
     command: str
     data: tuple[str, ...]
-    """The files and folders that the command names, and what they are."""
+    """The files and folders that the command names; `DATA` says what they are."""
     weights: float
     """GiB, in the dtype that the command names: float32 for head maps and membership, otherwise bfloat16."""
     folder: str
     """Where the command leaves its run, below `runs`."""
-    limits: tuple[str, ...]
-    """What the command cannot measure, or not as it was published."""
-    numbers: pd.DataFrame
-    """`quantity, of, published, measured, low, high, difference`; the last four are NaN until a run is finished."""
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether a finished run was found."""
-        return bool(self.numbers["measured"].notna().any())
+    published: int
+    """How many numbers were published."""
+    measured: int
+    """How many of them a finished run has measured."""
 
 
 @checked_call
@@ -90,7 +119,7 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[Line, ...]:
     """Return what measures every published number again, a line per analysis and model.
 
     Args:
-        runs: the folder below which the commands leave their runs; numbers of finished ones are read there.
+        runs: the folder below which the commands leave their runs; finished ones are read there.
 
     Raises:
         InputError: `runs` is no path.
@@ -99,134 +128,66 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[Line, ...]:
     return tuple(line for kind in _LINES for line in _LINES[kind](below, kind))
 
 
+def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:
+    """Return the commands that draw an analysis' published figures of its finished runs."""
+    return [
+        f"headwater figure {figure.partition(' ')[0]} {' '.join(str(Path(runs) / f'{kind}-{one}') for one in models)}"
+        f"{figure.removeprefix(figure.partition(' ')[0])} --style published"
+        for figure, models in FIGURES.get(kind, {}).items()
+    ]
+
+
 def _line(
-    runs: Path,
-    kind: str,
-    model: str,
-    words: str,
-    data: Mapping[str, str],
-    limits: Sequence[str],
-    part: str = "",
+    runs: Path, kind: str, model: str, words: str, data: tuple[str, ...], numbers: Mapping[str, Any], part: str = ""
 ) -> Line:
     folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], part)))
     weights = BILLIONS[model] * 1e9 * (4 if kind in ("maps", "membership") else 2) / 2**30
     spread = " --device auto" if weights > ONE_GPU else ""
     command = f"headwater reproduce {kind} {model} {words}{spread} --out {folder}"
-    listed = tuple(f"{name}: {what}" for name, what in data.items())
-    numbers = _with_measured(published_rows(kind, model, part), folder)
-    known = (*limits, *([] if len(numbers) else [NO_NUMBERS]))
-    return Line(kind, model, command, listed, weights, str(folder), known, numbers)
+    try:
+        measured = int(Reproduction.load(folder).table["difference"].count())
+    except RunFolderError:
+        measured = 0
+    return Line(kind, model, command, data, weights, str(folder), _count(numbers), measured)
+
+
+def _count(numbers: object) -> int:
+    """Count the published numbers of a model: all but its shape, and a ranking of heads once."""
+    if isinstance(numbers, Mapping):
+        return sum(_count(value) for name, value in numbers.items() if name not in ("layers", "heads"))
+    return 1
 
 
 def _maps(runs: Path, kind: str) -> Iterator[Line]:
-    data = {"MAPS/datasets": "the published relations, a folder of NAME/NAME.json (github.com/amitelhelo/MAPS)"}
     for model, numbers in published_numbers(kind).models.items():
         relations = numbers["relations"].values()
         ablated, longer = (any(part in one for one in relations) for part in ("ablation", "multi_token"))
         words = f"--datasets MAPS/datasets{' --ablations' * ablated}{' --multi-token' * longer}"
-        yield _line(runs, kind, model, words, data, LIMITS[kind])
+        yield _line(runs, kind, model, words, ("MAPS/datasets",), numbers)
 
 
 def _pathways(runs: Path, kind: str) -> Iterator[Line]:
-    files = {
-        "popqa.tsv": "PopQA (Mallen et al. 2023)",
-        "triviaqa.json": "TriviaQA, unfiltered or RC",
-        "hotpotqa.json": "HotpotQA, dev",
-        "nq_open.jsonl": "NQ-open",
-    }
-    words = " ".join(f"--questions {name}" for name in files) + " --extract rules --dtype bfloat16"
-    for model in published_numbers(kind).models:
-        yield _line(runs, kind, model, words, files, LIMITS[kind])
+    words = " ".join(f"--questions {name}" for name in QUESTIONS) + " --extract rules --dtype bfloat16"
+    for model, numbers in published_numbers(kind).models.items():
+        yield _line(runs, kind, model, words, QUESTIONS, numbers)
 
 
-def _depth(runs: Path, kind: str) -> Iterator[Line]:
-    data = {"depthqa": "questions, nodes and node_to_q of kaist-ai/DepthQA; answers with their scores where there are"}
-    for model in published_numbers(kind).models:
-        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", data, LIMITS[kind])
+def _memorization(runs: Path, kind: str) -> Iterator[Line]:
+    for model, numbers in published_numbers(kind).models.items():
+        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", ("depthqa",), numbers)
 
 
 def _membership(runs: Path, kind: str) -> Iterator[Line]:
-    of_mimir = "arxiv dm_mathematics github hackernews pile_cc pubmed_central wikipedia"
-    files = {
-        "wikimia_32": {"WikiMIA_length32.jsonl": "WikiMIA, 32 words: input, label"},
-        "wikimia_32_paraphrased": {"WikiMIA_length32_paraphrased.jsonl": "the same, paraphrased: input, label"},
-        JOINED: {"WikiMIA_concat.jsonl": "WikiMIA put together (zjysteven/WikiMIA_concat): input, labels of 32 words"},
-        "mimir": {f"mimir/{one}.jsonl": "MIMIR, ngram_13_0.8, rows of text and member" for one in of_mimir.split()},
-    }
     for model, numbers in published_numbers(kind).models.items():
-        for benchmark in (one for one in files if one in numbers):
-            named = " ".join(f"--texts {name}" for name in files[benchmark])
+        for benchmark in (one for one in TEXTS if one in numbers):
+            named = " ".join(f"--texts {name}" for name in TEXTS[benchmark])
             words = f"{named} --benchmark {benchmark} --dtype float32"
-            limits = (*LIMITS[kind], *([BEGUN] if "mamba" in model else []))
-            yield _line(runs, kind, model, words, files[benchmark], limits, benchmark)
+            yield _line(runs, kind, model, words, TEXTS[benchmark], numbers[benchmark], benchmark)
 
 
 _LINES: dict[str, Callable[[Path, str], Iterator[Line]]] = {
     "maps": _maps,
     "pathways": _pathways,
-    "depth": _depth,
+    "memorization": _memorization,
     "membership": _membership,
 }
-
-
-def published_rows(kind: str, model: str, benchmark: str = "") -> pd.DataFrame:
-    """Return the published numbers of a model, named as its reproduction names them: `quantity, of, published`."""
-    numbers = published_numbers(kind).models[model]
-    rows = list(_ROWS[kind](numbers.get(benchmark, {}) if benchmark else numbers, benchmark))
-    return pd.DataFrame(rows, columns=["quantity", "of", "published"])
-
-
-def _rows_of_maps(numbers: Mapping[str, Any], _: str) -> Iterator[tuple[str, str, float]]:
-    for relation, one in numbers["relations"].items():
-        if "pairs" in one:
-            yield "surviving pairs", relation, one["pairs"]
-        yield "best score", relation, one["score"]
-        yield "best suppression", relation, one["suppression"]
-        if one.get("ranked_heads"):
-            yield "heads in their published place", relation, len(one["ranked_heads"].split())
-        for key, quantity in (IN_SENTENCES, LONGER):
-            yield from ((f"{quantity}, {name}", relation, value) for name, value in one.get(key, {}).items())
-        for quantity, (_, key) in REMOVALS.items():
-            if key in one.get("ablation", {}):
-                yield quantity, relation, one["ablation"][key]
-
-
-def _rows_of_pathways(numbers: Mapping[str, Any], _: str) -> Iterator[tuple[str, str, float]]:
-    for method, by_set in numbers.get("detection", {}).items():
-        for dataset, value in by_set.items():
-            yield "AUC of wrong answers", f"{dataset}, {method}", value
-    for dataset, value in numbers.get("mode", {}).items():
-        yield "AUC of the mode", f"{dataset}, gate", value
-
-
-def _rows_of_depth(numbers: Mapping[str, Any], _: str) -> Iterator[tuple[str, str, float]]:
-    for key, quantity in (("accuracy", "accuracy"), ("forward", "forward discrepancy")):
-        yield from ((quantity, depth, value) for depth, value in numbers.get(key, {}).items())
-    yield from (("backward discrepancy", depth, value) for depth, value in numbers.get("backward", {}).items())
-
-
-def _rows_of_membership(numbers: Mapping[str, Any], benchmark: str) -> Iterator[tuple[str, str, float]]:
-    for measure, quantity in QUANTITIES.items():
-        for score, value in numbers.get(measure, {}).items():
-            named = score + BEST if score in ("min_k", "min_k++") else score
-            yield quantity, f"{benchmark}, {named}", value
-
-
-_ROWS: dict[str, Callable[[Mapping[str, Any], str], Iterator[tuple[str, str, float]]]] = {
-    "maps": _rows_of_maps,
-    "pathways": _rows_of_pathways,
-    "depth": _rows_of_depth,
-    "membership": _rows_of_membership,
-}
-
-
-def _with_measured(rows: pd.DataFrame, folder: Path) -> pd.DataFrame:
-    """Put what a finished run measured beside the published numbers."""
-    try:
-        found = Reproduction.load(folder).table
-    except RunFolderError:
-        return compared(rows.assign(measured=math.nan))
-    named = [name for name in found if name not in ("quantity", *NUMBERS)]
-    found = found.assign(of=[", ".join(map(str, one)) for one in found[named].itertuples(index=False)])
-    measured = found[["quantity", "of", "measured", "low", "high"]]
-    return compared(rows.merge(measured, on=["quantity", "of"], how="left", validate="one_to_one"))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from headwater.models.shape import ModelShape
 
-KINDS = ("maps", "pathways", "depth", "membership")
+KINDS = ("maps", "pathways", "memorization", "membership")
 NUMBERS = ("published", "measured", "low", "high", "difference")
 
 
@@ -133,7 +133,7 @@ class Reproduction(Result):
 
 
 def published_numbers(kind: str) -> Published:
-    """Read the numbers of one publication: "maps", "pathways", "depth" or "membership".
+    """Read the numbers of one publication: "maps", "pathways", "memorization" or "membership".
 
     Raises:
         InputError: there is no such file.

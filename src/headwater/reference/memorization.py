@@ -15,7 +15,8 @@ too (`predecessors`); their published numbers are not held here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
-from headwater.options import checked_path
 from headwater.questions.judge import Judge
 from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
+from headwater.reference.steps import Steps, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
@@ -49,7 +50,7 @@ OWN_SCORES = (
 
 
 @checked_call
-def reproduce_depth(
+def reproduce_memorization(
     model: HookedModel | str | Path,
     graph: DepthGraph,
     *,
@@ -77,22 +78,17 @@ def reproduce_depth(
         InputError: no such published model, or one of another shape; or nothing can be scored.
     """
     model = model if isinstance(model, HookedModel) else load(model)
-    reference = published_numbers("depth")
+    reference = published_numbers("memorization")
     name = reference.name_of(model.name, model.shape, published)
-    profile = memorization(
-        model,
-        graph,
-        judge=judge,
-        controls=False,
-        predecessors=predecessors,
-        **_asking(model, predecessors),
-        batch_size=batch_size,
-        progress=progress,
-        out=checked_path("out", out) / "profile" if out is not None else None,
-    )
-    options = {"published": name, "profile": profile.run.options}
+    asked: dict[str, Any] = {"judge": judge, "predecessors": predecessors, **_asking(model, predecessors)}
+    options = {"published": name, "graph": graph.name, "nodes": graph.table, "graph_notes": list(graph.notes)}
+
+    def profiled(steps: Steps, of: DepthGraph) -> DepthProfile:
+        return steps("profile", memorization, model, of, controls=False, batch_size=batch_size, **asked)
 
     def work(run: Run) -> Reproduction:
+        steps = timed_steps(run, lambda trial, places: profiled(trial, _alone(graph, places)), len(graph), "questions")
+        profile = profiled(steps, graph)
         notes = [] if name else [no_numbers(model.name, reference)]
         notes += [OWN_SCORES] if graph.table["score"].isna().all() else []
         held = bool(name) and predecessors == NONE
@@ -102,7 +98,16 @@ def reproduce_depth(
         notes += [*_asked(profile), *graph.notes]
         return Reproduction(compared(rows), name, reference.source, notes, run.record)
 
-    return run_or_resume(Reproduction, "reproduce_depth", model, options, work, out=out, progress=progress)
+    return run_or_resume(
+        Reproduction, "reproduce_memorization", model, options | asked, work, out=out, progress=progress
+    )
+
+
+def _alone(graph: DepthGraph, places: Sequence[int]) -> DepthGraph:
+    """Return some of a graph's questions, without its edges."""
+    table = graph.table.iloc[list(places)].reset_index(drop=True)
+    none = pd.Series([()] * len(places), dtype=object)
+    return replace(graph, table=table.assign(predecessors=none, successors=none))
 
 
 def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:

@@ -1,0 +1,86 @@
+"""The pieces of a reproduction: what is done and how long it takes, said before it starts; then a line for each.
+
+How long: all pieces are made of a few items first, twice of other sizes, without a folder. What the larger took, and as
+often as need be what it took more than the smaller, is what all items will take: what a first call does once, such as
+reading weights, does not count for every item.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headwater.errors import InputError
+from headwater.progress import said_time, say
+from headwater.runs.analysis import Run
+
+R = TypeVar("R")
+
+
+class Steps:
+    """Makes pieces one after another, each in a folder of the run, so that a repeated call reads what is there."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.expected: dict[str, float] = {}
+        self.took: dict[str, float] = {}
+        """Seconds, by piece."""
+
+    def __call__(self, name: str, function: Callable[..., R], *given: Any, **options: Any) -> R:
+        """Return what a function makes, in the folder of this name."""
+        return self.unkept(name, function, *given, out=self.run.below(name), **options)
+
+    def unkept(self, name: str, function: Callable[..., R], *given: Any, **options: Any) -> R:
+        """Return what a function makes that keeps nothing in a folder."""
+        begun = time.perf_counter()
+        made = function(*given, progress=self.run.progress, **options)
+        self.took[name] = time.perf_counter() - begun
+        expected = f" of about {said_time(self.expected[name])}" if name in self.expected else ""
+        say(self.run.progress, f"{name}: done in {said_time(self.took[name])}{expected}.", anywhere=True)
+        return made
+
+
+def timed_steps(
+    run: Run,
+    make: Callable[[Steps, Sequence[int]], object],
+    items: int,
+    called: str,
+    sizes: tuple[int, int] = (4, 12),
+) -> Steps:
+    """Say what a run will do and how long, where it shows progress; return what makes its pieces.
+
+    Args:
+        run: the reproduction.
+        make: makes all pieces of some of the items, by their places.
+        items: how many there are.
+        called: what they are.
+        sizes: of how many the pieces are timed.
+    """
+    steps, (few, dozen) = Steps(run), sizes
+    if not run.progress or items <= dozen:
+        return steps
+    say(True, f"timing {dozen} of {items:,} {called} ...")
+    took = []
+    try:
+        for size in sizes:
+            trial = Steps(replace(run, folder=None, progress=False))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                make(trial, np.linspace(0, items - 1, size).astype(int).tolist())
+            took.append(trial.took)
+    except InputError as error:
+        say(True, f"how long {items:,} {called} take cannot be told: {error}", anywhere=True)
+        return steps
+    for name, seconds in took[1].items():
+        more = max(seconds - took[0].get(name, seconds), 0.0) / (dozen - few)
+        steps.expected[name] = seconds + more * (items - dozen)
+    each = ", ".join(f"{name} {said_time(seconds)}" for name, seconds in steps.expected.items())
+    total = said_time(sum(steps.expected.values()))
+    kept = "; what the folder holds already is not made again" if run.folder is not None else ""
+    say(True, f"{items:,} {called} take about {total} on this machine: {each}{kept}.", anywhere=True)
+    return steps
