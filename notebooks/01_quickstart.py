@@ -13,11 +13,8 @@
 # **Result and what would change one's mind** are at the end.
 
 # %%
-import warnings
-
 import headwater as hw
 
-warnings.filterwarnings("ignore", "smollm2")  # plain texts, without its chat template, are meant
 model = hw.load("smollm2")
 model.generate([[{"role": "user", "content": "What is the capital of France?"}]], max_new_tokens=10)
 

@@ -10,6 +10,7 @@ import pytest
 
 import headwater as hw
 from headwater.views.interactive import interactive, packed
+from headwater.views.page import page_of
 from tests.looking import Look
 from tests.viewed import PAIR, SHOWN, attended, mapped, profiled, read, spec_in, swept, traced, viewed, wired
 
@@ -300,3 +301,9 @@ def test_a_frame_in_a_notebook_is_as_high_as_its_page_at_any_width(browser, tmp_
         assert 0 <= spare <= 2, (spare, needed)
         assert inside.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         inside.get_by_text("what it says").click()
+
+
+def test_a_long_title_is_broken_on_a_phone(browser):
+    page = browser.new_context(viewport={"width": 390, "height": 800}).new_page()
+    page.set_content(page_of(f"LayerPredictions({'x' * 60}: 1,050 rows)", "", None))
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390

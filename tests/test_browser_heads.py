@@ -125,16 +125,29 @@ def test_maps_side_by_side_are_pointed_at_kept_and_filtered_together(browser, tm
     look.is_well()
 
 
-def test_a_thousand_heads_of_sixty_relations_are_ready_within_a_second(browser, tmp_path, capsys):
+def of_shape(layers, heads):
+    """The view of a map of so many heads, with 62 relations."""
     small, rng = controlled(), chance.rng()
-    places = pd.MultiIndex.from_product([range(32), range(32)], names=["layer", "head"]).to_frame(index=False)
+    places = pd.MultiIndex.from_product([range(layers), range(heads)], names=["layer", "head"]).to_frame(index=False)
     first = small.table.query("layer == 0 and head == 0").drop(columns=["layer", "head"])
     more = [first.assign(relation=first["relation"] + str(i)) for i in range(62 // len(first) + 1)]
     table = places.merge(pd.concat(more).head(62), how="cross")[small.table.columns]
     table["score"] = rng.integers(0, 120, len(table)) / 120
-    heads = places.assign(label="unclassified", categories=[()] * len(places))
-    view = replace(small, table=table, categories=heads).view()
+    categories = places.assign(label="unclassified", categories=[()] * len(places))
+    return replace(small, table=table, categories=categories).view()
+
+
+def test_a_thousand_heads_of_sixty_relations_are_ready_within_a_second(browser, tmp_path, capsys):
+    view = of_shape(32, 32)
     look = Look(browser, view, tmp_path)
     look.is_well()
     announce(capsys, f"1,024 heads × 62 relations: {look.said_of(view)}")
     assert look.cpu <= 1
+
+
+@pytest.mark.parametrize(("layers", "heads", "is_whole"), [(30, 9, True), (64, 64, False)])
+def test_on_a_phone_a_map_is_seen_whole_or_scrolls_in_its_own_frame(browser, tmp_path, layers, heads, is_whole):
+    look = Look(browser, of_shape(layers, heads), tmp_path, viewport={"width": 390, "height": 800})
+    assert look.page.evaluate("document.documentElement.scrollWidth") <= 390
+    frame = look.page.locator(".scroll:has([data-main])")
+    assert frame.evaluate("frame => frame.scrollWidth <= frame.clientWidth") == is_whole

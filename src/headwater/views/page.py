@@ -16,7 +16,8 @@ STYLE = """
 @media (prefers-color-scheme:dark){:root{--ink:#e8e8e8;--paper:#1b1b1d;--faint:#a8a8a8;--line:#444448;--accent:#7db4f0}}
 body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;margin:2rem auto;
 padding:0 1rem}
-h1{font-size:1.6rem;line-height:1.25}h2{font-size:1.2rem;margin:2.5rem 0 .3rem}nav ol{padding-left:1.4rem}
+h1{font-size:1.6rem;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.2rem;margin:2.5rem 0 .3rem}
+nav ol{padding-left:1.4rem}
 .asks{color:var(--faint);margin-top:0}nav li p{margin:0 0 .5rem}a{color:var(--accent)}
 .failed{border-left:4px solid #c0392b;padding-left:.8rem}
 figure{margin:1rem 0}figure img{max-width:100%;height:auto;background:#fff}

@@ -2,7 +2,7 @@
 // Layer by head on a canvas: `paint(pen, plane)` draws the heads. Which head is pointed at and which is kept is told by
 // `state`, which all planes of a page share: { hovered, locked, focus }, heads as [layer, head].
 hw.headPlane = ({ layers, heads, label, width: wide = 620 }, state, { paint, isShown = () => true, point, keep }) => {
-  const cell = Math.max(9, Math.min(26, Math.floor(wide / layers), Math.floor(400 / heads)));
+  const cell = Math.max(9, Math.min(26, Math.floor((hw.room(wide + 52) - 52) / layers), Math.floor(400 / heads)));
   const [left, bottom, top] = [44, 34, 8];
   const [width, height] = [left + layers * cell + 8, top + heads * cell + bottom];
   const middle = (layer, head) => [left + (layer + 0.5) * cell, top + (heads - head - 0.5) * cell];
