@@ -1,5 +1,6 @@
 """From weights to a cause, on planted models whose movers are known, and against plain hooks and shuffled targets."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -91,6 +92,15 @@ def test_each_mover_is_named_by_weights_and_attention_and_by_no_baseline(suite):
     beside = suite.ways[suite.ways["way"].isin(BASELINES)]
     assert np.allclose(beside["share"].astype(float), 0.0, atol=1e-4)
     assert "3 of 3 relations also beat every baseline" in " ".join(suite.report())
+
+
+def test_a_baseline_that_is_level_is_seen_around_the_mark_of_weights_and_attention(suite):
+    ax = suite.plot()
+    marks = {line.get_label(): line for line in ax.lines}
+    plt.close(ax.figure)
+    for way in BASELINES:
+        assert marks[way].get_markerfacecolor() == "none"
+        assert marks[way].get_markersize() > marks[NAMED].get_markersize() + 2
 
 
 def test_a_head_that_could_write_the_answer_and_never_looks_is_named_by_weights_alone(suite):

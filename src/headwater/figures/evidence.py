@@ -107,7 +107,10 @@ def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool)
     color, mark = LOOKS[way]
     if with_lines:
         ax.hlines(y, rows["low"], rows["high"], color=color, lw=1.0)
-    ax.plot(rows["share"], y, mark, color=color, ms=4.5, mew=1.2 if mark in "|x" else 0, label=way, ls="none")
+    # Baselines are larger and hollow: one that is level is seen around the mark of what is compared with it.
+    size, edge = (6.5, 1.1) if way in BASELINES else (4.0, 1.2 if mark in "|x" else 0)
+    face = "none" if way in BASELINES else color
+    ax.plot(rows["share"], y, mark, color=color, mfc=face, ms=size, mew=edge, label=way, ls="none")
 
 
 def _ways(found: Evidence, ax: Axes) -> None:
