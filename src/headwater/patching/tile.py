@@ -71,6 +71,7 @@ class Tile:
         """Where each row's tokens begin among those of the tile, and how many there are."""
         self.width = int(rows.length.max())
         """The tokens of the longest row."""
+        # Three arrays in one copy: each copy to a device is a launch of its own.
         known = np.stack([rows.start, rows.length, rows.example])
         self.starts, self.lengths, self.examples = to_device(known, device)
         self._columns = torch.arange(self.width, device=device)
@@ -132,6 +133,7 @@ class Tile:
         shared = []
         for cache in (recording.keys[layer], recording.values[layer]):
             before = cache[:, :, : self.prefix_length]
+            # Rows of one example share one view of its keys; only rows of several have to gather theirs.
             one = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
             shared.append(before[self.examples] if others else one)
         return SharedPrefix(*shared)
@@ -189,6 +191,7 @@ def tiled(rows: RowTable, taken: Indices, tile_tokens: Callable[[], int]) -> Ite
     """
     for same in np.unique(taken):
         waiting = rows[np.flatnonzero(taken == same)]
+        # The longest first: neighbours differ least in length, and where memory is too small the first tile shows it.
         waiting = waiting[np.lexsort((waiting.start, waiting.length))[::-1]]
         while len(waiting):
             n = _how_many_fit(waiting, tile_tokens())
@@ -279,6 +282,7 @@ class Masks:
 
     def _of_layer(self, layer: int) -> Float[Tensor, "query key"]:
         """What is added to the score of each query and key; the last key, number -1, is none and seen by no query."""
+        # Layers that see alike (all, or all that slide) share one tensor, and so one mask.
         visible = self.recording.visible[layer]
         if id(visible) not in self._added:
             least = torch.finfo(self._like.dtype).min

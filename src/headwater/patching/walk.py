@@ -101,12 +101,14 @@ class Walk:
     def run(self) -> None:
         """Walk down the layers and deliver every reading of every variant that is felt where it is read."""
         start = self._recorded(Stage.BLOCK_INPUT, 0)
+        # One buffer for the tokens of all rows, also of those that join later: no row is moved when others join.
         size = int(self.joining.length.sum())
         self.residual = start.new_empty(size, start.shape[-1])
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
                 self._busy = self._busy_at(layer)
+                # The size is read for each tile: it shrinks where memory runs out in the middle of a layer.
                 for rows in tiled(self.rows, self._alike(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
         self._masks.check_that_every_token_has_a_key()
@@ -121,6 +123,7 @@ class Walk:
         if len(alone := joining[followed < 0]):
             tile = Tile(alone, self.residual.device)
             self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
+        # A row that leaves its trunk had the same edits until here: it begins with a copy of the trunk's state.
         if len(leaving := joining[followed >= 0]):
             trunks = replace(leaving, offset=self.joining.offset[self._row[followed[followed >= 0]]])
             left, at = (Tile(rows, self.residual.device).places for rows in (trunks, leaving))
@@ -166,6 +169,7 @@ class Walk:
         if Stage.ATTENTION_OUTPUT in taken:
             return tile.recorded(self._recorded(Stage.ATTENTION_OUTPUT, layer))
         if Stage.HEAD_OUTPUT in taken:
+            # An edit of z needs no attention: the recorded z, with the edited heads, goes through W_O alone.
             z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for site in self.sites.values():
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
@@ -178,6 +182,7 @@ class Walk:
                 return tile.packed(
                     self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, None, tile.examples)
                 )
+        # In the last layer only the positions that are read attend. The others hold zeros, which nothing reads.
         kept = self._kept_columns(tile)
         read = self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, kept, tile.examples)
         return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(read), read))
@@ -244,6 +249,7 @@ class Walk:
             if self._tile is None:
                 return None
             layer, tile = self._tile
+            # A copy, since the block may use its own tensor again; contiguous, so that flatten is a view to write into.
             edited = activation.clone(memory_format=torch.contiguous_format)
             if site.has_keys:
                 stretches = self._stretches(site, layer, tile, 1)
@@ -335,6 +341,7 @@ class Walk:
             examples = to_device(self.variants.example[indices], residual.device)
             logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
         logits = logits.view(*tokens.shape, -1)
+        # Of all logits the first one is enough: what is not finite in a state reaches every column of W_U.
         wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
         if bool(wrong.any()):
             i, place = wrong.nonzero()[0].tolist()
@@ -343,6 +350,7 @@ class Walk:
 
     def _check_that_all_is_finite(self) -> None:
         """Look at each token's sum, which is not finite when one of its numbers is not, and then at the token."""
+        # A sum reads the memory once, without a mask of its size; but it may overflow where no number does.
         suspect = ~self.residual.sum(-1, dtype=torch.float32).isfinite()
         if not bool(suspect.any()):
             return

@@ -89,6 +89,7 @@ class WalkRunner(Runner):
         """Run both sides without edits, and keep what edits write and what is read of the runs."""
         plan, n = self.plan, len(self.group.examples)
         before = self.group.corrupting(*self._sides)
+        # Whole logits serve the check of the first call alone; later only the positions that are read are unembedded.
         unembed = not plan.model.steps_checked
         self.recording: Recording = self.blocks.record(batch, names, before, held, unembed=unembed)
         others = {name: activation[n:] for name, activation in self.recording.activations.items()}

@@ -52,7 +52,7 @@ class EditedRows:
 
 
 Change: TypeAlias = Callable[[Tensor, Tensor | None, EditedRows], Tensor]
-"""Makes rows of rows: takes what stands there, `row width`, what the other run has there, and which rows they are."""
+"""Makes rows of rows: takes what is there, `row width`, what the other run has there, and which rows they are."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class ReplacementValues:
     by_site: Mapping[Place, Tensor]
     """By site and layer, `example position ...`: what is written, or what a change is given as the other run's."""
     change: Change | None = None
-    """Makes what is written of what stands there; None where `by_site` is written as it is."""
+    """Computes what is written from what is there; None where `by_site` is written as it is."""
     examples: Sequence[int] = ()
     """The numbers by which changes know the examples of the group."""
     lengths: Sequence[int] = ()
     """The tokens of each example's prompt, for changes."""
     samples: int = 1
-    """How many draws of an example stand in turn on the first axis of `by_site`."""
+    """How many draws of an example follow one another on the first axis of `by_site`."""
 
     def taken(self, site: Site, layer: int, example: Tensor, sample: Tensor, *at: Tensor) -> Tensor | None:
         """Return what `by_site` has at some rows, if anything."""
@@ -82,7 +82,7 @@ class ReplacementValues:
 
 @dataclass(frozen=True, eq=False)
 class TokenSpanEdit:
-    """A stretch of tokens of one or more examples, as an activation holds it, and an edit of it."""
+    """An edit, and the adjacent tokens of one or more examples that it acts on, as an activation holds them."""
 
     edit: Edit
     example: Indices
@@ -95,19 +95,19 @@ class TokenSpanEdit:
 
     @property
     def positions(self) -> Int[np.ndarray, " position"]:
-        """The positions that are edited and held here."""
+        """The edited positions, of those that lie here."""
         if self.edit.positions is None:
             return np.arange(self.start, self.start + self.length)
-        held = range(self.start, self.start + self.length)
-        return np.array([position for position in self.edit.positions if position in held], dtype=np.int64)
+        here = range(self.start, self.start + self.length)
+        return np.array([position for position in self.edit.positions if position in here], dtype=np.int64)
 
     def part(self, chosen: Bool[np.ndarray, " example"]) -> TokenSpanEdit:
-        """Return the stretch of some of the examples."""
+        """Return the same for some of the examples."""
         return TokenSpanEdit(self.edit, self.example[chosen], self.start, self.length, self.offset[chosen])
 
 
 def write_tokens(
-    held: Shaped[Tensor, "token ..."],
+    activation: Shaped[Tensor, "token ..."],
     stretches: Sequence[TokenSpanEdit],
     values: ReplacementValues,
     site: Site,
@@ -118,29 +118,30 @@ def write_tokens(
     What a site reads through a dictionary is read and written for all rows at once.
 
     Raises:
-        InterventionError: a change returns what cannot stand there.
+        InterventionError: a change returns what cannot be written there.
     """
-    alike: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
+    # One gather and one scatter for all edits of a kind: a launch for each edit would cost more than its rows.
+    groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         edit = stretch.edit
-        alike.setdefault((edit.source_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
-    for (source, _, whole), among in alike.items():
-        tokens, *at = _indices(among, held.device)
+        groups.setdefault((edit.source_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
+    for (source, _, whole), group in groups.items():
+        tokens, *at = _indices(group, activation.device)
         if not len(tokens):
             continue
-        heads, units = at[3:], None if whole else _units(among, held.device)
-        if values.change is None and whole and not site.has_units:
+        heads, units = at[3:], None if whole else _units(group, activation.device)
+        if values.change is None and whole and not site.has_units:  # fixed values: what is there need not be read
             example, position, sample, *_ = at
             taken = values.taken(site, source, example, sample, position, *heads)
             assert taken is not None
-            held[tokens, *heads] = taken
+            activation[tokens, *heads] = taken
             continue
         edited = partial(_edited, values=values, site=site, layer=layer, source=source, at=at, units=units)
-        held[tokens, *heads] = site.written(held[tokens, *heads], edited)
+        activation[tokens, *heads] = site.written(activation[tokens, *heads], edited)
 
 
 def _edited(
-    standing: Tensor,
+    current: Tensor,
     values: ReplacementValues,
     site: Site,
     layer: int,
@@ -148,10 +149,10 @@ def _edited(
     at: Sequence[Tensor],
     units: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return rows, which stand there now, as edits leave them.
+    """Return rows as edits leave them.
 
     Args:
-        standing: `row (head) width`; a copy, which may be written into.
+        current: `row (head) width`, what is there; a copy, which may be written into.
         values: what is written.
         site: of the rows.
         layer: of the rows.
@@ -164,20 +165,20 @@ def _edited(
         row, unit = units
         found = values.taken(site, source, example[row], sample[row], position[row], unit)
         assert found is not None
-        standing[row, unit] = found.to(standing)
-        return standing
+        current[row, unit] = found.to(current)
+        return current
     taken = values.taken(site, source, example, sample, position, *heads)
     if values.change is not None:
-        taken = _changed(standing, taken, values, site, layer, [values.known(example), position, sample], heads)
+        taken = _changed(current, taken, values, site, layer, [values.known(example), position, sample], heads)
     assert taken is not None
     if units is None:
-        return taken.to(standing)
-    standing[units] = taken[units].to(standing)
-    return standing
+        return taken.to(current)
+    current[units] = taken[units].to(current)
+    return current
 
 
 def _changed(
-    standing: Tensor,
+    current: Tensor,
     other: Tensor | None,
     values: ReplacementValues,
     site: Site,
@@ -188,16 +189,16 @@ def _changed(
     """Return what a change makes of rows, or of all heads of tokens, `row (head) width`."""
     assert values.change is not None
     if heads or not site.has_heads:
-        return values.change(standing, other, _rows(site, layer, at, heads))
-    n_heads = standing.shape[1]
-    every = [torch.arange(n_heads, device=standing.device).repeat(len(standing))]
+        return values.change(current, other, _rows(site, layer, at, heads))
+    n_heads = current.shape[1]
+    every = [torch.arange(n_heads, device=current.device).repeat(len(current))]
     rows = _rows(site, layer, [index.repeat_interleave(n_heads) for index in at], every)
-    changed = values.change(standing.flatten(0, 1), None if other is None else other.flatten(0, 1), rows)
-    return changed.unflatten(0, standing.shape[:2])
+    changed = values.change(current.flatten(0, 1), None if other is None else other.flatten(0, 1), rows)
+    return changed.unflatten(0, current.shape[:2])
 
 
 def write_patterns(
-    held: Float[Tensor, "row head position key"],
+    activation: Float[Tensor, "row head position key"],
     stretches: Sequence[TokenSpanEdit],
     columns: Int[Tensor, "row key"],
     values: ReplacementValues,
@@ -211,7 +212,7 @@ def write_patterns(
     row act in turn, each on what the one before it has left.
 
     Raises:
-        InterventionError: a change returns what cannot stand there.
+        InterventionError: a change returns what cannot be written there.
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
@@ -222,28 +223,28 @@ def write_patterns(
             length = 0 if example is None else values.lengths[example]
             together.setdefault((turns[row], source, length), []).append(part)
         turns[row] += 1
-    for (_, source, length), among in sorted(together.items(), key=lambda one: one[0]):
-        index = _pattern_rows(among, held.shape[1])
-        keys = _chosen_keys(among, held.shape[-1])
-        most = max(1, PATTERNS_AT_ONCE // held.shape[-1])
+    for (_, source, length), group in sorted(together.items(), key=lambda one: one[0]):
+        index = _pattern_rows(group, activation.shape[1])
+        keys = _chosen_keys(group, activation.shape[-1])
+        most = max(1, PATTERNS_AT_ONCE // activation.shape[-1])
         for start in range(0, index.shape[1], most):
-            of_stretch, row, head, query, *at = to_device(index[:, start : start + most], held.device)
+            of_stretch, row, head, query, *at = to_device(index[:, start : start + most], activation.device)
             named = columns[row]
             example, sample, position = at
             taken = values.taken(site, source, example, sample, head, position)
-            standing = held[row, head, query]
+            current = activation[row, head, query]
             if values.change is not None:
                 place = named.where(named >= 0, length)
-                ordered = standing.new_zeros(len(standing), length + 1).scatter(1, place, standing)[:, :length]
+                ordered = current.new_zeros(len(current), length + 1).scatter(1, place, current)[:, :length]
                 other = None if taken is None else taken[:, :length].contiguous()
                 rows = _rows(site, layer, [values.known(example), position, sample], [head])
                 taken = values.change(ordered.contiguous(), other, rows)
             assert taken is not None
             written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
-                chosen = to_device(keys, held.device)[of_stretch[:, None], named]
-                written = torch.where(chosen, written, standing)
-            held[row, head, query] = written
+                chosen = to_device(keys, activation.device)[of_stretch[:, None], named]
+                written = torch.where(chosen, written, current)
+            activation[row, head, query] = written
 
 
 def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
