@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwater.causes.naming import Choice
 from headwater.causes.prompts import PairedPrompts, RelationPrompts, mean_of
-from headwater.causes.relation import Head, both_sides, metric_of, replaced
+from headwater.causes.relation import Head, both_sides, metric_of, silenced
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import ModelError
 from headwater.heads.claims import matched_sets
@@ -20,6 +20,7 @@ from headwater.lenses.direct_attribution import direct_logit_attribution
 from headwater.models.hooked import HookedModel
 from headwater.patching.activation_patching import patch
 from headwater.runs.analysis import Run
+from headwater.stats.resample import Draws, interval
 
 TOGETHER = 3
 """So many heads, the first by margin × attention, are silenced together."""
@@ -29,8 +30,8 @@ CONTROLS = 2
 """Other relations that the same heads are silenced on."""
 WHEN = ["role", "layer", "share", "low", "high"]
 COST = ["what", "heads", "cost", "low", "high", "share"]
-BY_HEAD = ["layer", "head", "score", "excess", "q_value", "margin", "attention", "product", "estimate", "effect", "low"]
-BY_HEAD += ["high", "direct"]
+BY_HEAD = ["layer", "head", "score", "excess", "q_value", "margin", "attention", "product", "first_half", "effect"]
+BY_HEAD += ["low", "high", "direct"]
 
 
 def one_relation(
@@ -39,7 +40,6 @@ def one_relation(
     prompts: RelationPrompts | None,
     choice: Choice | None,
     known: Mapping[str, Tensor] | None,
-    measured: Mapping[str, Tensor] | None,
     others: Sequence[RelationPrompts],
     options: Mapping[str, Any],
     seed: int,
@@ -51,21 +51,20 @@ def one_relation(
         model: the model.
         suite: of which the relation is the first row.
         prompts: the relation's; None where there are none.
-        choice: what its first half says; None, as `measured`, where the model cannot do it.
-        known: its gap, pair by pair.
-        measured: the heads that were measured exactly, and their effects.
+        choice: what its first half says; None where the model cannot do it.
+        known: its gap pair by pair, and where the model can do it the effects of all heads.
         others: prompts of further relations, the controls of silencing.
         options: of the run.
         seed: of intervals and random heads.
         run: the run.
     """
     templates = pd.DataFrame() if prompts is None else prompts.templates
-    if prompts is None or known is None or choice is None or measured is None:
+    if prompts is None or known is None or choice is None:
         empty = {"when": pd.DataFrame(columns=WHEN), "cost": pd.DataFrame(columns=COST)}
         return Evidence(pd.DataFrame(columns=BY_HEAD), suite.table, templates, ways=suite.ways, run=suite.run, **empty)
     pairs = prompts.second
     gap = known["gap"].numpy()
-    heads = _by_head(model, prompts, choice, measured, gap, options)
+    heads = _by_head(model, prompts, choice, known["effects"].numpy(), gap, options)
     named: list[Head] = [(layer, head) for layer, head in heads[["layer", "head"]].head(TOGETHER).to_numpy().tolist()]
     with run.bar("When, and what it costs", "part", 2 + CONTROLS) as bar:
         when = _when(model, pairs.few(FEW), gap[:FEW].mean())
@@ -74,7 +73,7 @@ def one_relation(
         bar.update(1)
         for control in others[:CONTROLS]:
             beside = control.second.few(FEW)
-            lost, difference = _lost(model, beside, [named])
+            lost, difference = silenced(model, beside, [named])
             cost.append(_row(f"named together, on {control.relation.name}", named, lost[:, 0], beside, difference))
             bar.update(1)
     return Evidence(heads, suite.table, templates, when, suite.ways, pd.DataFrame(cost, columns=COST), suite.run)
@@ -84,7 +83,7 @@ def _by_head(
     model: HookedModel,
     prompts: RelationPrompts,
     choice: Choice,
-    measured: Mapping[str, Tensor],
+    effects: Float[ndarray, "pair layer head"],
     gap: Float[ndarray, " pair"],
     options: Mapping[str, Any],
 ) -> pd.DataFrame:
@@ -93,14 +92,10 @@ def _by_head(
     frame = pd.DataFrame({"layer": layer, "head": head, "margin": choice.margins[0].ravel()})
     frame["attention"] = choice.attention.ravel()
     frame["product"] = frame["margin"] * frame["attention"]
-    frame["estimate"] = choice.share.ravel()
-    effects = measured["effects"].numpy() / gap.mean()
-    rows = []
-    for (one, other), effect in zip(measured["heads"].tolist(), effects.T, strict=True):
-        mean = mean_of(effect, prompts.second.item.tolist())
-        rows.append((one, other, mean.value, mean.low, mean.high))
-    exact = pd.DataFrame(rows, columns=["layer", "head", "effect", "low", "high"])
-    frame = frame.merge(exact, on=["layer", "head"], how="left")
+    frame["first_half"] = choice.share.ravel()
+    means = Draws.of(prompts.second.item.tolist()).mean(effects.reshape(len(effects), -1) / gap.mean())
+    found = [interval(means[:, place]) for place in range(means.shape[1])]
+    frame[["effect", "low", "high"]] = [(one.value, one.low, one.high) for one in found]
     if prompts.tokens.usable:
         given = {"relations": prompts.relation, "embedding": options["embedding"], "every_excess": True}
         scores = classify_heads(model, **given, progress=False).table[["layer", "head", "score", "excess", "q_value"]]
@@ -140,7 +135,7 @@ def _cost(
     """What the logit difference loses when heads write nothing at the last position, beside random ones."""
     asked = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
     random = [list(one) for one in matched_sets(model, named, draws, seed)]
-    lost, difference = _lost(model, pairs, [*(heads for _, heads in asked), *random])
+    lost, difference = silenced(model, pairs, [*(heads for _, heads in asked), *random])
     rows = [_row(what, heads, one, pairs, difference) for (what, heads), one in zip(asked, lost.T, strict=False)]
     if random:
         sizes = lost[:, len(asked) :].mean(0)
@@ -148,14 +143,6 @@ def _cost(
         what = f"random, {len(sizes)} sets of {len(named)} of the same layers"
         rows.append({"what": what, "heads": "", "cost": value, "low": low, "high": high, "share": value / difference})
     return rows
-
-
-def _lost(
-    model: HookedModel, pairs: PairedPrompts, sets: Sequence[list[Head]]
-) -> tuple[Float[ndarray, "pair set"], float]:
-    """What the difference of each pair loses without each set, and the mean difference of the run as it is."""
-    effects, difference = replaced(model, pairs, {str(number): heads for number, heads in enumerate(sets)}, "zero")
-    return -effects, difference.mean()
 
 
 def _row(

@@ -46,9 +46,12 @@ class Choice:
     """The margin, then those with shuffled targets, of items of the first half."""
     attention: ByHead
     share: ByHead
-    """The estimated effect on the first half as a share of the gap."""
-    family: Head
-    """The head that names the relation's family: the one with the largest exact effect on the first half."""
+    """The effect on the first half, as a share of the gap."""
+
+    @property
+    def family(self) -> Head:
+        """The head that names the relation's family: the one with the largest effect on the first half."""
+        return strongest(self.share, 1)[0]
 
 
 def names_of(choice: Choice, others: Sequence[Choice]) -> dict[str, list[Head]]:
@@ -77,8 +80,7 @@ def names_of(choice: Choice, others: Sequence[Choice]) -> dict[str, list[Head]]:
 def judged(
     choice: Choice,
     named: Mapping[str, Sequence[Head]],
-    heads: Sequence[Head],
-    effects: Float[ndarray, "pair head"],
+    effects: Float[ndarray, "pair layer head"],
     sources: Int[ndarray, " pair"],
     seed: int,
 ) -> tuple[pd.DataFrame, Float[ndarray, " draw"]]:
@@ -87,8 +89,7 @@ def judged(
     Args:
         choice: the relation.
         named: what `names_of` returned for it.
-        heads: those that were measured exactly, among them all that are named.
-        effects: of these heads.
+        effects: of every head.
         sources: of each pair, which source it asks for.
         seed: of the bootstrap.
 
@@ -98,7 +99,9 @@ def judged(
         much the share of "weights and attention" is greater; `p_value`, of "weights and attention" against shuffled
         targets. And the strength of the targets as they are, and of each draw of shuffled ones.
     """
-    means = Draws.of(sources.tolist(), seed=seed).mean(effects)  # draw × head; the first row is the data
+    heads = [(int(layer), int(head)) for layer, head in np.ndindex(effects.shape[1:])]
+    # draw × head; the first row is the data
+    means = Draws.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
     largest = means.max(1, keepdims=True)
     shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
     place = {head: number for number, head in enumerate(heads)}

@@ -210,10 +210,13 @@ def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval
     return interval(Draws.of(sources).mean(values))
 
 
-def differences(model: HookedModel, pairs: PairedPrompts) -> tuple[Float[ndarray, " pair"], ndarray]:
-    """Return logit(answer) - logit(foil) at the end of the clean prompts, and whether an accepted token is first."""
+def differences(
+    model: HookedModel, pairs: PairedPrompts, *, corrupted: bool = False
+) -> tuple[Float[ndarray, " pair"], ndarray]:
+    """Return logit(answer) - logit(foil) at the end of one side, and whether an accepted token is first."""
     with torch.inference_mode():
-        logits = model.run(pairs.clean, keep="last").squeeze(1).float().cpu()
+        prompts = pairs.corrupted if corrupted else pairs.clean
+        logits = model.run(prompts, keep="last").squeeze(1).float().cpu()
     rows = torch.arange(len(logits))
     first = logits.argmax(-1).tolist()
     correct = [token in accepted for token, accepted in zip(first, pairs.accepted, strict=True)]

@@ -6,7 +6,6 @@ For a pair of prompts that differ in the source, with answer t and foil f, all l
     gap           difference of the clean prompt - difference of the corrupted one
     effect        of a head: how much of the difference goes when its z at the last position is the corrupted run's
     share         mean effect / mean gap
-    estimate      the effect by attribution: (z of the corrupted run - z) times the difference's gradient
     attention     of a head from the last position to the source, mean over clean prompts
 """
 
@@ -25,7 +24,6 @@ from headwater.patching.activation_patching import patch
 from headwater.patching.metrics import Metric, logit_difference
 
 Head = tuple[int, int]
-Heads = Sequence[Head]
 
 
 def metric_of(pairs: PairedPrompts) -> Metric:
@@ -39,38 +37,41 @@ def both_sides(pairs: PairedPrompts) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @dataclass(frozen=True)
-class Estimates:
-    """What two forwards and a backward of each pair say."""
+class HeadEffects:
+    """What a sweep over all heads measures on some pairs."""
 
-    effect: Float[ndarray, "layer head"]
-    """Every head's mean effect, by attribution."""
+    effect: Float[ndarray, "pair layer head"]
     gap: Float[ndarray, " pair"]
 
+    @property
+    def share(self) -> Float[ndarray, "layer head"]:
+        """Every head's mean effect, as a share of the mean gap."""
+        return self.effect.mean(0) / self.gap.mean()
 
-def estimated_effects(model: HookedModel, pairs: PairedPrompts) -> Estimates:
-    """Estimate every head's effect by attribution, and measure the gap of each pair on the way."""
+
+def head_effects(model: HookedModel, pairs: PairedPrompts) -> HeadEffects:
+    """Measure the effect of every head, exactly.
+
+    Only the last token goes down the layers again, from its head on: of a model of 30 layers and 9 heads all heads of a
+    pair cost as much as reading about 135 tokens, less than an estimate by gradients and a check of its leaders.
+    """
     asked = {"sites": "z", "positions": "last", "metric": metric_of(pairs), "direction": "noise"}
-    sweep = patch(model, *both_sides(pairs), **asked, method="attribution", progress=False)  # type: ignore[arg-type]
-    by_head = sweep.table.groupby(["layer", "head"])["effect"].mean().to_numpy(dtype=float)
+    sweep = patch(model, *both_sides(pairs), **asked, progress=False)  # type: ignore[arg-type]
+    effect = sweep.table.pivot(index="example", columns=["layer", "head"], values="effect").sort_index(axis=1)
     clean, corrupted = sweep.table.groupby("example")[["clean", "corrupted"]].first().to_numpy(dtype=float).T
-    return Estimates(-by_head.reshape(model.shape.n_layers, model.shape.n_heads), clean - corrupted)
+    by_head = -effect.to_numpy(dtype=float).reshape(len(pairs), model.shape.n_layers, model.shape.n_heads)
+    return HeadEffects(by_head, clean - corrupted)
 
 
-def exact_effects(model: HookedModel, pairs: PairedPrompts, heads: Heads) -> Float[ndarray, "pair head"]:
-    """Return the effect of each of some heads on each pair, by running what comes after it again."""
-    sets = {f"{layer}.{head}": [(layer, head)] for layer, head in heads}
-    return -replaced(model, pairs, sets, "other run")[0]
-
-
-def replaced(
-    model: HookedModel, pairs: PairedPrompts, sets: dict[str, list[Head]], values: str
-) -> tuple[Float[ndarray, "pair set"], Float[ndarray, " pair"]]:
-    """Return how the difference changes when z of each set of heads is replaced at the last position, and from what."""
-    clean, corrupted = both_sides(pairs)
-    asked = {"sets": sets, "positions": "last", "metric": metric_of(pairs), "values": values, "progress": False}
-    sweep = ablate(model, clean, corrupted if values == "other run" else None, **asked)  # type: ignore[arg-type]
-    effects = sweep.table.pivot(index="example", columns="set", values="effect")[list(sets)].to_numpy(dtype=float)
-    return effects, sweep.table.groupby("example")["clean"].first().to_numpy(dtype=float)
+def silenced(
+    model: HookedModel, pairs: PairedPrompts, sets: Sequence[Sequence[Head]]
+) -> tuple[Float[ndarray, "pair set"], float]:
+    """Return what the difference of each pair loses when heads write nothing at the last position, and its mean."""
+    named = {str(number): list(heads) for number, heads in enumerate(sets)}
+    asked = {"sets": named, "positions": "last", "metric": metric_of(pairs), "progress": False}
+    table = ablate(model, pairs.clean.tolist(), **asked).table  # type: ignore[arg-type]
+    effects = table.pivot(index="example", columns="set", values="effect")[list(named)].to_numpy(dtype=float)
+    return -effects, float(table.groupby("example")["clean"].first().mean())
 
 
 def attention_to_source(model: HookedModel, pairs: PairedPrompts) -> Float[ndarray, "layer head"]:

@@ -170,9 +170,8 @@ class Evidence(Result):
     table: pd.DataFrame
     """A row per head, the largest product first: `layer, head`; of the weights `score, excess, q_value` (as
     `classify_heads`), `margin` (logits, first half); `attention` from the last position to the source (first half);
-    `product` of the two; `estimate`, the estimated share of the gap that it moves, and `effect, low, high`, that share
-    measured exactly on the second half (NaN where its estimate was too small to be measured); `direct`, the share of
-    the gap that it writes into the logits itself (second half)."""
+    `product` of the two; `first_half`, the share of the gap that it moves there, and `effect, low, high`, that share on
+    the second half; `direct`, the share of the gap that it writes into the logits itself (second half)."""
     can: pd.DataFrame
     """One row: whether the model can do the relation; the row of `EvidenceSuite.table`."""
     templates: pd.DataFrame

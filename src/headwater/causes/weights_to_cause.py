@@ -7,8 +7,7 @@ For each relation, on items split once by source (`prompts`):
 2. can it      the gap of the logit difference on the second half. Where its interval is not above 0 the model does not
                tell the targets apart, and nothing more is measured.
 3. who looks   each head's attention from the last position to the source, on the first half.
-4. who moves   the effect of each head's z at the last position: estimated on both halves, exact on the second half for
-               the strongest and for all heads that are named.
+4. who moves   the exact effect of each head's z at the last position, on both halves.
 5. the test    margin × attention names one head. Is it the one that moves most, and what share of the largest effect
                has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
 
@@ -30,6 +29,7 @@ from headwater.causes.detail import one_relation
 from headwater.causes.naming import Choice, judged, names_of
 from headwater.causes.prompts import (
     FEWEST_PAIRS,
+    HALVES,
     Candidate,
     RelationPrompts,
     candidates,
@@ -39,7 +39,7 @@ from headwater.causes.prompts import (
     mean_of,
     measured_candidates,
 )
-from headwater.causes.relation import Head, attention_to_source, estimated_effects, exact_effects, strongest
+from headwater.causes.relation import Head, attention_to_source, head_effects
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import InputError
 from headwater.heads.margins import layer_margins
@@ -57,14 +57,6 @@ from headwater.runs.analysis import Run, run_or_resume
 OTHERS = 8
 """So many further relations, for the baselines, where one alone is asked for."""
 MOST_DRAWS = 10_000
-MEASURED = 12
-"""So many heads at a time, in the order of their estimates, are measured exactly besides those that are named."""
-LEADERS = 4
-"""So many heads are measured exactly on the first half: the strongest of them names the relation's family."""
-RUNS = 6
-"""What is measured of a prompt takes so many runs of it: both sides and the gradient, both sides again, attention."""
-BORDER = 4
-"""More are measured where one of the last so many reaches half of the largest effect."""
 
 
 @checked_call
@@ -159,20 +151,17 @@ def _measure(
         # Others are compared with a relation that the model can do: without one they would be measured for nothing.
         if not some or (stage == "others" and not any("share" in piece for piece in known.values())):
             continue
-        with run.bar("Can it, who looks", "relation", len(some)) as bar:
-            pieces = run.pieces(stage, some, lambda i: _choose(model, tokenized[i], tried[i]), bar)
+        with run.bar("Can it, who looks, who moves it", "relation", len(some)) as bar:
+            pieces = run.pieces(stage, some, lambda i: _of_relation(model, tokenized[i], tried[i], i < n), bar)
             known |= dict(zip(some, pieces, strict=True))
     prompts = {i: chosen_prompts(tokenized[i], tried[i], known[i]["candidates"]) for i in known}
     choices = _choices(model, tokenized, known, options, seed, run)
     named = {i: names_of(one, [choices[j] for j in choices if j != i]) for i, one in choices.items() if i < n}
-    with run.bar("Who moves it", "relation", len(named)) as bar:
-        pieces = run.pieces("measure", list(named), lambda i: _effects(model, prompts[i], known[i], named[i]), bar)
-        measured = dict(zip(named, pieces, strict=True))
     ways, rows, strength = [], [], torch.full((n, 1 + options["draws"]), torch.nan, dtype=torch.float64)
     for i in range(n):
-        if i in measured:
-            effects, sources = measured[i]["effects"].numpy(), prompts[i].second.item.numpy()
-            frame, drawn = judged(choices[i], named[i], _pairs(measured[i]["heads"]), effects, sources, seed)
+        if i in named:
+            effects, sources = known[i]["effects"].numpy(), prompts[i].second.item.numpy()
+            frame, drawn = judged(choices[i], named[i], effects, sources, seed)
             ways.append(frame.assign(relation=tokenized[i].relation.name))
             strength[i] = torch.from_numpy(drawn)
         family = choices[i].family if i in choices else None
@@ -181,7 +170,7 @@ def _measure(
     if options["one"] is None:
         return suite
     others = [prompts[i] for i in choices if i >= n]
-    parts = prompts.get(0), choices.get(0), known.get(0), measured.get(0)
+    parts = prompts.get(0), choices.get(0), known.get(0)
     return one_relation(model, suite, *parts, others, options, seed, run)
 
 
@@ -192,33 +181,36 @@ def _say_how_long(
     pairs: int,
     progress: bool,
 ) -> None:
-    """Say how long it takes, if that is over a minute: each candidate runs once, the chosen one `RUNS` times."""
-    tokens = 0
+    """Say how long it takes, if that is over a minute, from the tokens that are run."""
+    heads, tokens = model.shape.n_layers * model.shape.n_heads, 0
     for some in tried:
-        halves = [[one.first.clean.numel() for one in some], [one.second.clean.numel() for one in some]]
-        tokens += sum(halves[0]) + RUNS * sum(map(max, halves))
+        tokens += sum(one.first.clean.numel() for one in some)
+        first, second = (max(some, key=lambda one: getattr(one, half).clean.numel()) for half in HALVES)
+        tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
+        for pairs_of in (first.first, second.second):  # both sides, and of every head one token through half the layers
+            tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * heads // 2
     what = f"{len(tried):,} relations" if len(asked) > 1 else f"{asked[0].relation.name} and what it is compared with"
     say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
 
 
-def _choose(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
-    """Choose the prompt; and where the model can do the relation, see who looks and who seems to move it."""
+def _of_relation(
+    model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate], asked_for: bool
+) -> dict[str, Tensor]:
+    """Choose the prompt; and where the model can do the relation, see who looks and who moves it.
+
+    Of a relation that others are compared with, rather than one that was asked for, the second half is not measured.
+    """
     measured = measured_candidates(model, tried)
     prompts = chosen_prompts(tokens, tried, measured)
-    second = estimated_effects(model, prompts.second)
-    _, correct = differences(model, prompts.second)
-    found = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(second.gap)}
-    if not mean_of(second.gap, prompts.second.item.tolist()).low > 0:
+    second = prompts.second
+    clean, correct = differences(model, second)
+    gap = clean - differences(model, second, corrupted=True)[0]
+    found = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
+    if not mean_of(gap, second.item.tolist()).low > 0:
         return found
-    first = estimated_effects(model, prompts.first)
-    leaders = strongest(first.effect, LEADERS)
-    exact = exact_effects(model, prompts.first, leaders).mean(0)
-    return found | {
-        "share": torch.from_numpy(first.effect / first.gap.mean()),
-        "estimate": torch.from_numpy(second.effect),
-        "leader": torch.tensor(leaders[int(exact.argmax())]),
-        "attention": torch.from_numpy(attention_to_source(model, prompts.first)),
-    }
+    found["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
+    found["attention"] = torch.from_numpy(attention_to_source(model, prompts.first))
+    return found | ({"effects": torch.from_numpy(head_effects(model, second).effect)} if asked_for else {})
 
 
 def _choices(
@@ -255,33 +247,8 @@ def _choices(
     found = {}
     for number, i in enumerate(can):
         own = piece["margins"][..., number].double().numpy()
-        attention, share = known[i]["attention"].numpy(), known[i]["share"].numpy()
-        found[i] = Choice(tokenized[i].relation.name, own, attention, share, _pairs(known[i]["leader"][None])[0])
+        found[i] = Choice(tokenized[i].relation.name, own, known[i]["attention"].numpy(), known[i]["share"].numpy())
     return found
-
-
-def _effects(
-    model: HookedModel, prompts: RelationPrompts, known: Mapping[str, Tensor], named: Mapping[str, Sequence[Head]]
-) -> dict[str, Tensor]:
-    """Measure the named heads exactly on the second half, and the strongest by attribution until no other is near.
-
-    Attribution can hide a strong head (a saturated one): heads are added, twelve at a time in the order of their
-    estimates, until none of the last four reaches half of the largest effect.
-    """
-    estimate = known["estimate"].numpy()
-    ranked = strongest(estimate, estimate.size)
-    heads = list(dict.fromkeys([*ranked[:MEASURED], *(head for some in named.values() for head in some)]))
-    effects = exact_effects(model, prompts.second, heads)
-    last = effects[:, :MEASURED]
-    left = [head for head in ranked if head not in heads]
-    while left and last.mean(0)[-BORDER:].max() >= effects.mean(0).max() / 2:
-        last = exact_effects(model, prompts.second, left[:MEASURED])
-        heads, effects, left = [*heads, *left[:MEASURED]], np.concatenate([effects, last], 1), left[MEASURED:]
-    return {"heads": torch.tensor(heads), "effects": torch.from_numpy(effects)}
-
-
-def _pairs(heads: Tensor) -> list[Head]:
-    return [(int(layer), int(head)) for layer, head in heads.tolist()]
 
 
 def _row(
