@@ -10,7 +10,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
 from headwater.likelihood.gradient_norms import gradient_norms
-from headwater.models.bridge_check import Sites, compare_with_reference
+from headwater.models.bridge_check import SiteCheck, compare_with_reference
 from headwater.models.edits import replace_hook
 from headwater.models.gradients import refuse_cut_texts
 from tests.random_models import random_model
@@ -187,7 +187,7 @@ def test_the_middle_of_a_block_is_edited_right_where_attention_is_scaled_or_norm
 
 def test_a_middle_that_is_no_sum_of_what_comes_before_can_be_read_and_not_edited():
     model, name, kept = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), "blocks.1.hook_resid_mid", []
-    sites = Sites(model.shape, 1, 5)
+    sites = SiteCheck(model.shape, 1, 5)
     look = dict(sites.hooks())
     for place, size in {"hook_resid_pre": 1, "hook_resid_mid": 1, "hook_mlp_out": 1, "hook_resid_post": 2}.items():
         look[f"blocks.1.{place}"](torch.full((1, 5, 32), float(size)), None)

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from headwater.likelihood.comparisons import between_depths, between_equal_lengths, comparisons, rank_correlation
-from headwater.stats.resample import Draws
+from headwater.stats.resample import Bootstrap
 from tests import chance
 
 
@@ -25,7 +25,7 @@ def planted(rng, effect=0.0, of_length=0.0, graphs=80, spread=1.0):
     values = (
         -effect * depth - of_length * tokens + spread * rng.normal(size=len(depth)) + rng.normal(size=graphs)[group]
     )
-    return values, depth, tokens, Draws.of(group.astype(str), draws=400, seed=int(rng.integers(10**6)))
+    return values, depth, tokens, Bootstrap.of(group.astype(str), draws=400, seed=int(rng.integers(10**6)))
 
 
 def test_a_difference_between_depths_is_the_mean_over_graphs_of_their_averages(rng):
@@ -61,7 +61,7 @@ def test_equal_lengths_are_weighted_by_the_smaller_number_of_nodes():
     depth = np.array([1, 1, 1, 2, 2, 2])
     tokens = np.array([4, 4, 5, 4, 5, 5])
     values = np.array([0.0, 2.0, 5.0, 3.0, 8.0, 10.0])
-    graphs = Draws.of("abcdef", draws=50)
+    graphs = Bootstrap.of("abcdef", draws=50)
     assert between_equal_lengths(values, depth, tokens, 1, 2, graphs).value == (1 * 2.0 + 1 * 4.0) / 2
     assert math.isnan(between_equal_lengths(values, depth, tokens + 3 * depth, 1, 2, graphs).value)
 
@@ -72,7 +72,7 @@ def test_rank_correlations_are_scipys_and_their_intervals_widen_with_fewer_graph
     has = ~np.isnan(other)
     found = rank_correlation(values, other, graphs)
     assert found.value == pytest.approx(spearmanr(values[has], other[has]).statistic)
-    few = rank_correlation(values, other, Draws.of((graphs.of_example // 16).astype(str), draws=400))
+    few = rank_correlation(values, other, Bootstrap.of((graphs.of_example // 16).astype(str), draws=400))
     assert few.value == found.value
     assert few.high - few.low > 0
     assert math.isnan(rank_correlation(values, np.ones_like(values), graphs).value)

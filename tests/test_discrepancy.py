@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.likelihood.discrepancy import discrepancies, judged
-from headwater.stats.resample import Draws
+from headwater.stats.resample import Bootstrap
 from tests import chance
 from tests.depth_folders import as_file, random_nodes
 
@@ -27,7 +27,7 @@ def nodes_of(*rows):
 
 def summed(nodes, draws=20):
     nodes = nodes.join(discrepancies(nodes))
-    return judged(nodes, Draws.of(nodes["group"], draws=draws)).set_index(["measure", "depths"])
+    return judged(nodes, Bootstrap.of(nodes["group"], draws=draws)).set_index(["measure", "depths"])
 
 
 def test_the_worked_example():

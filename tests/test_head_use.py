@@ -13,8 +13,8 @@ from headwater.errors import InputError, ModelError
 from headwater.heads import use
 from headwater.heads.ablation import removal
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
-from headwater.heads.use import COLUMNS, Asking, head_use, other_heads
-from headwater.stats.resample import Draws
+from headwater.heads.use import COLUMNS, UseOptions, head_use, other_heads
+from headwater.stats.resample import Bootstrap
 from headwater.stats.significance import sign_flip_p
 from tests import chance
 from tests.planted_heads import implements, plant_relations
@@ -114,7 +114,7 @@ def test_a_relation_that_the_model_does_not_answer_is_said_and_its_heads_are_not
         targets=tuple((int(one),) for one in tokens["capital"].source.roll(1)),
         words=(),
     )
-    found = called.join(head_use(model, called, tokens, Asking(asked, 0, 2, 0), progress=False))
+    found = called.join(head_use(model, called, tokens, UseOptions(asked, 0, 2, 0), progress=False))
     of_capital = found[found["implemented"] & (found["relation"] == "capital")]
     assert (of_capital["accuracy"] == 0).all()
     assert of_capital[["without", "others", "loss", "loss_q_value", "used"]].isna().all(axis=None)
@@ -167,7 +167,7 @@ def test_the_numbers_are_the_plain_ones_and_p_is_the_larger_of_two():
     whole = rng.random(60) < 0.8
     without = whole & (rng.random(60) < 0.4)
     others = np.stack([whole & (rng.random(60) < 0.9) for _ in range(3)])
-    found = dict(zip(use.MEASURED, use._measured(whole, without, others, Draws.of(source.tolist())), strict=True))
+    found = dict(zip(use.MEASURED, use._measured(whole, without, others, Bootstrap.of(source.tolist())), strict=True))
     assert found["accuracy"] == pytest.approx(whole.mean())
     assert found["without"] == pytest.approx(without.mean())
     assert found["others"] == pytest.approx(others.mean())
@@ -185,7 +185,7 @@ def test_a_head_that_differs_from_the_others_in_the_other_direction_than_from_th
     whole = np.arange(40) < 20
     without = np.arange(40) < 24
     others = np.array([np.arange(40) < 40])
-    found = dict(zip(use.MEASURED, use._measured(whole, without, others, Draws.of(range(40))), strict=True))
+    found = dict(zip(use.MEASURED, use._measured(whole, without, others, Bootstrap.of(range(40))), strict=True))
     assert found["loss"] == pytest.approx(0.4)
     assert found["loss_p_value"] == 1.0
 
@@ -227,7 +227,7 @@ def test_other_heads_come_from_the_layer_while_it_has_some_and_are_never_called_
 
 def test_where_every_head_is_called_there_is_no_control_and_nothing_is_said_to_be_used():
     whole, nothing = np.arange(40) < 20, np.zeros((1, 40), dtype=bool)
-    measured = use._measured(whole, nothing[0], nothing[:0], Draws.of(range(40)))
+    measured = use._measured(whole, nothing[0], nothing[:0], Bootstrap.of(range(40)))
     found = dict(zip(use.MEASURED, measured, strict=True))
     assert found["without"] == 0
     assert np.isnan([found[name] for name in ("others", "loss", "loss_p_value")]).all()

@@ -11,10 +11,10 @@ from tests.kernel_inputs import assert_equal, problem
 
 pytest.importorskip("triton")
 from headwater.kernels import likelihood_triton
-from headwater.kernels.likelihood_triton import Blocks, operand_parts, shares, token_statistics
+from headwater.kernels.likelihood_triton import ProgramTile, operand_parts, shares, token_statistics
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Blocks(tokens=16, vocabulary=32, depth=16, warps=4, stages=2)
+SMALL = ProgramTile(tokens=16, vocabulary=32, depth=16, warps=4, stages=2)
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +170,7 @@ def cut_off_sums(monkeypatch):
         return interpreter.TensorHandle(tensor_cores.product(a, b, total).numpy(), before.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    monkeypatch.setattr(likelihood_triton, "blocks_for", lambda *sizes: Blocks(16, 256, 64, 4, 2))
+    monkeypatch.setattr(likelihood_triton, "blocks_for", lambda *sizes: ProgramTile(16, 256, 64, 4, 2))
 
 
 def worst(found, exact):

@@ -32,7 +32,7 @@ from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probes
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
-from headwater.stats.resample import Draws
+from headwater.stats.resample import Bootstrap
 from tests import chance
 
 
@@ -64,7 +64,7 @@ def test_effects_are_measured_on_the_original_prediction_row_by_row():
 def test_curves_average_over_the_examples_and_seeds_of_a_mode():
     before, after = random_logits()
     found, best = effects(before, after), np.full((2, 80), 1)
-    table = averaged(found, splits_of(found, best, False), Draws.of(range(80)))
+    table = averaged(found, splits_of(found, best, False), Bootstrap.of(range(80)))
     table = table.set_index(["split_by", "group", "layer"])
     for layer in range(3):
         own = found.delta_p[:, layer][found.flipped[:, layer]]
@@ -80,7 +80,7 @@ def test_a_mode_with_few_examples_has_a_mean_and_no_band():
     member = np.zeros((1, FEWEST + 2, 3), dtype=bool)
     member[:, : FEWEST - 1] = True
     values = np.swapaxes(after - before, 1, 2)
-    mean, low, high, examples = member_means(Draws.of(range(FEWEST + 2)), values, member)
+    mean, low, high, examples = member_means(Bootstrap.of(range(FEWEST + 2)), values, member)
     assert np.isfinite(mean).all()
     assert np.isnan(low).all()
     assert np.isnan(high).all()
@@ -92,7 +92,7 @@ def test_an_interval_of_a_mean_covers_it_about_as_often_as_it_says():
     hits = 0
     for _ in range(200):
         values = rng.normal(1.0, 2.0, (1, 60, 1))
-        _, low, high, _ = member_means(Draws.of(range(60), draws=300), values, np.ones_like(values, dtype=bool))
+        _, low, high, _ = member_means(Bootstrap.of(range(60), draws=300), values, np.ones_like(values, dtype=bool))
         hits += low[0] < 1.0 < high[0]
     assert 0.86 < hits / 200 <= 1.0
 
@@ -102,7 +102,7 @@ def test_a_population_with_one_mode_is_reported_as_one_though_the_published_spli
     before = rng.normal(0, 1.5, (1, 1, 1500))
     found = effects(before, before * 0.8 + rng.normal(0, 1.0, before.shape))
     table = averaged(
-        found, splits_of(found, np.zeros((1, 1500), dtype=np.int64), False), Draws.of(range(1500), draws=200)
+        found, splits_of(found, np.zeros((1, 1500), dtype=np.int64), False), Bootstrap.of(range(1500), draws=200)
     )
     published = table[table["split_by"] == PER_LAYER].set_index("group")
     assert published.loc["Q-anchored", "delta_p_high"] < -25
@@ -265,7 +265,7 @@ def test_a_difference_of_aucs_is_taken_on_the_examples_that_have_both_scores():
     z, half = rng.integers(0, 2, 200), np.zeros((1, 200), dtype=np.int64)
     score = rng.normal(size=(1, 200)) + z
     some = np.where(np.arange(200) < 60, score, np.nan)
-    table = compare(Draws.of(range(200), draws=50), z, half, {"all": score, "some": some}, "q").set_index("score")[
+    table = compare(Bootstrap.of(range(200), draws=50), z, half, {"all": score, "some": some}, "q").set_index("score")[
         "value"
     ]
     assert table["all − some"] == 0
@@ -289,7 +289,7 @@ def test_a_probe_of_the_mode_is_fitted_on_the_other_half_and_left_out_with_few_o
     states = torch.from_numpy(rng.normal(size=(2, 200, 5))).float()
     flips = rng.random((1, 200)) < 0.4
     states[1, :, 2] += 5 * torch.from_numpy(flips[0]).float()
-    counts = Draws.of(range(200), draws=100)
+    counts = Bootstrap.of(range(200), draws=100)
     table = compare(
         counts, flips, half, {"state": aware_logits(states, flips, half, best), "none": np.zeros((1, 200))}, "q"
     )
@@ -305,7 +305,7 @@ def test_a_mode_that_is_the_prediction_is_known_from_the_logit_and_not_from_its_
     logits, half = rng.normal(size=(1, 300)), np.arange(300)[None] % 2
     flips = logits > 0
     scores = {"both": logit_baseline(logits, flips, half), "margin": -np.abs(logits)}
-    values = compare(Draws.of(range(300), draws=100), flips, half, scores, "q").set_index("score")["value"]
+    values = compare(Bootstrap.of(range(300), draws=100), flips, half, scores, "q").set_index("score")["value"]
     assert values["both"] > 0.98
     assert abs(values["margin"] - 0.5) < 0.15
 
@@ -313,7 +313,9 @@ def test_a_mode_that_is_the_prediction_is_known_from_the_logit_and_not_from_its_
 def test_tables_hold_plain_numbers():
     before, after = random_logits()
     found = effects(before, after)
-    table = averaged(found, splits_of(found, np.zeros((2, 80), dtype=np.int64), False), Draws.of(range(80), draws=50))
+    table = averaged(
+        found, splits_of(found, np.zeros((2, 80), dtype=np.int64), False), Bootstrap.of(range(80), draws=50)
+    )
     assert isinstance(table, pd.DataFrame)
     assert table["share"].between(0, 1).all()
     assert table.groupby(["split_by", "layer"])["share"].sum().round(9).eq(1).all()

@@ -6,7 +6,7 @@ from scipy.stats import bootstrap
 
 from headwater.errors import InputError
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws, ends, interval
+from headwater.stats.resample import Bootstrap, interval, percentile_interval
 from tests import chance
 
 
@@ -25,7 +25,7 @@ def grouped(rng, n=60, units=13):
 @pytest.mark.oracle
 def test_statistics_of_a_draw_are_those_of_examples_repeated_as_often_as_their_unit_came(rng):
     units, values = grouped(rng)
-    draws = Draws.of(units, draws=40, seed=3)
+    draws = Bootstrap.of(units, draws=40, seed=3)
     top, bottom, positive = rng.normal(size=60), rng.random(60) + 1, rng.random(60) < 0.5
     means, ratios = draws.mean(values), draws.ratio(top, bottom)
     aucs = draws.apply(lambda counts: auc(top, positive, counts=counts))
@@ -38,7 +38,7 @@ def test_statistics_of_a_draw_are_those_of_examples_repeated_as_often_as_their_u
 
 def test_answers_to_one_question_are_drawn_together(rng):
     questions = rng.integers(0, 12, 40).astype(str)
-    counts = Draws.of(questions, draws=30).per_example()
+    counts = Bootstrap.of(questions, draws=30).per_example()
     for name in np.unique(questions):
         own = counts[:, questions == name]
         assert (own == own[:, :1]).all()
@@ -50,19 +50,19 @@ def test_answers_to_one_question_are_drawn_together(rng):
 
 def test_units_are_drawn_as_often_as_there_are_within_each_stratum(rng):
     units, strata = np.arange(50).repeat(2), (rng.random(50) < 0.3).repeat(2)
-    draws = Draws.of(units, draws=300, within=strata)
+    draws = Bootstrap.of(units, draws=300, within=strata)
     of_unit = strata[::2]
     for kind in (True, False):
         assert (draws.counts[:, of_unit == kind].sum(1) == (of_unit == kind).sum()).all()
     drawn = draws.counts[1:].mean(0)
     assert np.abs(drawn - 1).max() < 5 / np.sqrt(300)
-    assert (Draws.of(units, draws=30, within=np.zeros(100)).counts == Draws.of(units, draws=30).counts).all()
+    assert (Bootstrap.of(units, draws=30, within=np.zeros(100)).counts == Bootstrap.of(units, draws=30).counts).all()
     with pytest.raises(InputError, match="The unit of example 0 has examples in two strata"):
-        Draws.of([0, 0, 1], within=[0, 1, 1])
+        Bootstrap.of([0, 0, 1], within=[0, 1, 1])
 
 
 def test_draws_are_those_of_indices_drawn_with_replacement_however_many_are_made_at_a_time():
-    draws = Draws.of(range(7), draws=23, seed=5)
+    draws = Bootstrap.of(range(7), draws=23, seed=5)
     picked = np.random.default_rng(5).integers(7, size=(23, 7))
     assert (draws.counts[1:] == [[(row == unit).sum() for unit in range(7)] for row in picked]).all()
     for size in (1, 4, 100):
@@ -72,7 +72,7 @@ def test_draws_are_those_of_indices_drawn_with_replacement_however_many_are_made
 @pytest.mark.oracle
 def test_intervals_of_a_mean_are_those_of_scipy(rng):
     values = rng.normal(size=80) ** 2
-    ours = interval(Draws.of(range(80), draws=4000).mean(values), 0.9)
+    ours = interval(Bootstrap.of(range(80), draws=4000).mean(values), 0.9)
     theirs = bootstrap((values,), np.mean, confidence_level=0.9, n_resamples=4000, method="percentile", rng=1)
     assert ours.value == pytest.approx(values.mean())
     width = ours.high - ours.low
@@ -83,7 +83,7 @@ def test_intervals_of_a_mean_are_those_of_scipy(rng):
 def test_intervals_are_percentiles_of_the_defined_draws_and_none_where_half_are_undefined(rng):
     estimates = rng.normal(size=(101, 3))
     estimates[:30, 1] = estimates[:60, 2] = np.nan
-    low, high = ends(estimates, 0.8)
+    low, high = percentile_interval(estimates, 0.8)
     np.testing.assert_allclose(low[:2], [np.quantile(estimates[start:, i], 0.1) for i, start in enumerate((0, 30))])
     np.testing.assert_allclose(high[:2], [np.quantile(estimates[start:, i], 0.9) for i, start in enumerate((0, 30))])
     assert np.isnan([low[2], high[2]]).all()
@@ -91,20 +91,23 @@ def test_intervals_are_percentiles_of_the_defined_draws_and_none_where_half_are_
 
 @pytest.mark.parametrize("units", ["", "a", "aaaa"])
 def test_of_one_unit_or_none_there_is_no_interval(units):
-    found = interval(Draws.of(units).mean(np.arange(len(units)) * 2.0))
+    found = interval(Bootstrap.of(units).mean(np.arange(len(units)) * 2.0))
     assert np.isnan([found.low, found.high]).all()
     assert found.value == np.mean(np.arange(len(units)) * 2.0) if units else np.isnan(found.value)
 
 
 def test_a_ratio_of_nothing_is_none_and_a_share_of_nothing_is_not_minus_zero():
-    draws = Draws.of("ab", draws=20)
+    draws = Bootstrap.of("ab", draws=20)
     assert np.isnan(draws.ratio(np.ones(2), np.array([1.0, -1.0]))[0])
     assert np.signbit(draws.ratio(np.zeros(2), -np.ones(2))).sum() == 0
 
 
 def test_intervals_of_means_hold_the_mean(rng):
-    draws = Draws.of(range(20), draws=2000)
-    inside = [low <= 0 <= high for low, high in (ends(draws.mean(effects)) for effects in rng.normal(size=(300, 20)))]
+    draws = Bootstrap.of(range(20), draws=2000)
+    inside = [
+        low <= 0 <= high
+        for low, high in (percentile_interval(draws.mean(effects)) for effects in rng.normal(size=(300, 20)))
+    ]
     assert 0.86 < sum(inside) / 300 <= 1
 
 
@@ -113,6 +116,6 @@ def test_intervals_of_means_over_groups_cover_the_truth_about_as_often_as_they_s
     for _ in range(60):
         groups = np.repeat(np.arange(50), 4)
         values = rng.normal(size=50)[groups] + rng.normal(size=200)
-        found = interval(Draws.of(groups.astype(str), draws=300).mean(values))
+        found = interval(Bootstrap.of(groups.astype(str), draws=300).mean(values))
         covered += found.low <= 0 <= found.high
     assert covered >= 48  # 57 of 60 are expected

@@ -20,7 +20,7 @@ from headwater.lenses.direct_attribution import direct_logit_attribution
 from headwater.models.hooked import HookedModel
 from headwater.patching.activation_patching import patch
 from headwater.runs.analysis import Run
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 TOGETHER = 3
 """So many heads, the first by margin × attention, are silenced together."""
@@ -93,7 +93,7 @@ def _by_head(
     frame["attention"] = choice.attention.ravel()
     frame["product"] = frame["margin"] * frame["attention"]
     frame["first_half"] = choice.share.ravel()
-    means = Draws.of(prompts.second.item.tolist()).mean(effects.reshape(len(effects), -1) / gap.mean())
+    means = Bootstrap.of(prompts.second.item.tolist()).mean(effects.reshape(len(effects), -1) / gap.mean())
     found = [interval(means[:, place]) for place in range(means.shape[1])]
     frame[["effect", "low", "high"]] = [(one.value, one.low, one.high) for one in found]
     if prompts.tokens.usable:

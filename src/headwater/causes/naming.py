@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from headwater.causes.relation import Head, strongest
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 NAMED = "weights and attention"
 BASELINES = ("attention", "other relations' weights", "other relations' effect")
@@ -101,7 +101,7 @@ def judged(
     """
     heads = [(int(layer), int(head)) for layer, head in np.ndindex(effects.shape[1:])]
     # draw × head; the first row is the data
-    means = Draws.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
+    means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
     largest = means.max(1, keepdims=True)
     shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
     place = {head: number for number, head in enumerate(heads)}

@@ -33,7 +33,7 @@ from headwater.heads.relations import Relation, load_relations
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import ChatText, chat_text
 from headwater.options import checked_count, checked_seed, shown
-from headwater.stats.resample import Draws, Interval, interval
+from headwater.stats.resample import Bootstrap, Interval, interval
 
 GENERIC = "Input: {source} Output:"
 INSTRUCTION = "Complete the sentence with the right word."
@@ -207,7 +207,7 @@ def chosen_prompts(
 
 def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval:
     """Return the mean over pairs with its bootstrap interval over sources."""
-    return interval(Draws.of(sources).mean(values))
+    return interval(Bootstrap.of(sources).mean(values))
 
 
 def differences(

@@ -16,7 +16,7 @@ from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from headwater.stats.resample import Draws, Interval, interval
+from headwater.stats.resample import Bootstrap, Interval, interval
 from headwater.stats.significance import q_values
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class EvidenceSuite(Result):
         """
         summary, rows = self.summary(), []
         seed = checked_seed(seed)
-        draws = Draws.of(range(len(summary)), seed=seed) if len(summary) else None
+        draws = Bootstrap.of(range(len(summary)), seed=seed) if len(summary) else None
         for way in WAYS[1:]:
             ahead: Interval | None = None
             if draws is not None:

@@ -28,7 +28,7 @@ from headwater.errors import InputError
 from headwater.options import checked_name, checked_number, checked_seed
 from headwater.runs.findings import plain_text
 from headwater.stats.claims import ClaimEffects, Judgement, claim_of, notes_of_few, notes_of_seen
-from headwater.stats.resample import Draws, ends
+from headwater.stats.resample import Bootstrap, percentile_interval
 
 RESAMPLES = 1000
 Values = Float[ndarray, " example"]
@@ -38,7 +38,7 @@ def ratio_of_means(
     value: Float[ndarray, "example _"], clean: Values, corrupted: Values, *, seed: int = 0
 ) -> Float[ndarray, "draw _"]:
     """Return the faithfulness of circuits, a column each: over the prompts, and in draws of them with replacement."""
-    draws = Draws.of(range(len(value)), draws=RESAMPLES if len(value) > 1 else 0, seed=seed)
+    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES if len(value) > 1 else 0, seed=seed)
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
@@ -63,7 +63,7 @@ def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
         own = part[part["placebo"].isna()]
         clean, corrupted = own["clean"].to_numpy(), own["corrupted"].to_numpy()
         found = ratio_of_means(own["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
-        low, high = ends(found, level)
+        low, high = percentile_interval(found, level)
         drawn = part[part["placebo"].notna()]
         others = drawn.pivot_table(index="example", columns="placebo", values="value", sort=False)
         f = ratio_of_means(others.to_numpy(), clean, corrupted)[0] if len(drawn) else np.zeros(0)

@@ -16,7 +16,7 @@ from typing import Literal
 from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
 
 from headwater.cli import figures, heads, likelihood, patching, pathways, reproduce
-from headwater.cli.options import Run
+from headwater.cli.options import RunOptions
 from headwater.cli.printing import plain, screen
 from headwater.errors import HeadwaterError
 from headwater.version import __version__
@@ -78,7 +78,7 @@ def _run() -> int:
     except HeadwaterError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        out = given.arguments.get("out") or given.arguments.get("run", Run()).out
+        out = given.arguments.get("out") or given.arguments.get("run", RunOptions()).out
         kept = "Nothing was kept; with --out FOLDER a run can be continued."
         screen.print(
             f"\nInterrupted. {plain(f'The same command continues from {out}.' if out else kept)}", soft_wrap=True

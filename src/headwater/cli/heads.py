@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, Run
+from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions
 from headwater.cli.printing import columns, is_main, plain, report
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
@@ -82,7 +82,7 @@ def heads(
     long_targets: LongTargets = LongTargets(),
     validate: Flag = False,
     template: Annotated[str | None, ANY_TEXT] = None,
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
 
@@ -137,7 +137,7 @@ def compare(
     relations: Relations = None,
     scoring: Scoring = Scoring(),
     long_targets: LongTargets = LongTargets(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Say which heads implement or suppress which relations more, or less, than in the first of several models.
 
@@ -175,7 +175,7 @@ def behaviour(
     batch_size: int = 16,
     seed: int = 0,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Say what each head attends to: current, first, previous, delimiter, duplicate, induction or successor tokens.
 
@@ -224,7 +224,7 @@ def evidence(
     draws: int = 200,
     seed: int = 0,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Say which head a relation's weights name, and whether that head carries the answer in the running model.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, Run, is_endpoint
+from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, RunOptions, is_endpoint
 from headwater.cli.printing import is_main, plain, screen
 from headwater.errors import InputError
 
@@ -65,7 +65,7 @@ def memorization(
     seed: int = 0,
     batch_size: int = 16,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Measure memorization by question depth.
 
@@ -173,7 +173,7 @@ def score(
     precision: Literal["highest", "high"] = "highest",
     batch_size: int = 16,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Score how likely each text of a file was in a model's training data: loss, zlib, Min-K%, Min-K%++, Gap-K%.
 

@@ -61,7 +61,7 @@ Extract = Annotated[
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Run:
+class RunOptions:
     """Where a command writes, and what it prints."""
 
     out: Path | None = None
@@ -113,7 +113,7 @@ class Load:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Pairs:
+class PairOptions:
     """Prompts in pairs: as options, or in a table."""
 
     clean: Annotated[list[str] | None, ANY_TEXT] = None
@@ -137,7 +137,7 @@ class Pairs:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Measured:
+class MetricOptions:
     """What is measured of each run."""
 
     metric: str = "logit-difference"

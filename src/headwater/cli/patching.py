@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, Direction, Load, Measured, Model, Pairs, Run, Variant, changed, position
+from headwater.cli.options import (
+    ANY_TEXT,
+    Direction,
+    Load,
+    MetricOptions,
+    Model,
+    PairOptions,
+    RunOptions,
+    Variant,
+    changed,
+    position,
+)
 from headwater.cli.printing import columns, is_main
 from headwater.errors import InputError
 
@@ -68,8 +79,8 @@ class Search:
 def patch(
     model: Model = None,
     *,
-    pairs: Pairs = Pairs(),
-    measured: Measured = Measured(),
+    pairs: PairOptions = PairOptions(),
+    measured: MetricOptions = MetricOptions(),
     sites: tuple[str, ...] = ("resid_pre",),
     over: list[Axis] | None = None,
     direction: Direction = "denoise",
@@ -77,7 +88,7 @@ def patch(
     window: Window = None,
     method: Literal["exact", "attribution"] = "exact",
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Sweep patches over layers, positions and heads.
 
@@ -118,12 +129,12 @@ def knockout(
     query: Annotated[str, ANY_TEXT] = "last",
     key: Annotated[str | None, ANY_TEXT] = None,
     heads: list[str] | None = None,
-    measured: Measured = Measured(),
+    measured: MetricOptions = MetricOptions(),
     window: Window = None,
     variant: Variant = "mask",
     over: list[Axis] | None = None,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Sweep attention knockouts over layers (and heads).
 
@@ -158,8 +169,8 @@ def knockout(
 def edges(
     model: Model = None,
     *,
-    pairs: Pairs = Pairs(),
-    measured: Measured = Measured(),
+    pairs: PairOptions = PairOptions(),
+    measured: MetricOptions = MetricOptions(),
     senders: list[str] | None = None,
     receivers: list[str] | None = None,
     direction: Direction = "noise",
@@ -169,7 +180,7 @@ def edges(
     seed: int = 0,
     hours: Hours = None,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Measure what an answer owes to each edge: from each sender to each receiver after it.
 
@@ -210,8 +221,8 @@ def edges(
 def circuit(
     model: Model = None,
     *,
-    pairs: Pairs = Pairs(),
-    measured: Measured = Measured(),
+    pairs: PairOptions = PairOptions(),
+    measured: MetricOptions = MetricOptions(),
     size: int | None = None,
     by: Literal["size", "signed"] = "size",
     measuring: Measuring = Measuring(),
@@ -219,7 +230,7 @@ def circuit(
     seed: int = 0,
     hours: Hours = None,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Choose the circuit of the strongest edges on pairs of prompts, draw it by layers, and keep it as one file.
 
@@ -315,7 +326,7 @@ def _show_edges(found: dict[str, Any], console: Console) -> None:
         console.print(f"\n{sentence}", markup=False)
 
 
-def _report(sweep: Sweep, run: Run) -> None:
+def _report(sweep: Sweep, run: RunOptions) -> None:
     from headwater.runs.findings import records_of
 
     summary = sweep.summary()

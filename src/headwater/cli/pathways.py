@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, Extract, Load, Model, ProbeToken, Run, Variant, read_extractor
+from headwater.cli.options import ANY_TEXT, Extract, Load, Model, ProbeToken, RunOptions, Variant, read_extractor
 from headwater.cli.printing import is_main, plain
 from headwater.errors import InputError
 from headwater.models.embedded import BASE, is_embedded
@@ -77,7 +77,7 @@ class Asked(Answering):
     seed: int = 0
     """Of the draw of questions."""
 
-    def answered(self, model: str | None, load: Load, run: Run) -> tuple[HookedModel, AnsweredQuestions]:
+    def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[HookedModel, AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
         from headwater.questions.answers import answer
 
@@ -99,7 +99,7 @@ def pathways(
     saliency: bool = True,
     detection: bool = True,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Ask whether a model's truthfulness signal flows from the question or from its answer.
 
@@ -157,7 +157,7 @@ def saliency(
     pairs: Literal["sum", "mean"] = "sum",
     layers: list[int] | None = None,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Measure the saliency of the attention edges from the exact question tokens.
 
@@ -207,7 +207,7 @@ def detect(
     variant: Variant = "mask",
     seeds: int = 3,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Fit detectors of wrong answers on half of each question set, and measure them on the other half.
 
@@ -264,7 +264,7 @@ def _questions(model: str | None, asked: Asked) -> Questions:
     return Questions.joined(read)
 
 
-def _finish(found: dict[str, Result], run: Run) -> None:
+def _finish(found: dict[str, Result], run: RunOptions) -> None:
     """Write figures, tables and the report, and print what was found."""
     if not is_main():
         return

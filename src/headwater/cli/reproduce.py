@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headwater.cli.figures import drawn
 from headwater.cli.likelihood import Data, Judge, Predecessors, Predictions, read_judge
-from headwater.cli.options import AsJson, Flag, Load, ProbeToken, Run
+from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions
 from headwater.cli.pathways import Answering
 from headwater.cli.printing import columns, is_main, plain, report
 from headwater.errors import InputError
@@ -91,7 +91,7 @@ def maps(
     multi_token: Flag = False,
     templates: Path | None = None,
     device: str | None = None,
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Head classification (Elhelo & Geva, ACL 2025): best scores, ranked heads, correlations.
 
@@ -135,7 +135,7 @@ def pathways(
     seeds: int = 3,
     controls: bool = True,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """ΔP, saliency, refusals and detection of wrong answers (Luo et al., ACL 2026): from a model to all of them.
 
@@ -176,7 +176,7 @@ def memorization(
     predecessors: Predecessors = "none",
     batch_size: int = 16,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Accuracy and discrepancies by question depth (Ko et al., EMNLP 2024).
 
@@ -209,7 +209,7 @@ def membership(
     published: Published = None,
     batch_size: int = 16,
     load: Load = Load(),
-    run: Run = Run(),
+    run: RunOptions = RunOptions(),
 ) -> None:
     """Telling seen texts from unseen ones (Zhang et al., ICLR 2025): AUC of every score.
 
@@ -244,7 +244,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def _report(
-    found: Reproduction, run: Run, figures: Sequence[str] = (), parts: Mapping[str, type[Result]] = MappingProxyType({})
+    found: Reproduction,
+    run: RunOptions,
+    figures: Sequence[str] = (),
+    parts: Mapping[str, type[Result]] = MappingProxyType({}),
 ) -> None:
     """Write the figures of a reproduction and of its parts, and what these report; print the numbers side by side."""
     from headwater.demo.page import write_report

@@ -10,7 +10,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from headwater.stats.discrimination import against_chance, auc
-from headwater.stats.resample import Draws, ends
+from headwater.stats.resample import Bootstrap, percentile_interval
 
 NAMES = {
     "question": "relation, popularity",
@@ -40,7 +40,7 @@ def evaluate(
     Returns:
         Rows of `Detection.table`.
     """
-    draws = Draws.of(questions)
+    draws = Bootstrap.of(questions)
     places = pd.Series(np.arange(len(questions)), index=questions.index)
     seeds = [part for _, part in scores.groupby("seed")]
 
@@ -59,9 +59,9 @@ def evaluate(
 
     drawn = np.stack([aucs(method) for method in methods], axis=1)
     probe = drawn[:, [methods.index("probe")]] if "probe" in methods else np.full((len(drawn), 1), np.nan)
-    columns = dict(zip(("auc", "low", "high"), (drawn[0], *ends(drawn)), strict=True))
+    columns = dict(zip(("auc", "low", "high"), (drawn[0], *percentile_interval(drawn)), strict=True))
     gain = drawn - probe
-    columns |= dict(zip(("gain", "gain_low", "gain_high"), (gain[0], *ends(gain)), strict=True))
+    columns |= dict(zip(("gain", "gain_low", "gain_high"), (gain[0], *percentile_interval(gain)), strict=True))
     sizes = {"answers": len(scores) / len(seeds), "wrong": scores["z"].sum() / len(seeds)}
     named = {"dataset": scores["dataset"].iloc[0], "method": methods}
     return pd.DataFrame(named | columns | sizes | {"note": [notes.get(method, "") for method in methods]})

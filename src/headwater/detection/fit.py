@@ -31,7 +31,7 @@ from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_f
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import ProbeSiteName, TokenName
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
 """Weight and bias of a logistic regression."""
@@ -188,7 +188,7 @@ class AnswerSet:
         self, gate: NDArray[np.float64], flipped: NDArray[np.int64], test: NDArray[np.int64]
     ) -> tuple[float, float, float]:
         """Return the AUC of the gate for the modes, and the ends of its interval."""
-        draws = Draws.of([self.groups[row] for row in test])
+        draws = Bootstrap.of([self.groups[row] for row in test])
         return interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
 
     def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:

@@ -33,7 +33,7 @@ from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
 from headwater.models.cache_names import takes_cache
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.gradients import Prefix, refuse_cut_texts
+from headwater.models.gradients import FixedPrefix, refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
 from headwater.models.sites import SITES, hook_name
@@ -104,7 +104,7 @@ class Reweighted:
         if before:
             pairs, real = self.begun.of(rows)
             mask = torch.cat([real, batch.mask], 1).long().to(self.model.device)
-            options = {"past_key_values": Prefix(pairs), "attention_mask": mask}
+            options = {"past_key_values": FixedPrefix(pairs), "attention_mask": mask}
         columns = range(before + batch.tokens.shape[1])
         shifts = [before - self.begun.lengths.get(row, 0) for row in rows]
         queries = _marked([self.queries[row] for row in rows], shifts, columns)[:, before:].to(self.model.device)

@@ -28,7 +28,7 @@ from headwater.figures.style import (
     style,
     whole_numbers,
 )
-from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
@@ -37,7 +37,7 @@ from headwater.runs.figure_options import Size, apply_title_and_size
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
-    BESIDE: {"color": BLUE, "linestyle": DASHED, "marker": "D"},
+    EXACT_ON_RANDOM_ROWS: {"color": BLUE, "linestyle": DASHED, "marker": "D"},
     RANDOM: {"color": FAINT, "linestyle": DASHED, "marker": "o"},
     SWAP: {"color": RED, "linestyle": "-", "marker": "s"},
     RANDOM_SWAP: {"color": ORANGE, "linestyle": DASHED, "marker": "s"},

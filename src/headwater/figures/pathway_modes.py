@@ -34,7 +34,7 @@ from headwater.figures.style import (
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN
 from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from headwater.pathways.trace import Pathways
@@ -182,4 +182,4 @@ def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
     if rows.empty:
         raise InputError("There are no examples to average.")
     by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
-    return interval(100 * Draws.of(range(len(by_example))).ratio(*by_example.T))
+    return interval(100 * Bootstrap.of(range(len(by_example))).ratio(*by_example.T))

@@ -37,7 +37,7 @@ from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.findings import said_number
 from headwater.runs.result import DRAWINGS
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
 ARROWS = {"saliency_exact_answer": "E_Q \\to E_A", "saliency_all": "E_Q \\to *"}
@@ -298,7 +298,7 @@ def chance_note(shown: Sequence[Saliency]) -> str:
     found = []
     for one in shown:
         for name, rows in one.of().groupby("dataset", sort=False):
-            counts = Draws.of(rows["example"]).counts
+            counts = Bootstrap.of(rows["example"]).counts
             told = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
             if not told.low > 0.5:
                 found.append(f"{short_name(one.run.model)}, {name} ({said_number(*told)})")

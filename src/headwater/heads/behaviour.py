@@ -52,7 +52,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from headwater.stats.resample import Draws, ends
+from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import Numbers, chance_corrected, excess_p, q_values
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]) -> pd.DataFrame:
     """Make the rows of one kind of sequences: scores, intervals, and what shuffled positions would give."""
     _, n_classes, _, n_heads = sums["on"].shape
-    draws, parts = Draws.of(range(len(sums["on"])), seed=seed), []
+    draws, parts = Bootstrap.of(range(len(sums["on"])), seed=seed), []
     for place, name in enumerate(list(BEHAVIOURS)[:n_classes]):
         queries = sums["queries"][:, place].double().numpy()
         has = queries > 0
@@ -318,13 +318,15 @@ def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]
     return table
 
 
-def _estimates(draws: Draws, found: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
+def _estimates(draws: Bootstrap, found: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
     """Return the score of every head with its interval, what shuffled positions would give, and the excess."""
     whole = queries.sum() or np.nan
     score, chance = found.sum(0) / whole, expected.sum(0) / whole
     size = max(1, NUMBERS_AT_ONCE // (draws.draws + 1))
     parts = [found[:, start : start + size] for start in range(0, found.shape[1], size)]
-    intervals = [ends(draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape))) for part in parts]
+    intervals = [
+        percentile_interval(draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape))) for part in parts
+    ]
     low, high = (np.concatenate(side) for side in zip(*intervals, strict=True))
     excess = chance_corrected(score, chance)
     return {"score": score, "low": low, "high": high, "expected": chance, "excess": excess}

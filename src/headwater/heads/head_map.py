@@ -20,7 +20,7 @@ from headwater.heads.salient import salient_of_heads, salient_operations
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import callable_from, relations_digest, scored_layers, scored_relations
 from headwater.heads.sensitivity import AS_MAPPED, Sensitivity, heads_by_threshold
-from headwater.heads.use import COLUMNS, Asking, head_use, sentences_of_use, use_counts
+from headwater.heads.use import COLUMNS, UseOptions, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
@@ -207,7 +207,7 @@ class HeadMap(Result):
         known = {name: tokens for name, (tokens, _) in given.items()}
         if isinstance(template, str) and len(known) < int(self.relations["used"].sum()):
             template = dict.fromkeys(known, template)
-        asking = Asking.checked(template, shots, draws, seed, list(known))
+        asking = UseOptions.checked(template, shots, draws, seed, list(known))
         use = head_use(model, self.table, known, asking, progress)
         options = describe(asdict(asking) | dict(model.interventions))
         run = replace(self.run, options=self.run.options | {"validate": options})

@@ -112,7 +112,7 @@ def tokenize_relations(
         tokens = {word: [token for token in ids if token not in spaces][:most] for word, ids in tokens.items()}
     telling = multi_token == "distinguishing"
     return tuple(
-        _tokenize(relation, Words(tokens, _holders(relation, tokens) if telling else None), same_words)
+        _tokenize(relation, RelationWords(tokens, _holders(relation, tokens) if telling else None), same_words)
         for relation in relations
     )
 
@@ -159,7 +159,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Words:
+class RelationWords:
     """The tokens of a relation's words, and which of a target's tokens stand for it."""
 
     tokens: Mapping[str, Sequence[int]]
@@ -189,7 +189,7 @@ def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[in
     return holders
 
 
-def _tokenize(relation: Relation, words_of: Words, same_words: bool) -> TokenRelation:
+def _tokenize(relation: Relation, words_of: RelationWords, same_words: bool) -> TokenRelation:
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
     dropped = []
@@ -207,7 +207,7 @@ def _tokenize(relation: Relation, words_of: Words, same_words: bool) -> TokenRel
 
 
 def _targets(
-    relation: Relation, source: str, accepted: Sequence[str], words_of: Words, same_words: bool
+    relation: Relation, source: str, accepted: Sequence[str], words_of: RelationWords, same_words: bool
 ) -> tuple[dict[int, str], str]:
     """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
     tokens = words_of.tokens
@@ -223,7 +223,7 @@ def _targets(
     return found, "" if found else OWN_TARGET
 
 
-def _why_not(word: str, words_of: Words, *, is_target: bool) -> str:
+def _why_not(word: str, words_of: RelationWords, *, is_target: bool) -> str:
     """Say why no single token stands for a word."""
     if not (ids := words_of.tokens[word]):
         return f"{word!r} is not in the vocabulary"

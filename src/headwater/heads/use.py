@@ -42,7 +42,7 @@ from headwater.options import checked_count, checked_name, checked_repeats, show
 from headwater.patching.ablation import ablate
 from headwater.patching.metrics import Metric
 from headwater.progress import progress_bar
-from headwater.stats.resample import Draws, ends
+from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p
 
 Head: TypeAlias = tuple[int, int]
@@ -56,7 +56,7 @@ COLUMNS = (*MEASURED, "loss_q_value", "used")
 
 
 @dataclass(frozen=True)
-class Asking:
+class UseOptions:
     """How the model is asked, and how many other heads are silenced for each.
 
     `template` is one text with `{source}` for all relations, or a mapping that names the relations to ask for.
@@ -68,7 +68,7 @@ class Asking:
     seed: int
 
     @classmethod
-    def checked(cls, template: Any, shots: Any, draws: Any, seed: Any, known: Sequence[str]) -> Asking:
+    def checked(cls, template: Any, shots: Any, draws: Any, seed: Any, known: Sequence[str]) -> UseOptions:
         """Take these options, with relations among those known.
 
         Raises:
@@ -89,7 +89,7 @@ class Asking:
 
 
 def head_use(
-    model: HookedModel, table: pd.DataFrame, known: Mapping[str, TokenRelation], asking: Asking, progress: bool
+    model: HookedModel, table: pd.DataFrame, known: Mapping[str, TokenRelation], asking: UseOptions, progress: bool
 ) -> pd.DataFrame:
     """Measure what each called head is worth to the running model.
 
@@ -196,7 +196,7 @@ def other_heads(
 
 
 def _of_relation(
-    model: HookedModel, task: TaskPrompts, called: pd.DataFrame, tokens: TokenRelation, asking: Asking
+    model: HookedModel, task: TaskPrompts, called: pd.DataFrame, tokens: TokenRelation, asking: UseOptions
 ) -> Float[ndarray, "head column"]:
     """Return a row of `MEASURED` for each called head of one relation."""
     heads = list(zip(called["layer"].astype(int), called["head"].astype(int), strict=True))
@@ -205,7 +205,7 @@ def _of_relation(
     whole, right = _right(model, task, list(dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])))
     if not whole.any():
         return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
-    draws = Draws.of(tokens.source.tolist(), seed=asking.seed)
+    draws = Bootstrap.of(tokens.source.tolist(), seed=asking.seed)
     return np.array(
         [
             _measured(whole, right[head], np.array([right[one] for one in drawn]), draws)
@@ -232,13 +232,13 @@ def _right(
 
 
 def _measured(
-    whole: Bool[ndarray, " item"], without: Bool[ndarray, " item"], others: Bool[ndarray, "draw item"], draws: Draws
+    whole: Bool[ndarray, " item"], without: Bool[ndarray, " item"], others: Bool[ndarray, "draw item"], draws: Bootstrap
 ) -> list[float]:
     """Return the values of `MEASURED` for one head of one relation."""
     mean = others.mean(0) if len(others) else np.full(len(whole), np.nan)
     columns = np.stack([whole, without, mean, mean - without], axis=1).astype(float)
     estimates = draws.mean(columns)
-    low, high = ends(estimates)
+    low, high = percentile_interval(estimates)
     (accuracy, left, beside, loss), net = estimates[0], draws.sums(columns[:, 0] - columns[:, 1])
     p = np.nan
     if len(others):

@@ -35,7 +35,7 @@ SUM = 256
 """How many products tensor cores add up in one sum, cut off at every step: a multiple of every tile's depth."""
 
 
-class Blocks(NamedTuple):
+class ProgramTile(NamedTuple):
     """The tile of a program: tokens × vocabulary, in steps along d_model; warps that share it, stages in flight."""
 
     tokens: int
@@ -255,7 +255,7 @@ def operand_type(parts: Tensor) -> tl.dtype:
     return native.get(parts.dtype, tl.float32) if parts.is_cuda else tl.float32
 
 
-def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.device) -> Blocks:
+def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.device) -> ProgramTile:
     """Choose the tile: as large as registers allow, twice for its sums; as many stages as shared memory holds.
 
     What fits the registers of sm_90 was seen by compiling (`tests/compile_triton.py`).
@@ -267,7 +267,7 @@ def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.dev
         stage = (n_parts * tokens + vocabulary) * depth * element_size
         stages = min(4, shared // stage)
         if stages >= 2 or vocabulary == 32:
-            return Blocks(tokens, vocabulary, depth, 8 if tokens * vocabulary >= 128 * 64 else 4, max(1, stages))
+            return ProgramTile(tokens, vocabulary, depth, 8 if tokens * vocabulary >= 128 * 64 else 4, max(1, stages))
         vocabulary //= 2
 
 

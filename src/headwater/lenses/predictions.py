@@ -48,7 +48,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,7 +84,7 @@ class LayerPredictions(Result):
         for layer, part in best.groupby("layer", sort=True):
             same = part["top_token"].to_numpy() == last.loc[list(zip(part["example"], part["position"], strict=True))]
             ranks = part["rank"].dropna().to_numpy(dtype=float)
-            draws = Draws.of(part["example"], seed=seed)
+            draws = Bootstrap.of(part["example"], seed=seed)
             kl = interval(draws.mean(part["kl"].to_numpy(dtype=float)), level)
             first, median = (float((ranks == 0).mean()), float(np.median(ranks))) if len(ranks) else (np.nan, np.nan)
             rows.append([layer, len(part), float(np.mean(same)), first, median, *kl])

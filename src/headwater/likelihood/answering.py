@@ -31,7 +31,7 @@ SHORT = 10
 """Words up to which accepted answers (their median) are short enough for label match."""
 
 
-class Asking(NamedTuple):
+class AnsweringOptions(NamedTuple):
     """How a model is asked for its own answers."""
 
     max_new_tokens: int
@@ -47,7 +47,7 @@ class Own(NamedTuple):
     """By itself, not at the token limit."""
 
 
-class Plan(NamedTuple):
+class AnswerSources(NamedTuple):
     """Where answers and scores come from."""
 
     answers: str
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     """ "data", "label", "judge", or "" for none."""
 
 
-def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> Plan:
+def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:
     """Decide where answers and scores come from.
 
     Args:
@@ -84,17 +84,17 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
         short = graph.table["answers"].map(lambda accepted: len(accepted[0].split())).median() <= SHORT
         scores = "judge" if callable(judge) else LABEL if judge == LABEL or short else ""
     if scores in (LABEL, "judge") or span == "model_answer" or answers == MODEL:
-        return Plan(answers or (DATA if has_answers else MODEL), scores)
-    return Plan(DATA if has_answers else "", scores)
+        return AnswerSources(answers or (DATA if has_answers else MODEL), scores)
+    return AnswerSources(DATA if has_answers else "", scores)
 
 
 def answered_and_scored(
     run: Run,
     model: HookedModel,
     graph: DepthGraph,
-    plan: Plan,
+    plan: AnswerSources,
     judge: Judge,
-    asking: Asking,
+    asking: AnsweringOptions,
     frames: Sequence[Frame | None],
     known: dict[str, Own | None],
 ) -> pd.DataFrame:
@@ -123,7 +123,7 @@ def own_answers(
     run: Run,
     model: HookedModel,
     prompts: Iterable[str],
-    asking: Asking,
+    asking: AnsweringOptions,
     known: dict[str, Own | None],
     stage: str = "answers",
 ) -> list[Own | None]:

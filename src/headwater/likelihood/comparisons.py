@@ -26,14 +26,14 @@ from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 
 from headwater.stats.correlation import spearman
-from headwater.stats.resample import NOTHING, Draws, Interval, interval
+from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
 
 LENGTHS_APART = 20
 SHUFFLED = "_shuffled"
 POPULARITY = "popularity"
 
 
-def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Draws) -> pd.DataFrame:
+def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Bootstrap) -> pd.DataFrame:
     """Compare depths, quartile groups and ranks.
 
     Args:
@@ -85,7 +85,7 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: D
 
 
 def between_depths(
-    values: Float[ndarray, " node"], depth: Int[ndarray, " node"], a: int, b: int, graphs: Draws
+    values: Float[ndarray, " node"], depth: Int[ndarray, " node"], a: int, b: int, graphs: Bootstrap
 ) -> Interval:
     """Return the difference of two depths' means over graphs, each graph's nodes averaged first."""
     found = []
@@ -103,7 +103,7 @@ def between_equal_lengths(
     tokens: Int[ndarray, " node"],
     a: int,
     b: int,
-    graphs: Draws,
+    graphs: Bootstrap,
 ) -> Interval:
     """Return the difference of two depths' means within lengths, weighted by the smaller number of nodes."""
     has = ~np.isnan(values)
@@ -124,7 +124,7 @@ def between_equal_lengths(
     return interval(np.where(total > 0, (weight * apart).sum(axis=1) / np.maximum(total, 1), math.nan))
 
 
-def rank_correlation(x: Float[ndarray, " node"], y: Float[ndarray, " node"], graphs: Draws) -> Interval:
+def rank_correlation(x: Float[ndarray, " node"], y: Float[ndarray, " node"], graphs: Bootstrap) -> Interval:
     """Return the rank correlation over the nodes that have both values."""
     return interval(spearman(x, y, counts=graphs.per_example()))
 
@@ -136,7 +136,7 @@ def _lengths(tokens: Int[ndarray, " node"]) -> Int[ndarray, " node"]:
 
 
 def _between_quartiles(
-    nodes: pd.DataFrame, gap: Float[ndarray, " node"], at_top: Shaped[ndarray, " node"], graphs: Draws
+    nodes: pd.DataFrame, gap: Float[ndarray, " node"], at_top: Shaped[ndarray, " node"], graphs: Bootstrap
 ) -> Interval:
     quartile = nodes["quartile"].to_numpy()
     lower, upper = (graphs.mean(np.where(at_top & (quartile == one), gap, math.nan)) for one in (25, 75))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 import pandas as pd
 
 from headwater.errors import InputError
-from headwater.likelihood.answering import Asking, Own, own_answers
+from headwater.likelihood.answering import AnsweringOptions, Own, own_answers
 from headwater.options import shown
 from headwater.questions.asking import CHAT, PROMPT, SLOT, Frame, Messages, question_frame
 from headwater.runs.analysis import Run
@@ -41,7 +41,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Wording:
+class ContextWording:
     """How questions are put to a model, alone and behind others."""
 
     model: HookedModel
@@ -123,7 +123,7 @@ def _messages(prompt: str | Messages | None) -> Messages:
     return [{"role": "user", "content": SLOT}] if prompt is None or isinstance(prompt, str) else prompt
 
 
-def checked_wording(wording: Wording) -> Wording:
+def checked_wording(wording: ContextWording) -> ContextWording:
     """Write a question alone and behind another, once.
 
     Raises:
@@ -151,7 +151,7 @@ def _are_messages(given: object) -> bool:
 
 
 def frames_of(
-    run: Run, nodes: pd.DataFrame, wording: Wording, asking: Asking, known: dict[str, Own | None]
+    run: Run, nodes: pd.DataFrame, wording: ContextWording, asking: AnsweringOptions, known: dict[str, Own | None]
 ) -> list[Frame | None]:
     """Return the frame of every node; None where a predecessor has no answer to be shown.
 
@@ -175,7 +175,11 @@ def frames_of(
 
 
 def _answered(
-    run: Run, asked: Mapping[str, Sequence[str]], wording: Wording, asking: Asking, known: dict[str, Own | None]
+    run: Run,
+    asked: Mapping[str, Sequence[str]],
+    wording: ContextWording,
+    asking: AnsweringOptions,
+    known: dict[str, Own | None],
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each behind those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in asked}

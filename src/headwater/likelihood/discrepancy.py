@@ -24,7 +24,7 @@ import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
 
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 GOOD = 4.0
 """The mean score from which neighbours count as answered well."""
@@ -62,7 +62,7 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def judged(nodes: pd.DataFrame, graphs: Draws) -> pd.DataFrame:
+def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
     """Sum the measures up: accuracy by depth, discrepancies by pair of depths and over all.
 
     Args:

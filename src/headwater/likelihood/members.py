@@ -35,7 +35,7 @@ from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.discrimination import auc, true_positives
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -195,7 +195,7 @@ def _discrimination(
             found.append(true_positives(values, member, rate, counts=counts) if one_threshold else found[0] * math.nan)
         return np.stack(found, axis=1)
 
-    estimates = Draws.of(range(len(values)), draws=resamples, seed=seed, within=member).apply(numbers)
+    estimates = Bootstrap.of(range(len(values)), draws=resamples, seed=seed, within=member).apply(numbers)
     result: dict[str, int | float] = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     for name, drawn in zip(("auc", *FALSE_POSITIVE_RATES), estimates.T, strict=True):
         found = interval(drawn, level)

@@ -27,20 +27,20 @@ import pandas as pd
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens
-from headwater.likelihood.answering import MODEL, Asking, Own, answered_and_scored, plan_of
+from headwater.likelihood.answering import MODEL, AnsweringOptions, Own, answered_and_scored, plan_of
 from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
 from headwater.likelihood.contexts import (
     NONE,
     PREDECESSORS,
     PREDICTED,
     TURNS,
+    ContextWording,
     PredecessorsName,
-    Wording,
     checked_wording,
     frames_of,
 )
 from headwater.likelihood.discrepancy import discrepancies, judged
-from headwater.likelihood.framed import SPANS, Scored, Scoring
+from headwater.likelihood.framed import SPANS, FrameScoring, ScoredTexts
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
@@ -53,7 +53,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,7 +230,7 @@ def memorization(
     checked_count("batch_size", batch_size)
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
     checked_name("predecessors", predecessors, PREDECESSORS)
-    wording = checked_wording(Wording(model, context, prompt, predecessors, predecessor_prompt))
+    wording = checked_wording(ContextWording(model, context, prompt, predecessors, predecessor_prompt))
     plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
@@ -243,14 +243,14 @@ def memorization(
         "lens": lens_named(lens), "judge": judge, "ends": answer_ends(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
-    asking = Asking(max_new_tokens, "line" if context == RAW else "end", batch_size)
+    asking = AnsweringOptions(max_new_tokens, "line" if context == RAW else "end", batch_size)
 
     def work(run: Run) -> DepthProfile:
         known: dict[str, Own | None] = {}
         frames = frames_of(run, graph.table, wording, asking, known)
         nodes = graph.table.drop(columns=["model_answer", "score"])
         nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking, frames, known))
-        scoring = Scoring(run, model, frames, span, read, lens, shares, batch_size)
+        scoring = FrameScoring(run, model, frames, span, read, lens, shares, batch_size)
         scored = scoring.score(nodes)
         shuffled = scoring.score_shuffled(nodes, seed) if controls else None
         return _profile(nodes, scored, shuffled, run.record)
@@ -258,7 +258,7 @@ def memorization(
     return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: RunRecord) -> DepthProfile:
+def _profile(nodes: pd.DataFrame, scored: ScoredTexts, shuffled: ScoredTexts | None, run: RunRecord) -> DepthProfile:
     """Put everything that is measured together."""
     options, main = run.options, f"min_k_{run.options['k'][0]:g}"
     final = options["layers"][-1]
@@ -270,7 +270,7 @@ def _profile(nodes: pd.DataFrame, scored: Scored, shuffled: Scored | None, run: 
     if not table["scored"].any():
         raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
     table["quartile"] = _quartiles(table, main, options["quartiles"])
-    graphs = Draws.of(table["group"], seed=run.seed or 0)
+    graphs = Bootstrap.of(table["group"], seed=run.seed or 0)
     order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
     order += [POPULARITY] if POPULARITY in table else []
     every = nodes[["id", "group", "depth"]].merge(scored.nodes, on="id")
@@ -295,7 +295,7 @@ def _averages(nodes: pd.DataFrame, keys: list[str], scores: list[str]) -> pd.Dat
 def _by_layer(averages: pd.DataFrame, scores: list[str], seed: int) -> pd.DataFrame:
     rows = []
     for (layer, depth), part in averages.groupby(["layer", "depth"]):
-        graphs = Draws.of(part["group"], seed=seed)
+        graphs = Bootstrap.of(part["group"], seed=seed)
         for score in scores:
             found = interval(graphs.mean(part[score].to_numpy(float)))
             rows.append({"layer": layer, "depth": depth, "score": score} | found._asdict())

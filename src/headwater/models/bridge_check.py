@@ -120,7 +120,7 @@ def compare_with_reference(model: Model, seen: Reference | None) -> None:
     n_first = max(1, tokens.shape[1] - 2)
     rows = tokens.repeat(2, 1)
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
-    sites = Sites(model.shape, len(rows), tokens.shape[1], experts, beside)
+    sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, beside)
     known = model.raw.hook_dict  # put together anew whenever it is asked for
     if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in known:
         raise ModelError(
@@ -203,7 +203,7 @@ def _has_experts(part: object) -> bool:
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
 
 
-class Sites:
+class SiteCheck:
     """Looks at what passes through the sites of a run.
 
     Attributes:

@@ -26,7 +26,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.foreign_names import hint_for
 from headwater.models.reading import now_reading
-from headwater.models.sites import SITES, Carrier, place_named
+from headwater.models.sites import SITES, EditVia, place_named
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def refuse_silent(attached: Iterable[Attached]) -> None:
 class _Carried:
     """The hooks at one place whose edits travel by another activation."""
 
-    def __init__(self, carrier: Carrier, point: Any):
+    def __init__(self, carrier: EditVia, point: Any):
         self.hooks: list[Attached] = []
         self._carrier, self._point = carrier, point
         self._given: Tensor | None = None

@@ -80,7 +80,7 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
         raise InputError(f"{what} runs texts up to the token that is read, and {model.name} reads later tokens, too.")
 
 
-class Prefix(DynamicCache):  # type: ignore[misc]
+class FixedPrefix(DynamicCache):  # type: ignore[misc]
     """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
 
     def __init__(self, before: KeysValues):
@@ -103,7 +103,7 @@ class _EnoughError(Exception):
     """Ends a run whose last keys and values have come."""
 
 
-class _Tap(Prefix):
+class _Tap(FixedPrefix):
     """The same, for a run whose keys and values of the first layers are wanted and nothing else."""
 
     def __init__(self, before: KeysValues, n_layers: int):
@@ -156,7 +156,7 @@ class Descent:
             positions: where it is read, among `tokens`.
             lowest: no gradient is wanted in layers before this one.
         """
-        self.model, self._cache = model, Prefix(before)
+        self.model, self._cache = model, FixedPrefix(before)
         self._lowest, self._top = lowest, reading[1]
         self._entries: dict[int, Tensor] = {}
         self._calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}

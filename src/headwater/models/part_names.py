@@ -73,7 +73,7 @@ class Counts(NamedTuple):
     n_kv_heads: int
 
 
-class Part(NamedTuple):
+class NamedPart(NamedTuple):
     """A part of a model, or all of a kind or of a layer where a number is None."""
 
     kind: str
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 16)
-def _read(text: str) -> Part | None:
+def _read(text: str) -> NamedPart | None:
     """Return the part of a text, whatever the model; None where it fits no form."""
     small = " ".join(text.casefold().split())
     found = next((match for form in FORMS.values() if (match := re.fullmatch(form, small))), None)
@@ -99,12 +99,12 @@ def _read(text: str) -> Part | None:
     groups = {name: value for name, value in found.groupdict().items() if value is not None}
     layer, head = (int(groups[name]) if name in groups else None for name in ("layer", "head"))
     kind = groups.get("of") or groups.get("kind", "head")
-    return Part(_KINDS.get(kind, kind), layer, head, "of" in groups)
+    return NamedPart(_KINDS.get(kind, kind), layer, head, "of" in groups)
 
 
-def read_part(name: Any) -> Part | None:
+def read_part(name: Any) -> NamedPart | None:
     """Return the part that a name means in whatever model; None where it fits no form."""
-    if isinstance(name, Part):
+    if isinstance(name, NamedPart):
         return name
     if isinstance(name, str):
         return _read(name) if len(name) <= 80 else None
@@ -114,12 +114,12 @@ def read_part(name: Any) -> Part | None:
             part = _read(first)
             fits = part is not None and part.head is None and first.startswith("blocks.") and part.kind != "mlp"
             return part._replace(head=whole_number(second)) if part is not None and fits else None
-        return Part("head", whole_number(first), whole_number(second))
+        return NamedPart("head", whole_number(first), whole_number(second))
     except (TypeError, ValueError):
         return None
 
 
-def part_named(name: Any, sizes: Sizes) -> Part:
+def part_named(name: Any, sizes: Sizes) -> NamedPart:
     """Return the part of a model that a name means; numbers of a pair may count from the end.
 
     Raises:
@@ -142,7 +142,7 @@ def part_named(name: Any, sizes: Sizes) -> Part:
         note = f"; {kind} counts key-value heads, each read by {shared} query heads" if by_kv and shared > 1 else None
         head = within(head, count, "head", f" in layer {layer}", note)
         head = head // shared if of_query_head and kind in ("k", "v") else head
-    return Part(kind, layer, head)
+    return NamedPart(kind, layer, head)
 
 
 def within(number: int, count: int, what: str, where: str = "", note: str | None = None) -> int:
@@ -185,7 +185,7 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
     found: list[tuple[int, ...]] = []
     for one in [given] if isinstance(given, str) else given:
         try:
-            part = Part("mlp", whole_number(one)) if kind == "mlp" else read_part(one)
+            part = NamedPart("mlp", whole_number(one)) if kind == "mlp" else read_part(one)
         except TypeError:
             part = read_part(one)
         if part is None or part.kind != kind:

@@ -54,7 +54,7 @@ class Stage(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Carrier:
+class EditVia:
     """How an edit of one activation is made by way of another, computed in the same block."""
 
     at: str
@@ -80,7 +80,7 @@ class Site:
     """How far into the block an edit of it acts; where that is not said, a sweep makes a whole run for every cell."""
     within: Literal["attention", "mlp"] | None = None
     """The part of the block that computes it on the way, where only a hook sees it; None where it lies between them."""
-    carrier: Carrier | None = None
+    carrier: EditVia | None = None
     """How an edit gets into a run, where the hook does not carry it."""
     absent: Callable[[ModelShape], str | None] = lambda shape: None
     """Why a model of some shape has none of it; None where it has."""
@@ -273,7 +273,7 @@ def _nothing_between(shape: ModelShape) -> str | None:
 
 
 _TOKEN, _HEAD, _KV_HEAD = ("position", "d_model"), ("position", "head", "d_head"), ("position", "kv_head", "d_head")
-_MIDDLE = Carrier("attn_out", "resid_pre", lambda added, before: before + added, lambda middle, before: middle - before)
+_MIDDLE = EditVia("attn_out", "resid_pre", lambda added, before: before + added, lambda middle, before: middle - before)
 for _site in (
     Site("resid_pre", "blocks.{layer}.hook_resid_pre", _TOKEN, Stage.BLOCK_INPUT),
     Site("q", "blocks.{layer}.attn.hook_q", _HEAD, Stage.ATTENTION, within="attention"),

@@ -25,7 +25,7 @@ from headwater.models.positions import Where
 from headwater.models.sites import sites_named
 from headwater.options import checked_flag, checked_name, checked_seed
 from headwater.patching.axes import seen_positions
-from headwater.patching.components import Node, read_nodes, read_sets, set_name
+from headwater.patching.components import ActivationNode, read_nodes, read_sets, set_name
 from headwater.patching.edits import CellTable, CellTemplate, ReplacementSpec, refuse_too_many_cells
 from headwater.patching.measure import ENGINES, run_sweep
 from headwater.patching.metrics import Measures, Metric, as_metrics
@@ -132,7 +132,9 @@ def ablate(
     return run_sweep("ablate", plan, options, engine=engine, seed=seed, progress=progress, out=out)
 
 
-def joint_template(nodes: Sequence[Node], example: int, replacement: Replacement, sample: int = 0) -> CellTemplate:
+def joint_template(
+    nodes: Sequence[ActivationNode], example: int, replacement: Replacement, sample: int = 0
+) -> CellTemplate:
     """Return what is edited where nodes of one example are replaced together."""
     labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
     labels |= {"values": replacement.label} if replacement.label else {}

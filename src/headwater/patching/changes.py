@@ -267,7 +267,7 @@ def _fits(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int
 
 
 @VALUES.add("tensor")
-class Written(_OfTensor):
+class TensorReplacement(_OfTensor):
     """A tensor of the caller's."""
 
     needs = ("tensor",)

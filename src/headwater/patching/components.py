@@ -39,7 +39,7 @@ from headwater.patching.edits import Edit
 
 
 @dataclass(frozen=True)
-class Node:
+class ActivationNode:
     """One activation, or what is meant of it; None is all of it."""
 
     site: str
@@ -66,7 +66,7 @@ class Node:
         return called + at + ("" if self.key is None else f" <- {self.key}")
 
 
-def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> tuple[Node, ...]:
+def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
     """Read nodes that are to be changed together.
 
     Args:
@@ -91,17 +91,21 @@ def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> 
     return found
 
 
-def set_name(nodes: Sequence[Node]) -> str:
+def set_name(nodes: Sequence[ActivationNode]) -> str:
     """Return what some nodes are called together."""
     return " + ".join(map(str, nodes)) if len(nodes) <= 4 else f"{len(nodes)} nodes from {nodes[0]} to {nodes[-1]}"
 
 
-def _read_node(model: HookedModel, given: object, length: int) -> Node:
-    known = [field.name for field in fields(Node)]
+def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode:
+    known = [field.name for field in fields(ActivationNode)]
     given = _by_name(model, given) if isinstance(given, str | tuple) else given
-    if not isinstance(given, Node | Mapping):
+    if not isinstance(given, ActivationNode | Mapping):
         raise InputError(f"{shown(given)} is no node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}.")
-    asked = given.described() if isinstance(given, Node) else {str(k): v for k, v in given.items() if v is not None}
+    asked = (
+        given.described()
+        if isinstance(given, ActivationNode)
+        else {str(k): v for k, v in given.items() if v is not None}
+    )
     if unknown := [name for name in asked if name not in known]:
         said = did_you_mean(unknown[0], known)
         raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{said}")
@@ -114,7 +118,9 @@ def _read_node(model: HookedModel, given: object, length: int) -> Node:
     for axis in asked:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
-    node = Node(site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()})
+    node = ActivationNode(
+        site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
+    )
     site.among([node.layer], model, edited=True)
     return node
 

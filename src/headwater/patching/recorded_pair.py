@@ -24,7 +24,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
 from headwater.patching.ablation import joint_template
-from headwater.patching.components import Node
+from headwater.patching.components import ActivationNode
 from headwater.patching.edits import LOGITS, CellTable, Indices, Reading
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
@@ -96,7 +96,9 @@ class RecordedPair:
         self.model, self.pair, self.metric = model, pair, metric
         named = sites_named(sites, model)
         self.replacement = build_replacement(model, values, dataset, pair, named)
-        every = [Node(s.name, layer) for s in named for layer in s.among(s.layers(model.shape), model, edited=True)]
+        every = [
+            ActivationNode(s.name, layer) for s in named for layer in s.among(s.layers(model.shape), model, edited=True)
+        ]
         # Cells of every node, none of which is measured: they say what the runs have to record.
         cells = CellTable.of([(0, [joint_template([node], 0, self.replacement) for node in every])])
         states = tuple((STATE, layer) for layer in range(model.shape.n_layers))
@@ -129,7 +131,7 @@ class RecordedPair:
         base = self._runner.readout.base
         return torch.stack([base[reading][0] for reading in self.plan.states])[:, self._columns]
 
-    def look(self, nodes: Sequence[Node], parts: Sequence[Sequence[Node]] = ()) -> NodeEffect:
+    def look(self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]] = ()) -> NodeEffect:
         """Change nodes together, and each of the other sets by itself, in one walk.
 
         Raises:

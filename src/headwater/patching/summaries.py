@@ -32,7 +32,7 @@ from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 from headwater.stats.correlation import pearson, spearman
-from headwater.stats.resample import NOTHING_LEFT, Draws, interval
+from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
 from headwater.stats.significance import q_values, sign_flip_p
 
 NormalizeName: TypeAlias = Literal["mean of ratios", "ratio of means"]
@@ -69,7 +69,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     """Summarize each cell over examples; see `Sweep.summary`."""
     checked_number("level", level, above=0.0, below=1.0)
     seed = checked_seed(seed)
-    draws_of = cache(lambda examples: Draws.of(range(examples), draws=RESAMPLES, seed=seed))
+    draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
     rows = []
     if measure == "ratio of means":  # before draws are averaged, of which some may go the other way
         table = table.assign(gap=gaps_of(table))
@@ -364,7 +364,7 @@ class CellEffects:
             raise InputError(f"The other sweep has no cell {', '.join(absent[0])}.")
         return [here[row] for row in wanted]
 
-    def placebos(self, cells: Sequence[int], drawing: Drawing) -> Float[ndarray, "draw example"]:
+    def placebos(self, cells: Sequence[int], drawing: PlaceboOptions) -> Float[ndarray, "draw example"]:
         """Return the effects of random sets like one, on each prompt."""
         match, draws, seed = drawing.match, drawing.placebos, drawing.seed
         by = [name for name in (("site", "layer") if match == "layer" else ("site",)) if name in self.columns]
@@ -388,7 +388,7 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class PlaceboOptions:
     """How random sets are drawn."""
 
     match: str
@@ -407,7 +407,7 @@ def claim_on(
     metric: str | None,
     value: str,
     others: Mapping[str, Swept],
-    drawing: Drawing,
+    drawing: PlaceboOptions,
     *,
     margin: object,
     level: object,

@@ -22,9 +22,9 @@ from headwater.patching.plan import Plan
 from headwater.patching.prompt_pair import DIRECTIONS
 from headwater.patching.readout import Measured
 from headwater.patching.summaries import (
-    Drawing,
     MeasureName,
     NormalizeName,
+    PlaceboOptions,
     Swept,
     chosen_rows,
     claim_on,
@@ -192,7 +192,7 @@ class Sweep(Result):
         given = {o: checked_kind(o, one, Sweep, "hw.patch(...)") for o, one in sweeps.items() if one is not None}
         others = {o: Swept(one.table, one.coordinates, one.run) for o, one in given.items()}
         measure = measure_of(self.table, value, None)
-        drawing = Drawing(match, placebos, seed)
+        drawing = PlaceboOptions(match, placebos, seed)
         here = Swept(self.table, self.coordinates, self.run)
         return claim_on(here, cells, metric, measure, others, drawing, margin=margin, level=level)
 

@@ -43,7 +43,7 @@ from headwater.models.gradients import KeysValues, keys_values, refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, resolve_indices, shown
-from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, Wanted, common_start, measure_batch, rows_of
+from headwater.pathways.edge_saliency import WORTH_A_RUN, SaliencyRow, WantedPairs, common_start, measure_batch, rows_of
 from headwater.pathways.saliency_report import (
     COLUMNS,
     EDGES,
@@ -182,7 +182,7 @@ def saliency(
     """
     check_answered(model, answered)
     named = list(edges) if isinstance(edges, list | tuple) else [edges]
-    wanted = Wanted(
+    wanted = WantedPairs(
         edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
         heads=checked_name("heads", heads, OVER_HEADS),
         pairs=checked_name("pairs", pairs, OVER_PAIRS),
@@ -208,7 +208,7 @@ def _measure(
     rows: Sequence[SaliencyRow],
     probe: Probe,
     fold: NDArray[np.int64],
-    wanted: Wanted,
+    wanted: WantedPairs,
     batch_size: int,
     run: Run,
 ) -> dict[str, Tensor]:
@@ -290,7 +290,7 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     return asked
 
 
-def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: Wanted, batch_size: int) -> None:
+def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: WantedPairs, batch_size: int) -> None:
     """Refuse what does not fit together."""
     if not hasattr(model.raw, "original_model"):
         raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
@@ -328,7 +328,7 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     return np.array(places, dtype=np.int64)
 
 
-def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: Wanted) -> None:
+def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPairs) -> None:
     blind = sum(not row.queries for row in rows)
     if blind and "exact_answer" in wanted.edges:
         warnings.warn(
@@ -338,7 +338,9 @@ def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: Wanted) ->
         )
 
 
-def _options(answered: AnsweredQuestions, probe: Probe, fold: NDArray[np.int64], wanted: Wanted) -> dict[str, object]:
+def _options(
+    answered: AnsweredQuestions, probe: Probe, fold: NDArray[np.int64], wanted: WantedPairs
+) -> dict[str, object]:
     """Return what a saliency depends on."""
     return {
         "answered": answered,

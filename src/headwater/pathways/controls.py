@@ -26,7 +26,7 @@ from scipy.special import logit as log_odds
 
 from headwater.probes.linear import States, fit_linear, linear_logits
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 FEWEST_OF_A_MODE = 10
 PRIOR = 2.0
@@ -119,7 +119,7 @@ def _from_other_half(
 
 
 def compare(
-    draws: Draws,
+    draws: Bootstrap,
     truth: NDArray[np.bool_] | NDArray[np.int64],
     half: Int[np.ndarray, "seed example"],
     scores: Mapping[str, PerExample],
@@ -153,7 +153,7 @@ def compare(
 
 
 def _mean_auc(
-    draws: Draws, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
+    draws: Bootstrap, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
     found = []

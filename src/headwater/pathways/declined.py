@@ -43,7 +43,7 @@ from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
-from headwater.stats.resample import Draws, Interval, interval
+from headwater.stats.resample import Bootstrap, Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,7 +200,7 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
     if control == MARGIN:
         share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
-    draws = Draws.of(here["question"]) if len(here) else None
+    draws = Bootstrap.of(here["question"]) if len(here) else None
     is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
     found: dict[str, int | float] = {"answers": here["example"].nunique()}
     nothing = Interval(math.nan, math.nan, math.nan)
@@ -212,7 +212,7 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
 
 
 def _by_mode(
-    refused: Float[ndarray, " row"], is_q: Bool[ndarray, " row"], strata: Int[ndarray, " row"], draws: Draws
+    refused: Float[ndarray, " row"], is_q: Bool[ndarray, " row"], strata: Int[ndarray, " row"], draws: Bootstrap
 ) -> tuple[Interval, Interval, Interval]:
     """Return the rate of either mode, and the mean difference within strata weighted by the smaller group."""
     rates_of = [draws.mean(np.where(mode, refused, np.nan)) for mode in (is_q, ~is_q)]

@@ -31,7 +31,7 @@ WORTH_A_RUN = 16
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedPairs:
     """What is measured, checked."""
 
     edges: tuple[str, ...]
@@ -66,7 +66,7 @@ def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> 
 
 
 def measure_batch(
-    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, wanted: Wanted, start: KeysValues, shared: int
+    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPairs, start: KeysValues, shared: int
 ) -> dict[str, Tensor]:
     """Measure some rows, given the keys and values of the tokens that all rows share."""
     device = model.device
@@ -101,7 +101,7 @@ def measure_batch(
 def _flows(
     descent: Descent,
     probe: Probe,
-    wanted: Wanted,
+    wanted: WantedPairs,
     keys: Int[Tensor, "batch key"],
     edges: dict[str, Bool[Tensor, "batch query key"]],
 ) -> dict[str, Float[Tensor, "batch layer"]]:

@@ -26,10 +26,10 @@ from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.asking import SLOT, Frame
 from headwater.questions.states import ProbeSiteName, probe_positions, states_at
 
-UNTOUCHED = "as answered"
+BASELINE = "as answered"
 EXACT = "exact question tokens"
 RANDOM = "random question tokens"
-BESIDE = "exact question tokens, rows of the random ones"
+EXACT_ON_RANDOM_ROWS = "exact question tokens, rows of the random ones"
 """The first, on the rows that the second leaves: what it is compared with."""
 WINDOWED = "exact question tokens, in a window"
 """The first in so many layers around each instead of in all up to it; read at l*."""
@@ -115,7 +115,7 @@ def after_windows(
 def untouched(answered: AnsweredQuestions, setup: Setup) -> Intervention:
     """Leave every row as it was answered."""
     tokens = list(answered.table["tokens"])
-    return Intervention(UNTOUCHED, np.arange(len(tokens)), tokens, probe_positions(answered, setup.token))
+    return Intervention(BASELINE, np.arange(len(tokens)), tokens, probe_positions(answered, setup.token))
 
 
 def block_exact_tokens(answered: AnsweredQuestions, setup: Setup) -> Intervention:

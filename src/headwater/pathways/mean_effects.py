@@ -30,7 +30,7 @@ from headwater.pathways.modes import (
     ModeEffects,
     splits_of,
 )
-from headwater.stats.resample import Draws, ends
+from headwater.stats.resample import Bootstrap, percentile_interval
 
 ALL, UNSPLIT = "all", "not split"
 FEWEST = 10
@@ -47,7 +47,7 @@ def mean_effects_of(
     done: Mapping[str, Sequence[ModeEffects]],
     windowed: ModeEffects | None,
     best: Int[np.ndarray, "seed example"],
-    draws: Draws,
+    draws: Bootstrap,
 ) -> pd.DataFrame:
     """Average the effects of every intervention, at each layer and at l* of each fit.
 
@@ -73,7 +73,7 @@ def mean_effects_of(
     return together[[*KEYS[1:], *NUMBERS]]
 
 
-def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Draws, *, randomly: bool) -> pd.DataFrame:
+def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
     """Average each intervention in the ways to split that are its own; `randomly`: random tokens by their own flips."""
     told_by = _told_by(splits)
     tables = []
@@ -85,7 +85,7 @@ def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Draws, *, ra
     return pd.concat(tables, ignore_index=True)
 
 
-def averaged(measured: ModeEffects, splits: Splits, draws: Draws) -> pd.DataFrame:
+def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.DataFrame:
     """Average one intervention's effects by way to split, group and layer, with 95 % intervals over questions.
 
     Args:
@@ -130,7 +130,9 @@ def _groups(q_anchored: Bool[np.ndarray, "seed layer example"] | None) -> dict[s
 
 
 def member_means(
-    draws: Draws, values: Float[np.ndarray, "seed example *column"], member: Bool[np.ndarray, "seed example *column"]
+    draws: Bootstrap,
+    values: Float[np.ndarray, "seed example *column"],
+    member: Bool[np.ndarray, "seed example *column"],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Average over the seeds and examples that are members, with intervals.
 
@@ -145,7 +147,7 @@ def member_means(
     sizes = member.sum(0)
     means = draws.ratio(np.where(member, values, 0.0).sum(0), sizes)
     examples = (sizes > 0).sum(0)
-    low, high = (np.where(examples < FEWEST, np.nan, end) for end in ends(means))
+    low, high = (np.where(examples < FEWEST, np.nan, end) for end in percentile_interval(means))
     return means[0], low, high, examples
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import ALL, FEWEST
 from headwater.pathways.modes import (
     BEST_LAYER,
@@ -44,7 +44,7 @@ from headwater.pathways.tables import (
 )
 from headwater.questions.states import BEFORE
 from headwater.stats.discrimination import against_chance
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 
 def report_of(pathways: Traced) -> list[str]:
@@ -137,7 +137,7 @@ def _knockout(view: SetAtBest) -> Iterator[str]:
         f"these it is {_interval(beside)} after the knockout of the exact ones, {_interval(random)} after that of the "
         "others."
     )
-    exact, other = (view.control(name, ALL, "flip_rate") for name in (BESIDE, RANDOM))
+    exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
     more = "more often than" if exact[1] > other[2] else "not clearly more often than"
     yield (
         f"on these the knockout flips {_percent(exact)} of the predictions at l*, {more} that of as many random "
@@ -260,7 +260,7 @@ def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
     """The share of rows that have something, with its interval over questions."""
     if rows.empty:
         return np.nan, np.nan, np.nan
-    found = interval(Draws.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
+    found = interval(Bootstrap.of(rows["question"]).ratio(rows[column].to_numpy(dtype=float), np.ones(len(rows))))
     return found.value, found.low, found.high
 
 

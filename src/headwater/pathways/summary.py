@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import pandas as pd
 
-from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import (
     BEST_LAYER,
@@ -142,7 +142,9 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
     sets = []
     for dataset in pathways.datasets:
         view = SetAtBest(pathways, dataset)
-        flips, beside, random = (view.control(name, ALL, "flip_rate")[0] for name in (EXACT, BESIDE, RANDOM))
+        flips, beside, random = (
+            view.control(name, ALL, "flip_rate")[0] for name in (EXACT, EXACT_ON_RANDOM_ROWS, RANDOM)
+        )
         sets.append(
             {
                 "dataset": dataset,
@@ -192,7 +194,7 @@ def survives(pathways: Traced, dataset: str) -> bool:
     view = SetAtBest(pathways, dataset)
     if view.told_by_spans:
         return False
-    exact, random = view.control(BESIDE, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
+    exact, random = view.control(EXACT_ON_RANDOM_ROWS, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
     return view.verdict(EXACT, WITHIN) == TWO and exact[1] > random[2]
 
 

@@ -19,7 +19,7 @@ from headwater.pathways.controls import (
     span_logits,
 )
 from headwater.pathways.effects import Effects
-from headwater.pathways.interventions import BESIDE, EXACT, RANDOM
+from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import mean_effects_of
 from headwater.pathways.modes import (
     MODES,
@@ -34,7 +34,7 @@ from headwater.pathways.modes import (
 )
 from headwater.questions.spans import span_shapes
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws
+from headwater.stats.resample import Bootstrap
 
 WRONG_ANSWER, ANY_MODE = "which answers are wrong", "which examples are Q-anchored"
 PROBE, RELATION, RELATION_ANSWER = "probe", "relation", "relation and answer"
@@ -56,7 +56,7 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
     """
     dataset = measured.answered.datasets[0]
     best, windowed = measured.fits.best, None
-    draws = Draws.of(measured.answered.table["question"])
+    draws = Bootstrap.of(measured.answered.table["question"])
     done = {EXACT: [effects(measured.before, measured.knockout)]} | {
         name: [effects(measured.before, after) for after in drawn] for name, drawn in measured.others.items()
     }
@@ -64,7 +64,7 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
     if measured.windowed is not None:
         windowed = effects(_everywhere(measured.before, best), measured.windowed)
     if random is not None:
-        done[BESIDE] = [exact.where(random.applies)]
+        done[EXACT_ON_RANDOM_ROWS] = [exact.where(random.applies)]
     own = at_layer(exact.flipped, best)
     aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
     found = {
@@ -168,7 +168,7 @@ def _aucs(measured: Effects) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _baselines(measured: Effects, draws: Draws, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
+def _baselines(measured: Effects, draws: Bootstrap, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
     """AUCs at l*: of the probe and what it is held against, and of two ways to tell the mode beforehand."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}

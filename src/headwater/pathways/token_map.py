@@ -40,7 +40,7 @@ from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -192,7 +192,7 @@ def _drawn_again(one: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed exa
 
 
 def _mean_auc(
-    logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Draws
+    logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Bootstrap
 ) -> Float[ndarray, " draw"]:
     """Return the AUC within each half of each seed, averaged, in every draw."""
     found = [
@@ -205,7 +205,7 @@ def _mean_auc(
 
 def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
     """Measure every layer at one token."""
-    draws, z = Draws.of(one.table["question"]), np.broadcast_to(one.z, half.shape)
+    draws, z = Bootstrap.of(one.table["question"]), np.broadcast_to(one.z, half.shape)
     logits = piece["logit"].numpy()
     rows: list[dict[str, Any]] = []
     for layer in range(logits.shape[1]):
@@ -224,6 +224,6 @@ def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
     """Measure what the length and place of the exact answer tell alone."""
     logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
     known = np.isfinite(logits).all()
-    found = interval(_mean_auc(logits, z, half, Draws.of(one.table["question"]))) if known else None
+    found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"]))) if known else None
     names = ("auc", "low", "high")
     return {"dataset": one.datasets[0]} | dict(zip(names, found or (np.nan, np.nan, np.nan), strict=True))

@@ -43,7 +43,7 @@ from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,7 +147,7 @@ class _Task:
     controls: int
     level: float
     seed: int
-    draws: Draws = field(repr=False)
+    draws: Bootstrap = field(repr=False)
 
     def splits(self, labels: Int[ndarray, " row"]) -> list[tuple[ndarray, ndarray]] | None:
         """Deal the rows into folds for some labels; None where a class has too few groups."""
@@ -276,7 +276,7 @@ def _task(
         controls=checked_count("controls", controls, least=0, most=MOST_REPEATS),
         level=checked_number("level", level, above=0.0, below=1.0),
         seed=seed,
-        draws=Draws.of(of_groups, seed=seed),
+        draws=Bootstrap.of(of_groups, seed=seed),
     )
 
 

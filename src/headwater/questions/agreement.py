@@ -15,7 +15,7 @@ import pandas as pd
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.questions.endpoint import Silence
+from headwater.questions.endpoint import FailureLimit
 from headwater.questions.extract import PARTS, Extractor, call_extractor_on, extractor_of
 from headwater.questions.sources import Questions
 from headwater.questions.words import Span
@@ -57,7 +57,7 @@ def agreement(
         _answered(place, question, accepted[0])
         for place, (question, accepted) in enumerate(zip(known["question"], known["answers"], strict=True))
     ]
-    said = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], Silence())
+    said = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], FailureLimit())
     name = extractor if isinstance(extractor, str) else getattr(extractor, "__name__", type(extractor).__name__)
     whole: list[Mapping[str, tuple[Span, ...]] | None] = [
         {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs

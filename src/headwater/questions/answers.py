@@ -37,7 +37,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode, said_of_chats
 from headwater.options import checked_count
 from headwater.questions.asking import SLOT, Example, Frame, answer_ends, answering_frame, ask, limit_of
-from headwater.questions.endpoint import Silence
+from headwater.questions.endpoint import FailureLimit
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
 from headwater.questions.formats import columns_found
 from headwater.questions.labels import CONTAINS, Label, Verdict, check_label
@@ -357,7 +357,7 @@ def _extracted(
         for answers in batches:
             yield [{} for _ in answers]
         return
-    ask, silence, workers = extractor, Silence(), workers_of(extractor)
+    ask, silence, workers = extractor, FailureLimit(), workers_of(extractor)
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         usable = [place for place, one in enumerate(answers) if cause_of(one) is None]

@@ -66,7 +66,7 @@ class Frame(NamedTuple):
         return ChatText(text) if self.is_chat else text
 
 
-class Written(NamedTuple):
+class WrittenAnswer(NamedTuple):
     """What a model wrote behind a prompt."""
 
     tokens: list[int]
@@ -207,7 +207,7 @@ def ask(
     batch_size: int,
     hooks: Sequence[Hook | PromptHook] = (),
     stage: str = "answers",
-) -> Iterator[list[tuple[int, Written]]]:
+) -> Iterator[list[tuple[int, WrittenAnswer]]]:
     """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
 
     Args:
@@ -258,10 +258,10 @@ def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
     return is_end
 
 
-def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> Written:
+def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:
     tokens = made["tokens"][row, : made["lengths"][row]].tolist()
     tokens = tokens[:-1] if tokens[-1] in ends else tokens
-    return Written(tokens, made["log_probs"][row, : len(tokens)].tolist(), bool(made["stopped"][row]))
+    return WrittenAnswer(tokens, made["log_probs"][row, : len(tokens)].tolist(), bool(made["stopped"][row]))
 
 
 def plain_text(model: HookedModel, prompt: Sequence[int], tokens: Sequence[int]) -> str:

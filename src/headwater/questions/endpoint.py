@@ -3,7 +3,7 @@
 1. A request that could not be served (429, 5xx, no connection, no reply in time, a reply that does not speak the
    protocol) is sent again after a pause that doubles; one that is refused (another 4xx) is an error at once.
 2. What no try brought a reply to is `NoReplyError`: whoever asked counts it, and goes on.
-3. Where one thing after another brings none, nobody is there: `Silence` ends the run, which keeps what it was told.
+3. Where one thing after another brings none, nobody is there: `FailureLimit` ends the run, which keeps its replies.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def json_object(text: str) -> dict[str, object] | None:
     return None
 
 
-class Silence:
+class FailureLimit:
     """Counts what brought no reply, and ends a run where nothing has for long."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from headwater.errors import HeadwaterError, InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import shown
-from headwater.questions.endpoint import ChatEndpoint, Silence, json_object
+from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
 from headwater.questions.words import Span, find_words
 from headwater.registry import Registry
 
@@ -141,7 +141,7 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
 
 
 def call_extractor_on(
-    extractor: Extractor, pairs: Sequence[tuple[str, str]], silence: Silence
+    extractor: Extractor, pairs: Sequence[tuple[str, str]], silence: FailureLimit
 ) -> list[dict[str, tuple[Span, ...]] | None]:
     """Ask an extractor about several examples: all at once where it has `many`, else `workers` of them at a time.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwater.errors import HeadwaterError, InputError
 from headwater.options import shown
-from headwater.questions.endpoint import ChatEndpoint, Silence, json_object
+from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
 from headwater.questions.labels import match
 from headwater.runs.analysis import Run
 
@@ -110,7 +110,7 @@ def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
     Raises:
         InputError: the judge failed, gave no score, or an endpoint refuses requests or has not replied for long.
     """
-    different, workers, silence = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), Silence()
+    different, workers, silence = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), FailureLimit()
     size = workers if workers > 1 else JUDGED_AT_ONCE
     parts = [different[start : start + size] for start in range(0, len(different), size)]
     with run.bar("Judging", "answer", len(different)) as bar:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from headwater.errors import InputError
 from headwater.models.generation.loop import continuation_offsets
 from headwater.models.tokens import Offsets, Tokenizer
-from headwater.questions.asking import Written
+from headwater.questions.asking import WrittenAnswer
 from headwater.questions.labels import NO_VERDICT, Label, Verdict, is_refusal, match, verdict
 from headwater.questions.spans import shifted, tokens_of
 from headwater.questions.words import Span, normalised_words
@@ -74,7 +74,7 @@ class GivenAnswer:
         return self.line.strip()
 
 
-def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, made: Written) -> GivenAnswer:
+def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, made: WrittenAnswer) -> GivenAnswer:
     """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
     text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], made.tokens)
     line = text.split("\n", 1)[0].rstrip()

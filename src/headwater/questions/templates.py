@@ -29,7 +29,7 @@ WORDINGS = {
 }
 
 
-class Wording(NamedTuple):
+class QuestionWording(NamedTuple):
     """A question in a known wording."""
 
     relation: str
@@ -37,7 +37,7 @@ class Wording(NamedTuple):
     property: tuple[Span, ...]
 
 
-def match_wording(question: str, relation: str | None = None) -> Wording | None:
+def match_wording(question: str, relation: str | None = None) -> QuestionWording | None:
     """Find the wording of a question, and in it the characters of the subject and of the property.
 
     Args:
@@ -48,7 +48,7 @@ def match_wording(question: str, relation: str | None = None) -> Wording | None:
         if relation in (None, name) and (found := pattern.fullmatch(question.strip())):
             shift = len(question) - len(question.lstrip())
             spans = {key: (start + shift, end + shift) for key in found.groupdict() for start, end in [found.span(key)]}
-            return Wording(name, spans.pop("subject"), tuple(spans.values()))
+            return QuestionWording(name, spans.pop("subject"), tuple(spans.values()))
     return None
 
 

@@ -39,7 +39,7 @@ from headwater.reference.published import Reproduction, compared, no_numbers, no
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
 from headwater.stats.discrimination import auc, true_positives
-from headwater.stats.resample import Draws, Interval, interval
+from headwater.stats.resample import Bootstrap, Interval, interval
 
 JOINED = "wikimia_concat"
 BENCHMARKS = ("wikimia_32", "wikimia_32_paraphrased", "mimir", "wikimia_concat")
@@ -185,4 +185,4 @@ def _of_file(one: _Scored, column: str, measure: str) -> Interval:
             return true_positives(values, member, 0.05, counts=counts)
         return np.asarray(1 - true_positives(-values, ~member, 0.05, counts=counts))
 
-    return interval(Draws.of(range(len(values)), within=member).apply(of))
+    return interval(Bootstrap.of(range(len(values)), within=member).apply(of))

@@ -95,7 +95,7 @@ FIGURES: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanLine:
     """What measures the published numbers of one model again."""
 
     analysis: str
@@ -115,7 +115,7 @@ class Line:
 
 
 @checked_call
-def reproduction_plan(runs: str | Path = RUNS) -> tuple[Line, ...]:
+def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
     """Return what measures every published number again, a line per analysis and model.
 
     Args:
@@ -139,7 +139,7 @@ def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:
 
 def _line(
     runs: Path, kind: str, model: str, words: str, data: tuple[str, ...], numbers: Mapping[str, Any], part: str = ""
-) -> Line:
+) -> PlanLine:
     folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], part)))
     weights = BILLIONS[model] * 1e9 * (4 if kind in ("maps", "membership") else 2) / 2**30
     spread = " --device auto" if weights > ONE_GPU else ""
@@ -148,7 +148,7 @@ def _line(
         measured = int(Reproduction.load(folder).table["difference"].count())
     except RunFolderError:
         measured = 0
-    return Line(kind, model, command, data, weights, str(folder), _count(numbers), measured)
+    return PlanLine(kind, model, command, data, weights, str(folder), _count(numbers), measured)
 
 
 def _count(numbers: object) -> int:
@@ -158,7 +158,7 @@ def _count(numbers: object) -> int:
     return 1
 
 
-def _maps(runs: Path, kind: str) -> Iterator[Line]:
+def _maps(runs: Path, kind: str) -> Iterator[PlanLine]:
     for model, numbers in published_numbers(kind).models.items():
         relations = numbers["relations"].values()
         ablated, longer = (any(part in one for one in relations) for part in ("ablation", "multi_token"))
@@ -166,18 +166,18 @@ def _maps(runs: Path, kind: str) -> Iterator[Line]:
         yield _line(runs, kind, model, words, ("MAPS/datasets",), numbers)
 
 
-def _pathways(runs: Path, kind: str) -> Iterator[Line]:
+def _pathways(runs: Path, kind: str) -> Iterator[PlanLine]:
     words = " ".join(f"--questions {name}" for name in QUESTIONS) + " --extract rules --dtype bfloat16"
     for model, numbers in published_numbers(kind).models.items():
         yield _line(runs, kind, model, words, QUESTIONS, numbers)
 
 
-def _memorization(runs: Path, kind: str) -> Iterator[Line]:
+def _memorization(runs: Path, kind: str) -> Iterator[PlanLine]:
     for model, numbers in published_numbers(kind).models.items():
         yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", ("depthqa",), numbers)
 
 
-def _membership(runs: Path, kind: str) -> Iterator[Line]:
+def _membership(runs: Path, kind: str) -> Iterator[PlanLine]:
     for model, numbers in published_numbers(kind).models.items():
         for benchmark in (one for one in TEXTS if one in numbers):
             named = " ".join(f"--texts {name}" for name in TEXTS[benchmark])
@@ -185,7 +185,7 @@ def _membership(runs: Path, kind: str) -> Iterator[Line]:
             yield _line(runs, kind, model, words, TEXTS[benchmark], numbers[benchmark], benchmark)
 
 
-_LINES: dict[str, Callable[[Path, str], Iterator[Line]]] = {
+_LINES: dict[str, Callable[[Path, str], Iterator[PlanLine]]] = {
     "maps": _maps,
     "pathways": _pathways,
     "memorization": _memorization,

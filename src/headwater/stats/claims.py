@@ -32,7 +32,7 @@ from numpy import ndarray
 
 from headwater.errors import InputError
 from headwater.stats.correlation import spearman
-from headwater.stats.resample import Draws, interval
+from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import sign_flip_p
 
 LARGEST_P = 0.05
@@ -123,7 +123,7 @@ def claim_of(
     placebos = _sizes(evidence.placebos)
     if not len(placebos) and margin is None:
         raise InputError("There is no other set like this one to compare it with: give margin=, or draw from more.")
-    effect, low, high = interval(Draws.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
+    effect, low, high = interval(Bootstrap.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
     quantile = float(np.quantile(placebos, PLACEBO_QUANTILE)) if len(placebos) else np.nan
     row: dict[str, Any] = {
         "effect": effect,

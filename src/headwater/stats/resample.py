@@ -44,7 +44,7 @@ NOTHING = Interval(math.nan, math.nan, math.nan)
 
 
 @dataclass(frozen=True)
-class Draws:
+class Bootstrap:
     """The unit that each example belongs to, and how often each unit comes in each draw."""
 
     of_example: Int[ndarray, " example"]
@@ -62,7 +62,7 @@ class Draws:
         draws: int = DRAWS,
         seed: int = 0,
         within: Iterable[Hashable] | None = None,
-    ) -> Draws:
+    ) -> Bootstrap:
         """Number the units and strata in the order of their first example.
 
         Args:
@@ -138,7 +138,7 @@ class Draws:
         return shares + 0.0  # 0 of something negative is 0, not -0
 
 
-def ends(
+def percentile_interval(
     estimates: Float[ndarray, " draw *column"], level: float = LEVEL
 ) -> tuple[Float[ndarray, "*column"], Float[ndarray, "*column"]]:
     """Return the percentiles over the draws; NaN without draws, and where half of them or more are undefined."""
@@ -151,13 +151,13 @@ def ends(
 
 
 def interval(estimates: Float[ndarray, " draw"], level: float = LEVEL) -> Interval:
-    """Return a statistic of the data with the `ends` of its interval.
+    """Return a statistic of the data with the `percentile_interval` of its interval.
 
     Args:
         estimates: the statistic in every draw, that of the data first.
         level: of the interval.
     """
-    low, high = ends(estimates, level)
+    low, high = percentile_interval(estimates, level)
     return Interval(float(estimates[0]), float(low), float(high))
 
 

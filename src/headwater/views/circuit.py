@@ -19,7 +19,7 @@ from headwater.figures.style import WAYS
 from headwater.options import checked_count, checked_kind, checked_name
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
-from headwater.stats.resample import Draws, ends
+from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.views.interactive import interactive, page_around
 from headwater.views.lines import rounded
 from headwater.views.page import table_of, text_of
@@ -121,7 +121,7 @@ def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> d
     if absent := [int(edge) for edge in numbers if edge not in chosen]:
         raise InputError(f"edges= holds no effect of {edges.graph.name(absent[0])}, an edge of the circuit.")
     columns = np.searchsorted(chosen, numbers)
-    low, high = ends(Draws.of(range(len(values))).mean(values[:, columns]))
+    low, high = percentile_interval(Bootstrap.of(range(len(values))).mean(values[:, columns]))
     placebo, others = _placebos(edges.graph, chosen, values.mean(0), columns)
     found = {"low": rounded(low), "high": rounded(high), "placebo": rounded(placebo), "others": others}
     return found | {"exact": [bool(one) for one in ~np.isnan(exact[:, columns]).all(0)]}

@@ -23,7 +23,7 @@ import pandas as pd
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name
-from headwater.patching.components import Node, read_nodes, set_name
+from headwater.patching.components import ActivationNode, read_nodes, set_name
 from headwater.patching.metrics import Metric
 from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import Prompts
@@ -48,7 +48,7 @@ TOP = 8
 class Patched:
     """What a click did."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ActivationNode, ...]
     """What was changed together."""
     how: str
     """`denoise`, `noise`, `zero` or `mean`."""
@@ -116,7 +116,7 @@ class Clicks:
         """What was clicked and not undone, the latest last."""
         self._sides = sides
         self._benches: dict[str, RecordedPair] = {}
-        self._known: dict[tuple[str, tuple[Node, ...]], Patched] = {}
+        self._known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = {}
 
     @property
     def how(self) -> HowName:
@@ -221,7 +221,7 @@ class Clicks:
         """Return the call of `hw.patch` that changes nodes together, with the names given to `hw.board`.
 
         Args:
-            nodes: as `Node.described` gives them.
+            nodes: as `ActivationNode.described` gives them.
             how: of `HOWS`.
         """
         direction, values = HOWS[how]
@@ -240,7 +240,7 @@ class Clicks:
                 where.append("over=('layer', 'position')")
         return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *said])})"
 
-    def _look(self, bench: RecordedPair, nodes: tuple[Node, ...], how: str) -> Patched:
+    def _look(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...], how: str) -> Patched:
         since = time.perf_counter()
         (before, goal), parts = bench.unedited, self._parts(bench, nodes)
         looked = bench.look(nodes, [[part] for part in parts])
@@ -254,7 +254,7 @@ class Clicks:
             code=self.code([node.described() for node in nodes], how),
         )  # fmt: skip
 
-    def _parts(self, bench: RecordedPair, nodes: tuple[Node, ...]) -> list[Node]:
+    def _parts(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...]) -> list[ActivationNode]:
         """List what a single node is made of: of a cell its layer's heads there, of a head what it reads."""
         if len(nodes) > 1 or nodes[0].key is not None:
             return []
@@ -262,9 +262,9 @@ class Clicks:
         if node.site == HEADS and node.head is not None:
             query = bench.kept[-1] if node.position is None else node.position
             last = len(bench.pair.prompts[0]) if self.model.looks_ahead else query + 1
-            return [Node(EDGES, node.layer, query, node.head, key) for key in range(last)]
+            return [ActivationNode(EDGES, node.layer, query, node.head, key) for key in range(last)]
         if node.site in self.sites and node.position is not None:
-            return [Node(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
+            return [ActivationNode(HEADS, node.layer, node.position, head) for head in range(self.model.shape.n_heads)]
         return []
 
     def _top(self, first: NextTokens, then: NextTokens) -> pd.DataFrame:
@@ -288,7 +288,7 @@ def _layers(first: NextTokens, then: NextTokens) -> pd.DataFrame:
     return table.assign(change=table["after"] - table["before"])
 
 
-def _parts_table(parts: Sequence[Node], looked: NodeEffect, before: float, goal: float) -> pd.DataFrame:
+def _parts_table(parts: Sequence[ActivationNode], looked: NodeEffect, before: float, goal: float) -> pd.DataFrame:
     """Lay out what each part does by itself."""
     columns = ["head", "position", "key", "effect", "normalized_effect"]
     rows = [

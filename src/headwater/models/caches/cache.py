@@ -29,7 +29,7 @@ from headwater.axes import AttentionCache, ResidualCache
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.caches.activations import Activation
-from headwater.models.caches.layout import Layout
+from headwater.models.caches.layout import CacheLayout
 from headwater.models.caches.names import Names, layers_said, ranges
 from headwater.models.caches.sequences import Sequences, asked_columns
 from headwater.models.tokens import Batch
@@ -414,9 +414,9 @@ class Cache(Result):
         return Names(self.kept, self.n_layers)
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _layout(self) -> CacheLayout:
         """Where the numbers lie."""
-        return Layout(self.activations, self._counts, self._lengths)
+        return CacheLayout(self.activations, self._counts, self._lengths)
 
     @cached_property
     def _lengths(self) -> Int[Tensor, " example"]:

@@ -20,7 +20,7 @@ from headwater.runs.shards import Shards
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class CacheLayout:
     """The numbers of a cache in their parts.
 
     Attributes:

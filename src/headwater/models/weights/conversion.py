@@ -28,7 +28,7 @@ UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Parameters of a model, and the tensors of a checkpoint that these, and no others, are made of.
 
     Attributes:
@@ -90,18 +90,18 @@ class Conversion:
         return name if name == UNEMBEDDING else f"{self._prefix}{name}"
 
 
-def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[Group]:
+def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[TensorGroup]:
     """Put what is stored otherwise than as a parameter each together, block by block."""
     groups, others = {}, {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
     for kind, here, there in (("parameters", parameters, stored), ("tensors", stored, parameters)):
         for name in sorted(here):
             if name in there and here[name].shape == there[name].shape:
-                groups[name] = Group((name,), {name: tuple(here[name].shape)})
+                groups[name] = TensorGroup((name,), {name: tuple(here[name].shape)})
             else:
                 others[kind].setdefault(".".join(name.split(".")[:2]), []).append(name)
     for block, names in others["parameters"].items():
         tensors = {name: tuple(stored[name].shape) for name in others["tensors"].get(block, ())}
-        groups[block] = Group(tuple(names), tensors)
+        groups[block] = TensorGroup(tuple(names), tensors)
     return [groups[name] for name in sorted(groups)]
 
 
