@@ -137,6 +137,15 @@ def reached(start: str, edges: dict[str, set[str]]) -> set[str]:
     return seen
 
 
+def test_a_class_name_is_in_one_file_only():
+    files = {}
+    for module, file in FILES.items():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in files.items() if len(modules) > 1} == {}
+
+
 def test_circles_are_found_where_they_are_planted():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 

@@ -85,7 +85,7 @@ def framed_statistics(
     return dataclasses.replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
 
 
-class ScoredTexts(NamedTuple):
+class ScoredNodes(NamedTuple):
     """What the texts of nodes are worth."""
 
     nodes: pd.DataFrame
@@ -113,11 +113,11 @@ class FrameScoring:
     shares: list[float]
     batch_size: int
 
-    def score(self, nodes: pd.DataFrame) -> ScoredTexts:
+    def score(self, nodes: pd.DataFrame) -> ScoredNodes:
         """Score the nodes as they are."""
         return self._score(nodes, nodes["question"].tolist(), self._answers(nodes), "statistics")
 
-    def score_shuffled(self, nodes: pd.DataFrame, seed: int) -> ScoredTexts:
+    def score_shuffled(self, nodes: pd.DataFrame, seed: int) -> ScoredNodes:
         """Score the nodes with the words of each question, and those of each answer, in another order."""
         rng = np.random.default_rng(seed)
         texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
@@ -130,7 +130,7 @@ class FrameScoring:
             return nodes["model_answer"].tolist()
         return [accepted[0] for accepted in nodes["answers"]]
 
-    def _score(self, nodes: pd.DataFrame, questions: list[str], answers: list[str | None], name: str) -> ScoredTexts:
+    def _score(self, nodes: pd.DataFrame, questions: list[str], answers: list[str | None], name: str) -> ScoredNodes:
         """Score each different text once, and give its scores to the nodes that have it."""
         texts = zip(self.frames, questions, answers, strict=True)
         written = [framed(frame, self.span, question, answer) for frame, question, answer in texts]
@@ -148,7 +148,7 @@ class FrameScoring:
             found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
         lacking = [name for name, frame in zip(nodes["id"], self.frames, strict=True) if frame is None]
         found.loc[found["id"].isin(lacking), "note"] = NO_CONTEXT
-        return ScoredTexts(found, self._tokens(stats.table, places))
+        return ScoredNodes(found, self._tokens(stats.table, places))
 
     def _tokens(self, table: pd.DataFrame, places: pd.DataFrame) -> pd.DataFrame:
         last = table[table["layer"] == self.layers[-1]]

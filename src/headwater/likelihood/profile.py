@@ -40,7 +40,7 @@ from headwater.likelihood.contexts import (
     frames_of,
 )
 from headwater.likelihood.discrepancy import discrepancies, judged
-from headwater.likelihood.framed import SPANS, FrameScoring, ScoredTexts
+from headwater.likelihood.framed import SPANS, FrameScoring, ScoredNodes
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import report
 from headwater.likelihood.scores import checked_shares
@@ -258,7 +258,7 @@ def memorization(
     return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def _profile(nodes: pd.DataFrame, scored: ScoredTexts, shuffled: ScoredTexts | None, run: RunRecord) -> DepthProfile:
+def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | None, run: RunRecord) -> DepthProfile:
     """Put everything that is measured together."""
     options, main = run.options, f"min_k_{run.options['k'][0]:g}"
     final = options["layers"][-1]
