@@ -29,7 +29,7 @@ from benchmarks.report import Row
 from benchmarks.sparse_checkpoint import write_checkpoint
 from headwater.heads.scores import LayerScorer, SuitePairs
 from headwater.models.weights.checkpoint import open_checkpoint
-from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.opening import LayersAhead
 from headwater.models.weights.streamed_weights import StreamedWeights
 
 CPU_LAYERS = 2

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 import headwater as hw
 from headwater.errors import ModelError
 from headwater.models.cache_names import NAMES, attentions_of, name_of_cache, name_read, takes_cache
+from headwater.models.foreign_modules import HOOKS
 from headwater.models.generation.loop import generate
-from headwater.models.same_objects import HOOKS
 from tests.own_models import HAS_BRIDGE_ONLY, raw_model
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError
-from headwater.models import norms
+from headwater.models import unembedding as norms
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_hooked, tiny_model, tiny_tokenizer
 

@@ -16,7 +16,7 @@ from tools.world.stages import prepare
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwater.likelihood.graph import load_depth_graph
-from headwater.models.embedded import FOLDERS, embedded_folder, world_folder
+from headwater.models.packaged import FOLDERS, embedded_folder, world_folder
 from headwater.questions.sources import load_questions
 from tests import chance
 

@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.models.embedded import FOLDERS, is_embedded, world_folder
+from headwater.models.packaged import FOLDERS, is_embedded, world_folder
 from headwater.models.weights.checkpoint import checkpoint_folder
 from headwater.models.weights.opening import open_weights
 from tests import small_world
@@ -20,7 +20,7 @@ QUIET = {"progress": False}
 def world(tmp_path, monkeypatch):
     """A tiny world in place of the one that comes with headwater."""
     (tmp_path / "world").symlink_to(small_world.tiny().folder)
-    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path)
+    monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path)
     return tmp_path / "world"
 
 
@@ -86,13 +86,13 @@ def test_the_first_edition_in_a_folder_is_of_another_version(world, tmp_path, mo
     old.mkdir(parents=True)
     manifest = json.loads((world / "model" / "world.json").read_text())
     (old / "world.json").write_text(json.dumps(manifest | {"version": 1}))
-    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path / "old")
+    monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path / "old")
     with pytest.raises(ModelError, match="of version 1; this headwater reads version 2"):
         hw.load()
 
 
 def test_a_model_that_does_not_come_with_headwater_is_named_with_the_command_that_makes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path / "empty")
+    monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path / "empty")
     with pytest.raises(ModelError, match=r"no 'instruct' model in .* `python -m tools.world train`"):
         hw.load("embedded-instruct")
 

@@ -10,8 +10,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
-from headwater.models.generation.loop import generate
-from headwater.models.generation.sampling import Sampling, drawn_with, draws
+from headwater.models.generation.loop import Sampling, drawn_with, draws, generate
 from headwater.models.generation.writing import ANCHOR, SETTLED, Written
 from headwater.models.reading import now_reading
 from headwater.models.sites import SITES

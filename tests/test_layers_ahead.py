@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from headwater.errors import ModelError
-from headwater.models.weights.layers_ahead import LayersAhead
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights.opening import LayersAhead, open_weights
 
 
 @pytest.fixture

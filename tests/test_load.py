@@ -292,7 +292,7 @@ def test_a_sharded_checkpoint_loads(checkpoint, tmp_path):
 
 
 def test_an_absent_embedded_model_says_how_to_make_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("headwater.models.embedded.files", lambda package: tmp_path)
+    monkeypatch.setattr("headwater.models.packaged.files", lambda package: tmp_path)
     for name in (None, "embedded", "embedded-instruct"):
         with pytest.raises(ModelError, match=r"python -m tools\.world train"):
             hw.load(name)

@@ -7,7 +7,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InterventionError
-from headwater.models.one_pass import one_pass_attention
+from headwater.models.attention_paths import one_pass_attention
 from tests.tiny import padded_batch
 
 SDPA = torch.nn.functional.scaled_dot_product_attention

@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models import own_attention
+from headwater.models import attention_paths as own_attention
 from headwater.models.blocks import Blocks
 from headwater.models.sites import SITES
 from tests.own_models import D_VOCAB, HAS_BRIDGE_ONLY, OWN, own_model, raw_model

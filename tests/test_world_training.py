@@ -20,7 +20,7 @@ from tools.world.rows import Rows, chat_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headwater.errors import ModelError, RunFolderError
-from headwater.models.embedded import VERSION, checked_folder
+from headwater.models.packaged import VERSION, checked_folder
 from headwater.runs.storage import read_json
 from tests import chance, small_world
 from tests.small_world import SMALL, TINY

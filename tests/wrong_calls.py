@@ -42,7 +42,7 @@ from headwater.heads import (
     singular_vectors,
 )
 from headwater.models import open_weights
-from headwater.models.embedded import world_folder
+from headwater.models.packaged import world_folder
 from tests.planted_lookup import ask, question_lookup
 from tests.tiny import WORDS, tiny_folder, tiny_model, tiny_tokenizer
 

@@ -20,7 +20,7 @@ from tools.world.written import Written
 
 from headwater.errors import HeadwaterError, InputError
 from headwater.heads.classify import classify_heads
-from headwater.models.embedded import FOLDERS
+from headwater.models.packaged import FOLDERS
 from headwater.questions.sources import load_questions
 from headwater.runs.storage import make_folder, read_json, write_json
 from headwater.world.words import read_words

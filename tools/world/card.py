@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
-from headwater.models.embedded import FOLDERS
+from headwater.models.packaged import FOLDERS
 from headwater.world.wording import fill, wording_of
 
 ABLATION_FACTS = 150

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from headwater.errors import ModelError, RunFolderError
-from headwater.models.embedded import MANIFEST, VERSION
+from headwater.models.packaged import MANIFEST, VERSION
 from headwater.planted.tokenizer import BOS_ID, PAD_ID
 from headwater.runs.storage import read_json, write_json
 

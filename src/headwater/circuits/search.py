@@ -46,7 +46,7 @@ from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import RANKED_BY, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.norms import attention_post_norm
+from headwater.models.unembedding import attention_post_norm
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts

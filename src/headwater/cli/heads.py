@@ -12,7 +12,7 @@ from rich.console import Console
 from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions
 from headwater.cli.printing import columns, is_main, plain, report
 from headwater.errors import InputError
-from headwater.models.embedded import BASE, is_embedded
+from headwater.models.packaged import BASE, is_embedded
 
 if TYPE_CHECKING:
     from headwater.heads.head_map import HeadMap

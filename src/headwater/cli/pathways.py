@@ -12,7 +12,7 @@ from rich.console import Console
 from headwater.cli.options import ANY_TEXT, Extract, Load, Model, ProbeToken, RunOptions, Variant, read_extractor
 from headwater.cli.printing import is_main, plain
 from headwater.errors import InputError
-from headwater.models.embedded import BASE, is_embedded
+from headwater.models.packaged import BASE, is_embedded
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

@@ -40,9 +40,9 @@ from headwater.heads.patterns import (
     position_share,
     rows_at_once,
 )
-from headwater.models.embedded import is_embedded, world_folder
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
+from headwater.models.packaged import is_embedded, world_folder
 from headwater.models.tokens import Batch, Inputs, by_length, encode
 from headwater.models.weights.effective_embedding import KINDS, EmbeddingName, published_embedding
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed

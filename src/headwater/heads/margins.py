@@ -33,7 +33,7 @@ from headwater.kernels.ov import OVMaps
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import EmbeddingName
-from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.opening import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag
 

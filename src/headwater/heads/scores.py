@@ -48,7 +48,7 @@ from headwater.heads.relation_tokens import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32, to_device, to_device_many
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
-from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.opening import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.stats.significance import (
     Numbers,

@@ -17,7 +17,7 @@ from headwater.heads.scores import MOMENTS, LayerScorer, suite_pairs
 from headwater.heads.sensitivity import THRESHOLDS
 from headwater.models.shape import ModelShape
 from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY
-from headwater.models.weights.layers_ahead import LayersAhead
+from headwater.models.weights.opening import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_name, checked_number
 from headwater.runs.analysis import Run

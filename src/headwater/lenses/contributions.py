@@ -15,11 +15,10 @@ from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.norms import Norm, attention_post_norm, final_norm, residual_scale
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, pad_id
-from headwater.models.unembedding import unembedding_head
+from headwater.models.unembedding import Norm, attention_post_norm, final_norm, residual_scale, unembedding_head
 from headwater.models.weights.loaded_weights import LoadedWeights
 
 Part: TypeAlias = tuple[str, int | None, int | None]

@@ -20,7 +20,7 @@ from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.likelihood import depthqa
-from headwater.models.embedded import world_folder
+from headwater.models.packaged import world_folder
 from headwater.options import checked_path
 from headwater.questions.judge import checked_score
 from headwater.runs.result import table_html

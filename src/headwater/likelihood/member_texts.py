@@ -15,7 +15,7 @@ import pandas as pd
 from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
 from headwater.errors import InputError
-from headwater.models.embedded import world_folder
+from headwater.models.packaged import world_folder
 from headwater.options import checked_path
 
 NAMES = {"input": "text", "label": "member"}

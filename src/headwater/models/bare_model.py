@@ -3,11 +3,11 @@
 A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
 twice what the module itself does. `bare_model` puts the modules together anew without them. What is put together shares
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
-copies that ask for attention in one pass where that is the same (`headwater.models.one_pass`). Where a hook is to act,
-the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all that is within it.
+copies that ask for attention in one pass where that is the same (`headwater.models.attention_paths`). Where a hook is
+to act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it.
 Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put
 together without a wrapper is kept with the model, for as long as each module and config that it was made of holds the
-very same objects (`headwater.models.same_objects`).
+very same objects (`headwater.models.foreign_modules`).
 
 It is given only where it computes what the bridge computes:
 
@@ -31,15 +31,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwater.models.attention_paths import is_the_same_in_one_pass
 from headwater.models.bridge_check import few_tokens, same_but_for_rounding
 from headwater.models.cache_names import name_of_cache, reached
 from headwater.models.edits import points_of
 from headwater.models.families import family_named
-from headwater.models.forward import LAST
+from headwater.models.foreign_modules import SameModules, SameObjects
+from headwater.models.forward import LAST, rotary_by_length
 from headwater.models.model import is_bridge
-from headwater.models.one_pass import is_the_same_in_one_pass
-from headwater.models.rotary import rotary_by_length
-from headwater.models.same_objects import SameModules, SameObjects
 from headwater.models.weights.fingerprint import parameter_reader
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ recompute only the rest, a sweep needs three things that a whole forward does no
 
 The composition (pre-norm, post-norm, serial, parallel, attention alone) is the model's own, read from its blocks.
 Attention takes the recorded keys and values as a cache where it knows one, as the models of Hugging Face do; that of
-TransformerLens's own models is `headwater.models.own_attention`. Sweeps carry a row without any edit, whose outcome
+TransformerLens's own models is `headwater.models.attention_paths`. Sweeps carry a row without any edit, whose outcome
 must equal the plain run.
 """
 
@@ -32,18 +32,16 @@ from transformers.activations import NewGELUActivation
 
 from headwater.kernels.devices import to_device
 from headwater.kernels.gelu import tanh_gelu
+from headwater.models.attention_paths import of_prompts_too, own_attention, own_mask, without_own_mask
 from headwater.models.cache_names import with_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.forward import last_logits_only, padding_option
+from headwater.models.forward import angles_by_row, last_logits_only, padding_option
 from headwater.models.model import is_bridge
-from headwater.models.norms import logit_scale, residual_scale
-from headwater.models.own_attention import of_prompts_too, own_attention
-from headwater.models.own_masks import own_mask, without_own_mask
 from headwater.models.reading import Reading, reads
-from headwater.models.rotary import angles_by_row
 from headwater.models.sites import hook_name
 from headwater.models.steppable import has_part
+from headwater.models.unembedding import logit_scale, residual_scale
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

@@ -30,7 +30,7 @@ from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import to_device
 from headwater.models.cache_names import attentions_of, reached
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.rotary import original_length
+from headwater.models.forward import original_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 

@@ -8,7 +8,7 @@ go through one context manager, `model.hooks`, which promises four things:
 2. an edit reaches all that the model computes from the activation, and no other hook (`headwater.models.edits`);
 3. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
-   (`headwater.models.run_lock` says what becomes of that in a forked process).
+   (`headwater.models.model` says what becomes of that in a forked process).
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ from headwater.models.edits import (
     refuse_silent,
     reporters,
 )
-from headwater.models.forward import forward
-from headwater.models.generation.sampling import checked_sampling
+from headwater.models.forward import forward, rotary_by_length
+from headwater.models.generation.loop import checked_sampling
 from headwater.models.generation.writing import Stream, Texts, write
 from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
 from headwater.models.identified import Identified
+from headwater.models.model import RunLock
 from headwater.models.part_names import Heads
 from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
-from headwater.models.rotary import rotary_by_length
-from headwater.models.run_lock import RunLock
 from headwater.models.shape import ModelShape
 from headwater.models.sites import Site, SiteName, hook_name, place_named
 from headwater.models.tokenizers import said_tokens

@@ -20,8 +20,8 @@ from headwater.runs.identity import tokenizer_digest
 from headwater.runs.record import HOOKS, PAST_HOOKS
 
 if TYPE_CHECKING:
+    from headwater.models.foreign_modules import SameModules
     from headwater.models.model import Model as Surface
-    from headwater.models.same_objects import SameModules
     from headwater.models.shape import ModelShape
 else:
     Surface = object

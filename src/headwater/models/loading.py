@@ -21,17 +21,24 @@ from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models import checks
-from headwater.models.adapters import config_for_adapter, keep_dtype_when_turned, setter_right
 from headwater.models.bridge_check import Reference, compare_with_reference, record_reference
-from headwater.models.embedded import BASE, FOLDERS, embedded_folder, is_embedded
 from headwater.models.families import FAMILIES, text_config
 from headwater.models.hints import warn_of_other_beginnings
 from headwater.models.hooked import HookedModel
-from headwater.models.packaged import PACKAGED, is_packaged
-from headwater.models.plain import language_model, refuse_adapters, refuse_quantized, twin, with_adapters_merged
+from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.skip_weight_init import SkipWeightInit
+from headwater.models.supported_models import (
+    config_for_adapter,
+    keep_dtype_when_turned,
+    language_model,
+    refuse_adapters,
+    refuse_quantized,
+    setter_right,
+    twin,
+    with_adapters_merged,
+)
 from headwater.models.tokenizers import Bos, load_tokenizer, resolve_bos
 from headwater.models.weights.checkpoint import (
     checkpoint_folder,

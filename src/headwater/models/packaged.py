@@ -2,14 +2,26 @@
 
 The package's file is found without importing the package, which may be a program of its own. Where it is not installed,
 the name is that of the model on the hub.
+
+Where the embedded models lie, and whether a weight file is the one that its manifest describes.
+
+There are two, `embedded` and `embedded-instruct`, which was trained on with conversations; beside them lie the files of
+their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json` stands beside the
+weights and is written by the run that trained them: the version of the format, the size of `model.safetensors` and its
+SHA-256.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TypeGuard
+
+from headwater.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -40,3 +52,62 @@ def packaged_file(name: str) -> Path | None:
     found = importlib.util.find_spec(PACKAGED[name].module)
     folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
     return next((file for folder in folders for file in sorted(folder.glob("*.gguf"))), None)
+
+
+VERSION = 2
+"""Of the manifest. 1 was the first edition, in headwater 0.1.0: one model, of answers of one word."""
+MANIFEST = "world.json"
+REBUILD = "Install headwater again, or train it anew: `python -m tools.world train` in a checkout of headwater."
+BASE = "embedded"
+FOLDERS = {BASE: "model", "embedded-instruct": "instruct"}
+"""By the name of an embedded model, its folder within the folder of the world."""
+
+
+def is_embedded(name: object) -> TypeGuard[str]:
+    """Say whether a name is that of a model that comes with headwater; a folder is given as a path, as `./embedded`."""
+    return isinstance(name, str) and name in FOLDERS
+
+
+def world_folder() -> Path:
+    """Return the folder in which the embedded models and the files of their world lie."""
+    return Path(str(files("headwater") / "world"))
+
+
+def embedded_folder(name: str = BASE) -> Path:
+    """Return the checkpoint folder of an embedded model after checking that it is whole.
+
+    Raises:
+        ModelError: as `checked_folder` does.
+    """
+    return checked_folder(world_folder() / FOLDERS[name])
+
+
+def checked_folder(path: Path) -> Path:
+    """Return a folder that `python -m tools.world train` wrote, after checking that it is whole.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the weights are of another version; the message has the command
+            that rebuilds them.
+    """
+    if not path.is_dir():
+        raise ModelError(
+            f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. {REBUILD}"
+        )
+    weights = path / "model.safetensors"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        version, size, expected = manifest["version"], manifest["bytes"], manifest["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ModelError(f"The embedded model in {path} has no readable {MANIFEST}. {REBUILD}") from None
+    if version != VERSION:
+        raise ModelError(
+            f"The embedded model in {path} is of version {version}; this headwater reads version {VERSION}. {REBUILD}"
+        )
+    if not weights.is_file():
+        raise ModelError(f"The embedded model in {path} has no model.safetensors. {REBUILD}")
+    found = weights.stat().st_size
+    if found != size:
+        raise ModelError(f"{weights} is damaged: it has {found:,} bytes instead of {size:,}. {REBUILD}")
+    if hashlib.sha256(weights.read_bytes()).hexdigest() != expected:
+        raise ModelError(f"{weights} is damaged: its SHA-256 is not the one in {MANIFEST}. {REBUILD}")
+    return path

@@ -3,7 +3,7 @@
 1. Where the last layer is among them, the model runs without TransformerLens's wrappers
    (`headwater.models.bare_model`), and without its head: what a block gives is the residual stream behind it.
 2. Elsewhere, and where that might be something else, the bridge runs up to the last layer that is read, its attention
-   in one pass where that can be (`headwater.models.one_pass`).
+   in one pass where that can be (`headwater.models.attention_paths`).
 
 Both are the run of the model to the rounding of its dtype. A sweep or a knockout, whose runs are compared with one
 another, takes neither.
@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from headwater.kernels.devices import to_device
+from headwater.models.attention_paths import one_pass_attention
 from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, read_hook
-from headwater.models.forward import padding_option
-from headwater.models.one_pass import one_pass_attention
-from headwater.models.rotary import angles_by_row
+from headwater.models.forward import angles_by_row, padding_option
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
 

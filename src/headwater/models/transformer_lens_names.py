@@ -1,10 +1,12 @@
 """What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
 
 `run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like. `cfg` is in
-`headwater.foreign_names`, the parameters are in `headwater.models.weights.parameters_by_head`. Weights
+`headwater.foreign_names`, the parameters are in `headwater.models.weights.opening`. Weights
 are those of the checkpoint, unprocessed. Hooks follow the rules of `headwater.models.edits`: a hook gets a copy and
 must return what it wrote, a name that does not exist or that nothing passes through is an error, and an edit of
 `hook_resid_mid` reaches the skip connection.
+
+`model.cfg`: the sizes and settings of a model under TransformerLens's names.
 """
 
 from __future__ import annotations
@@ -17,18 +19,51 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.calls import checked_calls
-from headwater.errors import InputError
+from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.memory import failures_named
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
-from headwater.models.transformer_lens_config import Config
-from headwater.models.weights.parameters_by_head import ParametersByHead
+from headwater.models.weights.opening import ParametersByHead
 from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
+
+    from headwater.models.model import Model
+
+
+class Config:
+    """The sizes and settings of a model, by TransformerLens's names; to be read only."""
+
+    def __init__(self, model: Model):
+        self.__dict__["_model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        model = self.__dict__["_model"]
+        if name in ("device", "dtype"):
+            return getattr(model, name)
+        if name in ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx"):
+            return getattr(model.shape, name)
+        if not hasattr(model.raw.cfg, name):
+            raise AttributeError(f"cfg has no {name!r}.{did_you_mean(name, dir(self))}")
+        return getattr(model.raw.cfg, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"cfg.{name} can only be read: the model would not follow. TransformerLens's own is model.raw.cfg."
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({name for name in dir(self._model.raw.cfg) if not name.startswith("_")} | {"device", "dtype"})
+
+    def __repr__(self) -> str:
+        sizes = ("n_layers", "n_heads", "d_model", "d_head", "d_mlp", "d_vocab", "n_ctx", "act_fn", "dtype", "device")
+        return f"cfg({', '.join(f'{name}={getattr(self, name, None)!r}' for name in sizes)})"
+
 
 Names: TypeAlias = str | Sequence[str] | Callable[[str], bool] | None
 """Hooks by name: one, several, those of which a function says True, or all."""

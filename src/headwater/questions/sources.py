@@ -28,7 +28,7 @@ from headwater.calls import checked_call
 from headwater.data.rows import Row, read_rows, refuse_repeated
 from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
-from headwater.models.embedded import world_folder
+from headwater.models.packaged import world_folder
 from headwater.options import checked_count, checked_path, checked_seed
 from headwater.questions.formats import adapt, check_format, columns_found, detect_format
 from headwater.questions.words import Span, find_words

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from headwater.errors import InputError
-from headwater.models.embedded import world_folder
+from headwater.models.packaged import world_folder
 from headwater.runs.storage import read_json
 
 TWO_DIGITS = tuple(f"{number:02d}" for number in range(100))

@@ -28,10 +28,8 @@ from torch import Tensor
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
-from headwater.models.caches.activations import Activation
-from headwater.models.caches.layout import CacheLayout
-from headwater.models.caches.names import Names, layers_said, ranges
-from headwater.models.caches.sequences import Sequences, asked_columns
+from headwater.models.caches.activations import Activation, Names, layers_said, ranges
+from headwater.models.caches.sequences import CacheLayout, Sequences, asked_columns
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
 from headwater.runs.figure_options import Size

@@ -1,7 +1,7 @@
 """What a model writes behind prompts, as texts: `model.generate`.
 
 1. Tokens come from the one loop (`headwater.models.generation.loop`), chosen as
-   `headwater.models.generation.sampling` says. A row ends with one of the model's end tokens (those of the tokenizer,
+   `headwater.models.generation.loop` says. A row ends with one of the model's end tokens (those of the tokenizer,
    the config and the generation config), after a stop string, or after `max_new_tokens`.
 2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
    a character wait for the tokens that complete it.
@@ -21,8 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation.loop import Wrote, check_room, generate
-from headwater.models.generation.sampling import Sampling, drawn_with, draws
+from headwater.models.generation.loop import Sampling, Wrote, check_room, drawn_with, draws, generate
 from headwater.models.generation_config import end_tokens
 from headwater.models.memory import failures_named
 from headwater.models.tokens import Inputs, said_of_chats

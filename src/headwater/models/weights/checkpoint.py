@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headwater.errors import ModelError
-from headwater.models.embedded import embedded_folder, is_embedded
 from headwater.models.families import family_of, text_config
-from headwater.models.packaged import PACKAGED, is_packaged, packaged_file
+from headwater.models.packaged import PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
 from headwater.models.shape import refuse_impossible_sizes, shape_of
 from headwater.models.weights.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.weights.gguf_file import INSTALL, GGUFFile, is_gguf, read_gguf

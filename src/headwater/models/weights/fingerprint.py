@@ -41,10 +41,10 @@ from xxhash import xxh3_128_digest
 
 from headwater.errors import HeadwaterError
 from headwater.models.families import Family, family_named, family_of, text_config
-from headwater.models.same_objects import SameTensors
+from headwater.models.foreign_modules import SameTensors
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.weights.conversion import Conversion
-from headwater.models.weights.fused import put_together
+from headwater.models.weights.head_tensors import put_together
 from headwater.progress import progress_bar
 from headwater.runs.storage import write_atomically
 

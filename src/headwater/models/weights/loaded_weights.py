@@ -14,8 +14,16 @@ from headwater.errors import ModelError
 from headwater.models.model import is_bridge
 from headwater.models.tokens import Batch
 from headwater.models.weights.checkpoint import first_line
-from headwater.models.weights.effective_embedding import bos_token, check_request, chunks
-from headwater.models.weights.lone_tokens import HeadsOfLoneTokens, adds_positions, entering, first_mlp, refuse_clipped
+from headwater.models.weights.effective_embedding import (
+    HeadsOfLoneTokens,
+    adds_positions,
+    bos_token,
+    check_request,
+    chunks,
+    entering,
+    first_mlp,
+    refuse_clipped,
+)
 from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, check_finite, finite
 
 if TYPE_CHECKING:

@@ -1,9 +1,35 @@
-"""Open a model's parameters: the same `WeightSource` for a checkpoint, streamed, and for a model in memory."""
+"""Open a model's parameters: the same `WeightSource` for a checkpoint, streamed, and for a model in memory.
 
+Layers read ahead: while a CUDA device works on one layer's heads, the next layer's are on their way to it.
+
+A thread reads the next layer from the checkpoint into pinned memory and has a stream of its own copy it over; the
+caller's stream waits for the copy only when it asks for that layer. What is read ahead is the layer as far from the
+last one as that was from the one before, so that processes that share the layers read ahead their own. On a CPU, and
+for a model already in memory, layers are simply read when asked for.
+
+A model's parameters under TransformerLens's names, one factor per query head, all layers in one tensor.
+
+Numbers are those of the checkpoint: no norm is folded into the weights, nothing is centred (TransformerLens:
+`from_pretrained_no_processing`). With x behind the norm in front of attention, head h of a layer computes
+
+    q = x W_Q[layer, h] + b_Q[layer, h]   k = x W_K[layer, h] + b_K[layer, h]   v = x W_V[layer, h] + b_V[layer, h]
+    what it writes = pattern · v · W_O[layer, h]
+
+where query heads that share keys and values each have them; q and k are those before rotary embedding. Each is a copy:
+writing into it does not change the model. `headwater.models.open_weights` reads layer by layer, folders too.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.kernels.devices import usable_device
@@ -12,7 +38,7 @@ from headwater.models.tokenizers import load_tokenizer
 from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint, revision_of
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.models.weights.streamed_weights import StreamedWeights
-from headwater.models.weights.weight_source import WeightSource
+from headwater.models.weights.weight_source import OVWeights, WeightSource
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -20,7 +46,7 @@ if TYPE_CHECKING:
 
 @checked_call
 def open_weights(
-    what: "Model | str | Path",
+    what: Model | str | Path,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -51,3 +77,143 @@ def open_weights(
     source.device = usable_device(device or source.device)
     source.given_dtype = dtype or source.given_dtype
     return source
+
+
+_Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
+"""A layer's factors, and what to wait for before they are there."""
+
+
+class LayersAhead:
+    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread."""
+
+    def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
+        """Read ahead on CUDA devices, or as `ahead` says."""
+        self.weights = weights
+        on_cuda = weights.device.type == "cuda"
+        self.ahead = on_cuda and isinstance(weights, StreamedWeights) if ahead is None else ahead
+        self._stream = torch.cuda.Stream(weights.device) if self.ahead and on_cuda else None
+        self._reader = ThreadPoolExecutor(1, "layers-ahead") if self.ahead else None
+        self._last: int | None = None
+        self._coming: tuple[int, Future[_Arrival]] | None = None
+
+    def __enter__(self) -> LayersAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+
+    def __call__(self, layer: int) -> OVWeights:
+        """Return one layer's factors, ready for the current stream.
+
+        Raises:
+            ModelError: the checkpoint cannot be read.
+        """
+        if self._reader is None:
+            return self.weights.ov(layer)
+        if self._coming is None or self._coming[0] != layer:
+            self._coming = layer, self._reader.submit(self._read, layer)
+        factors, arrived = self._coming[1].result()
+        following = layer + (1 if self._last is None else layer - self._last)
+        self._last, self._coming = layer, None
+        if layer < following < self.weights.shape.n_layers:
+            self._coming = following, self._reader.submit(self._read, following)
+        if arrived is not None:
+            here = torch.cuda.current_stream(self.weights.device)
+            here.wait_event(arrived)
+            for tensor in vars(factors).values():
+                if isinstance(tensor, Tensor):
+                    tensor.record_stream(here)
+        return factors
+
+    def _read(self, layer: int) -> _Arrival:
+        if self._stream is None:
+            return self.weights.ov(layer), None
+        with torch.cuda.stream(self._stream):
+            return self.weights.ov(layer), self._stream.record_event()
+
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model as Surface
+else:
+    Surface = object
+
+
+class ParametersByHead(Surface):
+    """`W_E`, `W_U`, `W_Q` ... `W_O` and their biases."""
+
+    @cached_property
+    def _source(self) -> WeightSource:
+        return open_weights(self, dtype=self.dtype)
+
+    @property
+    def W_E(self) -> Float[Tensor, "d_vocab d_model"]:
+        """The embedding as the residual stream receives it (Gemma: times √d_model)."""
+        return self._source.embedding().clone()
+
+    @property
+    def W_U(self) -> Float[Tensor, "d_model d_vocab"]:
+        """The unembedding; the final norm's gain is not in it."""
+        return self._source.unembedding().clone()
+
+    @property
+    def b_U(self) -> Float[Tensor, " d_vocab"]:
+        """The bias of the unembedding; zeros where there is none."""
+        bias = getattr(self.raw.unembed, "b_U", None)
+        return self.W_U.new_zeros(self.shape.d_vocab) if bias is None else bias.detach().clone()
+
+    @property
+    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """Residual stream, behind the norm, to queries."""
+        return self._of_heads("W_Q")
+
+    @property
+    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """Residual stream, behind the norm, to keys, for each query head."""
+        return self._of_heads("W_K")
+
+    @property
+    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
+        """Residual stream, behind the norm, to values, for each query head."""
+        return self._of_heads("W_V")
+
+    @property
+    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
+        """A head's weighted values to what it writes."""
+        return self._of_heads("W_O")
+
+    @property
+    def b_Q(self) -> Float[Tensor, "layer head d_head"]:
+        """The bias of the queries; zeros where there is none."""
+        return self._of_heads("b_Q")
+
+    @property
+    def b_K(self) -> Float[Tensor, "layer head d_head"]:
+        """The bias of the keys, for each query head; zeros where there is none."""
+        return self._of_heads("b_K")
+
+    @property
+    def b_V(self) -> Float[Tensor, "layer head d_head"]:
+        """The bias of the values, for each query head; zeros where there is none."""
+        return self._of_heads("b_V")
+
+    @property
+    def b_O(self) -> Float[Tensor, "layer d_model"]:
+        """The bias of what all heads of a layer write together; zeros where there is none."""
+        return self._of_heads("b_O")
+
+    def _of_heads(self, name: str) -> Tensor:
+        shape = self.shape
+        size = (shape.d_model,) if name == "b_O" else (shape.n_heads, shape.d_head)
+        layers = []
+        for layer in range(shape.n_layers):
+            weights = self._source.layer(layer)
+            factor = getattr(weights, name)
+            if factor is None:
+                factor = weights.W_O.new_zeros(size)
+            elif name[-1] in "KV":
+                factor = weights.expand_kv(factor)
+            layers.append(factor)
+        return torch.stack(layers).clone()

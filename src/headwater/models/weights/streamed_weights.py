@@ -14,10 +14,9 @@ from headwater.models.families import family_of
 from headwater.models.shape import shape_of
 from headwater.models.weights.checkpoint import Checkpoint
 from headwater.models.weights.conversion import UNEMBEDDING, Conversion
-from headwater.models.weights.effective_embedding import bos_token, check_request, layer0, mlp0
+from headwater.models.weights.effective_embedding import bos_token, check_request, layer0, mlp0, refuse_clipped
 from headwater.models.weights.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.weights.head_tensors import head_factors, norm_gain, ov_factors
-from headwater.models.weights.lone_tokens import refuse_clipped
 from headwater.models.weights.weight_source import HeadWeights, OVWeights, WeightSource, finite
 from headwater.runs.identity import tokenizer_digest
 
