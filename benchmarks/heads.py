@@ -29,7 +29,7 @@ from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seco
 from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from headwater.heads.scores import LayerScores, SuitePairs, score_layer
-from headwater.heads.sensitivity import THRESHOLDS
+from headwater.heads.scoring import THRESHOLDS
 from headwater.kernels import ov_blocked, ov_ranks
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 

@@ -19,11 +19,10 @@ from headwater.errors import AgreementWarning, InputError, ModelError, RunFolder
 from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
-from headwater.heads.embedding_choice import LEVEL
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import tokenize_relations
 from headwater.heads.relations import Relation
-from headwater.heads.scoring import published_k
+from headwater.heads.scoring import LEVEL, published_k
 from headwater.models.shape import ModelShape
 from headwater.models.weights.effective_embedding import bos_token, published_embedding
 from headwater.models.weights.opening import open_weights

@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.figures.fonts import ticks
-from headwater.figures.style import figure_of
+from headwater.figures.style import figure_of, ticks
 from headwater.runs.result import Result
 from tests import chance
 from tests.made_up import made_up_profile, made_up_saliency, random_map

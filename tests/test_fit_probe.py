@@ -9,9 +9,9 @@ from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.probes import cross_fitted as crossing
-from headwater.probes.cross_fitted import chosen_strength, cross_fitted
+from headwater.probes import selectivity as crossing
 from headwater.probes.linear import grouped_folds
+from headwater.probes.selectivity import chosen_strength, cross_fitted
 from tests import chance
 from tests.tiny import tiny_hooked
 

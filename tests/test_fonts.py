@@ -7,11 +7,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from headwater.figures import fonts
-from headwater.figures.fonts import UNKNOWN, columns, drawable, label
-from headwater.figures.style import style
+from headwater.figures import style as fonts
+from headwater.figures.style import UNKNOWN, columns, drawable, label, style
 from headwater.patching.sweep import Sweep
-from headwater.runs.result import RunRecord
+from headwater.runs.record import RunRecord
 
 NO_FONT_HAS = "\U0010fffe"
 TEXTS = [

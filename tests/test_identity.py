@@ -22,7 +22,8 @@ import headwater as hw
 from headwater.models.weights import fingerprint as fingerprints
 from headwater.models.weights.checkpoint import Checkpoint
 from headwater.models.weights.opening import open_weights
-from headwater.runs.identity import UNKNOWN, UnknownIdentityError, describe, digest, tokenizer_digest, unknown_in
+from headwater.runs.data_hash import UnknownIdentityError
+from headwater.runs.identity import UNKNOWN, describe, digest, tokenizer_digest, unknown_in
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 MODULE = """

@@ -11,7 +11,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.likelihood.scores import memorization_scores
 from headwater.likelihood.statistics import token_statistics
-from headwater.reference.joined_texts import load_joined_texts, of_stretches
+from headwater.reference.membership import load_joined_texts, of_stretches
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tokenizer_of
 

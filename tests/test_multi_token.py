@@ -10,7 +10,7 @@ import headwater as hw
 from headwater.heads.relations import load_relations
 from headwater.models.weights.opening import open_weights
 from headwater.reference import maps
-from headwater.reference.multi_token import OPENING, multi_token_correlations, multi_token_prompts
+from headwater.reference.maps import OPENING, multi_token_correlations, multi_token_prompts
 from headwater.reference.published import Published
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer

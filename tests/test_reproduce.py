@@ -13,9 +13,10 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.heads.categories import PUBLISHED_CATEGORIES
 from headwater.heads.classify import classify_heads
 from headwater.heads.relation_tokens import tokenize_relations
-from headwater.heads.relations import PUBLISHED_CATEGORIES, load_relations
+from headwater.heads.relations import load_relations
 from headwater.heads.validation import dynamic_scores
 from headwater.models.generation.loop import Generated
 from headwater.models.loading import load

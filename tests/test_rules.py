@@ -10,8 +10,8 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.questions.agreement import SENTENCES, agreement
 from headwater.questions.extract import EXTRACTORS, call_extractor
+from headwater.questions.formats import WORDINGS
 from headwater.questions.rules import by_rules
-from headwater.questions.templates import WORDINGS
 from tests.tiny import embedded
 
 LOWER_CASE = {

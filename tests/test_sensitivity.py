@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, add_excess, apply_rule, head_categories
-from headwater.heads.sensitivity import AS_MAPPED, THRESHOLDS, Sensitivity, heads_by_threshold
+from headwater.heads.scoring import AS_MAPPED, THRESHOLDS, Sensitivity, heads_by_threshold
 from headwater.runs.record import RunRecord
 from tests.made_up import made_up_table
 

@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import effects as measuring
-from headwater.pathways import knockout_states
+from headwater.pathways import interventions as knockout_states
 from headwater.pathways.interventions import (
     Setup,
     after_states,

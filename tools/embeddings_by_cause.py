@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 
 import headwater as hw
-from headwater.heads.embedding_choice import compare_embeddings
 from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
 from headwater.heads.relations import load_relations
+from headwater.heads.scoring import compare_embeddings
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.weights.effective_embedding import KINDS

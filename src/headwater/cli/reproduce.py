@@ -219,7 +219,7 @@ def membership(
 
     Args:
         texts: Texts with input and label; of several files, the mean.
-        benchmark: What the texts are; wikimia_concat are texts put together as `headwater.reference.joined_texts` has
+        benchmark: What the texts are; wikimia_concat are texts put together as `headwater.reference.membership` has
             them.
         reference: Another model, for the score of that name, as EleutherAI/pythia-70m, the published one. Default:
             none.

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
-from headwater.figures.fonts import label, ticks
-from headwater.figures.style import DASHED, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import DASHED, label, model_title, new_figure, style, ticks, whole_numbers
 from headwater.models.caches.cache import Cache
 from headwater.runs.result import DRAWINGS
 

@@ -3,8 +3,7 @@
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
-from headwater.figures.fonts import ticks
-from headwater.figures.style import legend_above, model_title, new_figure, style
+from headwater.figures.style import legend_above, model_title, new_figure, style, ticks
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.result import DRAWINGS
 

@@ -22,8 +22,7 @@ from matplotlib.path import Path
 from headwater.circuits.circuit import Circuit
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT, INK
-from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, cell_ticks, inches, legend_above, new_figure, plain_title, style
+from headwater.figures.style import DASHED, cell_ticks, inches, label, legend_above, new_figure, plain_title, style
 from headwater.runs.result import DRAWINGS
 
 ABOVE, BELOW = "#b2182b", "#2166ac"

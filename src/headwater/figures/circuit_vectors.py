@@ -5,8 +5,7 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK
-from headwater.figures.fonts import others
-from headwater.figures.style import model_title, new_figure, style
+from headwater.figures.style import model_title, new_figure, others, style
 from headwater.figures.sweep import shown
 from headwater.heads.circuit_vectors import CIRCUITS, SIGNS, SingularVectors
 from headwater.runs.result import DRAWINGS

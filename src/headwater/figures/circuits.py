@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from headwater.circuits.circuit_runs import CircuitRuns
 from headwater.circuits.curve import CircuitCurve
 from headwater.circuits.search import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED, CircuitSearch
-from headwater.figures.fonts import label, ticks
-from headwater.figures.style import legend_above, model_title, new_figure, style
+from headwater.figures.style import label, legend_above, model_title, new_figure, style, ticks
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
 

@@ -13,8 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.colors import BLUE, FAINT, INK
-from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, model_title, new_figure, style
+from headwater.figures.style import DASHED, label, model_title, new_figure, style
 from headwater.runs.claim import Claim
 from headwater.runs.result import DRAWINGS
 

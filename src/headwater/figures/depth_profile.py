@@ -22,7 +22,6 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE
 from headwater.errors import InputError, did_you_mean
-from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import StyleName, is_published, lettered, model_name
 from headwater.figures.style import (
     BANDS_ARE,
@@ -36,6 +35,7 @@ from headwater.figures.style import (
     short_name,
     whole_numbers,
 )
+from headwater.figures.style import label as drawn_label
 from headwater.figures.style import style as shared_look
 from headwater.likelihood.answering import DATA
 from headwater.likelihood.profile import DepthProfile

@@ -9,8 +9,7 @@ from headwater.colors import FAINT, looks_of_sets
 from headwater.detection.detection import Detection
 from headwater.detection.evaluation import NAMES
 from headwater.errors import InputError
-from headwater.figures.fonts import label
-from headwater.figures.style import LINES_ARE, MARKS_ONLY, model_title, new_figure, style
+from headwater.figures.style import LINES_ARE, MARKS_ONLY, label, model_title, new_figure, style
 from headwater.runs.result import DRAWINGS
 
 

@@ -15,8 +15,7 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.errors import InputError
-from headwater.figures.fonts import label, ticks
-from headwater.figures.style import legend_beside, new_figure, style, whole_numbers
+from headwater.figures.style import label, legend_beside, new_figure, style, ticks, whole_numbers
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.comparison import HeadComparison
 from headwater.runs.result import DRAWINGS

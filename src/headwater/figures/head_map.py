@@ -20,9 +20,9 @@ from matplotlib.lines import Line2D
 from headwater.calls import checked_call
 from headwater.colors import FAINT, INK, PURPLE
 from headwater.errors import InputError
-from headwater.figures.fonts import label as drawn_label
 from headwater.figures.published import StyleName, is_published, model_name
 from headwater.figures.style import checked_place, entitle, legend_beside, new_figure, whole_numbers
+from headwater.figures.style import label as drawn_label
 from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap

@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError
-from headwater.figures.fonts import label
-from headwater.figures.style import DASHED, cell_ticks, entitle, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import DASHED, cell_ticks, entitle, label, model_title, new_figure, style, whole_numbers
 from headwater.heads.categories import CATEGORIES
-from headwater.heads.sensitivity import Sensitivity
+from headwater.heads.scoring import Sensitivity
 from headwater.runs.result import DRAWINGS
 
 PANEL = (2.7, 2.8)

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 
 from headwater.colors import INK
 from headwater.errors import InputError
-from headwater.figures.fonts import columns, others
-from headwater.figures.style import cell_ticks, inches, model_title, new_figure, style
+from headwater.figures.style import cell_ticks, columns, inches, model_title, new_figure, others, style
 from headwater.figures.sweep import shown
 from headwater.lenses.predictions import LayerPredictions
 from headwater.options import shown as said

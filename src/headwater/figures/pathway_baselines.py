@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, ORANGE
 from headwater.errors import InputError
-from headwater.figures.fonts import label
-from headwater.figures.style import LINES_ARE, checked_place, entitle, model_title, new_figure, style
+from headwater.figures.style import LINES_ARE, checked_place, entitle, label, model_title, new_figure, style
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways

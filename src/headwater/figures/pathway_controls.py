@@ -3,6 +3,8 @@
 A knockout of E_Q says something only beside the same knockout of as many random question tokens, on the rows that have
 as many: these are counted in the titles. A mode says something only where another probe gave it than the one whose ΔP
 is shown.
+
+How often a model declines what it answered in either mode, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -16,24 +18,28 @@ from matplotlib.ticker import MaxNLocator
 
 from headwater.calls import checked_call
 from headwater.colors import BLUE, FAINT, ORANGE, PURPLE, RED
-from headwater.figures.fonts import label
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
     LINES_ARE,
     checked_place,
     entitle,
+    label,
+    legend_above,
     model_title,
     new_figure,
     style,
+    ticks,
     whole_numbers,
 )
+from headwater.pathways.declined import Refusals
 from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
+from headwater.runs.result import DRAWINGS
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -193,3 +199,29 @@ def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
         axes[0].legend(list(found.values()), list(found), ncols=1 if is_narrow else min(across, 2), fontsize=6, **look)
         return
     figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, **look)
+
+
+@DRAWINGS.add(Refusals)
+def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
+    """Draw a row per question set and way to tell the modes, a mark and interval per mode.
+
+    Args:
+        found: what `refusals` gave.
+        ax: where to draw; default: a new figure.
+    """
+    rows = found.summary()
+    names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
+    with style(ax):
+        if ax is None:
+            ax = new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
+        for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
+            color, marker = MODE_LOOKS[mode]
+            y = [place + shift for place in range(len(rows))]
+            ax.hlines(y, 100 * rows[f"{column}_low"], 100 * rows[f"{column}_high"], colors=color, linewidths=1.2)
+            ax.plot(100 * rows[column], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
+        ax.set_yticks(range(len(rows)), names)
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
+        ax.set_xlabel(f"Questions declined when asked again (%)\n({LINES_ARE})")
+        legend_above(ax, 2, model_title(found.run, "refusals by mode"))
+    return ax

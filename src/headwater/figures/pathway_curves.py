@@ -19,7 +19,6 @@ from matplotlib.lines import Line2D
 from headwater.calls import checked_call
 from headwater.colors import BROWN, FAINT, ORANGE, RED, SETS, places_of_sets
 from headwater.errors import InputError, did_you_mean
-from headwater.figures.fonts import label
 from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
@@ -27,6 +26,7 @@ from headwater.figures.style import (
     DASHED,
     checked_place,
     entitle,
+    label,
     model_title,
     new_figure,
     plain_title,

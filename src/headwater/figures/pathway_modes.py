@@ -19,17 +19,18 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import FAINT, GREEN, RED, looks_of_sets
 from headwater.errors import InputError
-from headwater.figures.fonts import label, ticks
 from headwater.figures.pathway_controls import MODE_LOOKS, entitled, panels, shared_label
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
     LINES_ARE,
     checked_place,
+    label,
     legend_above,
     model_title,
     new_figure,
     style,
+    ticks,
 )
 from headwater.pathways.interventions import EXACT
 from headwater.pathways.modes import MODES, WITHIN

@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from headwater.colors import INK
-from headwater.figures.fonts import label
-from headwater.figures.style import entitle, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import entitle, label, model_title, new_figure, style, whole_numbers
 from headwater.pathways.token_map import ProbeMap
 from headwater.runs.result import DRAWINGS
 

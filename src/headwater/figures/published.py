@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias, get_args
 
 from headwater.colors import places_of_sets
-from headwater.figures.fonts import label
+from headwater.figures.style import label
 from headwater.options import checked_name
 
 StyleName: TypeAlias = Literal["headwater", "published"]

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError
-from headwater.figures.fonts import label
-from headwater.figures.style import entitle, model_title, style
+from headwater.figures.style import entitle, label, model_title, style
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
 

@@ -26,9 +26,8 @@ from scipy.stats import gaussian_kde
 from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
-from headwater.figures.fonts import label
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
-from headwater.figures.style import DASHED, checked_place, entitle, model_title, new_figure, short_name
+from headwater.figures.style import DASHED, checked_place, entitle, label, model_title, new_figure, short_name
 from headwater.figures.style import style as shared_look
 from headwater.options import checked_name
 from headwater.pathways.attention_saliency import Saliency

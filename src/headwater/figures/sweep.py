@@ -16,20 +16,22 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, SETS
 from headwater.errors import InputError
-from headwater.figures.fonts import LONGEST, drawable, ticks
-from headwater.figures.fonts import label as drawn_label
 from headwater.figures.style import (
+    LONGEST,
     MOST_TICKS,
     WAYS,
     cell_ticks,
+    drawable,
     entitle,
     inches,
     model_title,
     new_figure,
     plain_title,
     style,
+    ticks,
     whole_numbers,
 )
+from headwater.figures.style import label as drawn_label
 from headwater.patching.attribution import AttributionRunner
 from headwater.patching.axes import ROLES
 from headwater.patching.summaries import NormalizeName, chosen_rows, grid_of, measure_of, summarize

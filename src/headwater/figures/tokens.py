@@ -20,8 +20,7 @@ from matplotlib.patches import Rectangle
 from headwater.calls import checked_call
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError, did_you_mean
-from headwater.figures.fonts import columns, drawable, label, others
-from headwater.figures.style import checked_place, model_title, new_figure, style
+from headwater.figures.style import checked_place, columns, drawable, label, model_title, new_figure, others, style
 from headwater.runs.figure_options import Size, apply_title_and_size
 
 if TYPE_CHECKING:

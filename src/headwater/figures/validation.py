@@ -3,8 +3,17 @@
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
-from headwater.figures.fonts import label, ticks
-from headwater.figures.style import LINES_ARE, MARKS_ONLY, legend_above, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import (
+    LINES_ARE,
+    MARKS_ONLY,
+    label,
+    legend_above,
+    model_title,
+    new_figure,
+    style,
+    ticks,
+    whole_numbers,
+)
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.validation import DynamicScores
 from headwater.runs.result import DRAWINGS

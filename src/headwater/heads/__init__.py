@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
     from headwater.heads.salient import salient_operations as salient_operations
-    from headwater.heads.sensitivity import Sensitivity as Sensitivity
+    from headwater.heads.scoring import Sensitivity as Sensitivity
     from headwater.heads.validation import DynamicScores as DynamicScores
     from headwater.heads.validation import dynamic_scores as dynamic_scores
 

@@ -79,7 +79,7 @@ def classify_heads(
             relation.
         embedding: what heads from layer 1 on read for a token: "raw", "mlp0", "embed+mlp0", "layer0", or "auto", the
             default of the controlled rule: the one that agrees best with what the first block writes
-            (`heads.embedding_choice`). With `rule="published"` by default as published, "mlp0", and "raw" for the shape
+            (`heads.scoring`). With `rule="published"` by default as published, "mlp0", and "raw" for the shape
             of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
         progress: show a progress bar over layers.
         out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.

@@ -13,13 +13,20 @@ from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
-from headwater.heads.embedding_choice import sentences_of_embedding
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations, load_relations
 from headwater.heads.salient import salient_of_heads, salient_operations
 from headwater.heads.scores import score_table
-from headwater.heads.scoring import callable_from, relations_digest, scored_layers, scored_relations
-from headwater.heads.sensitivity import AS_MAPPED, Sensitivity, heads_by_threshold
+from headwater.heads.scoring import (
+    AS_MAPPED,
+    Sensitivity,
+    callable_from,
+    heads_by_threshold,
+    relations_digest,
+    scored_layers,
+    scored_relations,
+    sentences_of_embedding,
+)
 from headwater.heads.use import COLUMNS, UseOptions, head_use, sentences_of_use, use_counts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of

@@ -11,7 +11,13 @@ folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the publis
 A table is a relation too: a data frame or a CSV or TSV file with columns source and target, a row per pair; so is a
 list of pairs, or a mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such
 a relation has the published category of its name, or the one that a column category gives all of its rows.
+
+A relation that is given as a table: a row per pair, with columns source and target, and maybe category.
+
+The targets of a source that has several rows are all accepted. A relation is of one category, the same in every row.
 """
+
+from __future__ import annotations
 
 import json
 from collections import Counter
@@ -24,12 +30,60 @@ from typing import Any, TypeAlias
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.data.rows import SEPARATORS, read_rows
+from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
 from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
-from headwater.heads.relation_tables import NumberedRows, category_and_pairs, rows_of
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
+from headwater.runs.findings import records_of
+
+NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]
+"""Rows, each with the number that a person would look for."""
+
+
+def rows_of(table: pd.DataFrame) -> NumberedRows:
+    """Return the rows of a data frame, counted from 1.
+
+    Raises:
+        InputError: a column occurs twice.
+    """
+    refuse_repeated("The data frame", table.columns)
+    return enumerate(records_of(table), start=1)
+
+
+def category_and_pairs(rows: NumberedRows, where: str) -> tuple[str | None, tuple[tuple[str, tuple[str, ...]], ...]]:
+    """Return the category of a table, None if it names none, and its pairs: each source with its accepted targets.
+
+    Args:
+        rows: the rows.
+        where: the table, for messages.
+
+    Raises:
+        InputError: a row has no source or no target, the rows are of several categories, or there are none.
+    """
+    accepted: dict[str, dict[str, None]] = {}
+    categories: dict[str | None, None] = {}
+    for number, row in rows:
+        source, target = (_word(row, field, f"{where}, row {number}") for field in ("source", "target"))
+        accepted.setdefault(source, {})[target] = None
+        category = row.get("category")
+        categories[None if category is None else str(category)] = None
+    if not accepted:
+        raise InputError(f"{where} holds no pairs: a relation has columns source and target, with a row per pair.")
+    if len(categories) > 1:
+        named = ", ".join(map(str, categories))
+        raise InputError(f"{where} has several categories ({named}): a relation is of one. Make a relation of each.")
+    return next(iter(categories)), tuple((source, tuple(targets)) for source, targets in accepted.items())
+
+
+def _word(row: Mapping[str, object], field: str, where: str) -> str:
+    word = row.get(field)
+    if not isinstance(word, str) or not word.strip():
+        raise InputError(
+            f"{where}: its {field} is {shown(word)}; a relation has columns source and target, with a word in each row."
+        )
+    return word.strip()
+
 
 Pair = tuple[str, tuple[str, ...]]
 

@@ -1,27 +1,210 @@
-"""What classifying, comparing and varying have in common: which relations are scored, with which k, layer by layer."""
+"""What classifying, comparing and varying have in common: which relations are scored, with which k, layer by layer.
+
+Which effective embedding: what heads from layer 1 on read for a token, chosen by what the first block really writes.
+
+The publication reads MLP₀(LN(E)) in every model. How near that comes to the residual stream after block 0 differs from
+model to model, and where it is far off a map of heads can come out empty. So every choice is compared with that stream,
+at the token in [BOS, token] ("layer0"), on the relations' own source tokens:
+
+    agreement = mean over source tokens of cos(x_s, resid_post of block 0)
+
+`embedding="auto"` takes the published choice unless another one agrees better by more than `LEVEL`; docs/heads.md shows
+which choice predicts causes on three models. "layer0" itself is not a candidate: it agrees by definition, costs a block
+and predicts no better.
+
+How much of a head map hangs on its options: the heads of each category for other thresholds, rules and settings.
+
+A label is a yes or no of a number that changes smoothly: how many heads have one depends on where the line is drawn.
+The counts are those that `categories.apply_rule` would give at each threshold, from the same scores. Given the model,
+the heads are scored again, with one setting changed at a time: what later heads read (`embedding`), half and twice the
+published k, and the norms' gains.
+"""
+
+from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import pandas as pd
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import AgreementWarning, InputError
-from headwater.heads.embedding_choice import LOW, compare_embeddings, sentences_of_embedding
+from headwater.heads.categories import CATEGORIES, RULES, apply_rule
 from headwater.heads.relation_tokens import MIN_PAIRS, MultiTokenName, TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation
 from headwater.heads.scores import MOMENTS, LayerScorer, suite_pairs
-from headwater.heads.sensitivity import THRESHOLDS
 from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY
+from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
 from headwater.models.weights.opening import LayersAhead
 from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_count, checked_name, checked_number
 from headwater.runs.analysis import Run
+from headwater.runs.figure_options import Size
 from headwater.runs.identity import describe, digest
+from headwater.runs.record import RunRecord
+from headwater.runs.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+LEVEL = 0.02
+"""How much better another embedding than the published one must agree to be taken."""
+LOW = 0.6
+"""Below this agreement reports warn."""
+TOKENS = 512
+"""How many source tokens are compared, evenly spaced; all where there are fewer."""
+
+
+def compare_embeddings(
+    weights: WeightSource, tokens: Int[Tensor, " token"], embedding: str | None
+) -> tuple[str, pd.DataFrame]:
+    """Compare what heads could read with what the first block writes, and choose.
+
+    Args:
+        weights: the model.
+        tokens: the source tokens of the relations.
+        embedding: "auto" for the best one, None for the published one, or the name of one.
+
+    Returns:
+        The chosen one, and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed)
+        and `chosen`. Where "layer0" was chosen no row is.
+    """
+    tokens = tokens.unique()
+    tokens = tokens[:: -(-len(tokens) // TOKENS)]
+    written = _read(weights, tokens, "layer0")
+    agreement = {
+        kind: torch.cosine_similarity(_read(weights, tokens, kind), written, dim=-1).mean().item()
+        for kind in ("mlp0", "embed+mlp0", "raw")
+    }
+    published = published_embedding(weights.shape)
+    if embedding is None:
+        embedding = published
+    if embedding == "auto":
+        best = max(agreement, key=lambda kind: agreement[kind] + LEVEL * (kind == published))
+        embedding = published if pd.isna(agreement[published]) else best
+    rows = [(kind, value, kind == embedding) for kind, value in agreement.items()]
+    return embedding, pd.DataFrame(rows, columns=["embedding", "agreement", "chosen"])
+
+
+def _read(weights: WeightSource, tokens: Int[Tensor, " token"], kind: str) -> Float[Tensor, "token d_model"]:
+    """An effective embedding in float64; NaN where this model has none (no token to put in front, for instance)."""
+    try:
+        return weights.effective_embedding(tokens, kind).double()
+    except InputError:
+        return torch.full((len(tokens), weights.shape.d_model), torch.nan, dtype=torch.float64, device=weights.device)
+
+
+def sentences_of_embedding(embedding: str, agreement: pd.DataFrame) -> list[str]:
+    """Say what heads from layer 1 on were read with, and how that agrees with what the first block writes."""
+    found = dict(agreement.dropna().set_index("embedding")["agreement"].astype(float))
+    if embedding == "layer0":
+        return ["Heads from layer 1 on read what the first block writes for [BOS, token] (embedding='layer0')."]
+    if embedding not in found:
+        return [f"How well embedding={embedding!r} agrees with what the first block writes cannot be computed here."]
+    others = ", ".join(f"{kind!r} {value:.2f}" for kind, value in found.items() if kind != embedding)
+    said = [
+        f"Heads from layer 1 on read embedding={embedding!r}: mean cosine {found[embedding]:.2f} to what the first "
+        f"block writes for the relations' sources ({others})."
+    ]
+    if found[embedding] < LOW:
+        said.append(
+            f"That is low (below {LOW}): what these heads read in a text may be something else, and scores may miss "
+            "what they do there."
+        )
+    return said
+
+
+THRESHOLDS = (0.10, 0.15, 0.20, 0.25, 0.30)
+AS_MAPPED = "as mapped"
+"""The setting of the map itself."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sensitivity(Result):
+    """What `HeadMap.sensitivity` returns."""
+
+    table: pd.DataFrame
+    """A row per setting, rule and threshold: `setting, rule, threshold, heads` (in any category), `kept`, how many of
+    those have a category in common with what the map's own setting calls them under the same rule and threshold, and a
+    column per category, in which a head of several categories counts in each."""
+    run: RunRecord
+    """That of the head map."""
+
+    def summary(self) -> pd.DataFrame:
+        """Return the heads in any category: a row per threshold and a column per rule; then rows of other settings."""
+        heads = self.table.pivot(index=["setting", "threshold"], columns="rule", values="heads")
+        order = dict.fromkeys(self.table["setting"])
+        heads = heads[[rule for rule in RULES if rule in heads]].rename_axis(columns=None)
+        return heads.loc[list(order)].reset_index()
+
+    def report(self) -> list[str]:
+        """Return what is left of the classified heads at the highest threshold, and what other settings make of it."""
+        said = []
+        for rule, rows in self.as_mapped.groupby("rule", sort=False):
+            first, last = rows.iloc[0], rows.iloc[-1]
+            said.append(
+                f"Under the {rule} rule {first['heads']} heads are in a category at a threshold of "
+                f"{first['threshold']:.2f}, and {last['heads']} at {last['threshold']:.2f}."
+            )
+        own, *others = (row for _, row in self.at_own_threshold.iterrows())
+        said += [
+            f"With {row['setting']}, else as mapped: {row['heads']} heads, {row['kept']} of them among the map's "
+            f"{own['heads']} with a category in common."
+            for row in others
+        ]
+        return said
+
+    @property
+    def as_mapped(self) -> pd.DataFrame:
+        """The rows of the map's own setting."""
+        return self.table[self.table["setting"] == AS_MAPPED]
+
+    @property
+    def at_own_threshold(self) -> pd.DataFrame:
+        """A row per setting: at the threshold of `THRESHOLDS` nearest to the map's, under the map's rule."""
+        nearest = min(THRESHOLDS, key=lambda one: abs(one - float(self.run.options["threshold"])))  # type: ignore[arg-type]
+        own = self.table["rule"] == self.run.options["rule"]
+        return self.table[own & (self.table["threshold"] == nearest)]
+
+    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
+        """Draw the number of heads against the threshold, a line per category and a panel per rule.
+
+        Where other settings were scored, a further panel has how many heads each calls, and how many of the map's.
+        """
+        return self._drawn(ax, title, figsize)
+
+
+def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return how many heads each rule puts into each category, for thresholds from 0.10 to 0.30.
+
+    Args:
+        tables: a score table for each setting, the map's own first; without a null model one has no numbers for the
+            controlled rule.
+
+    Returns:
+        The table of a `Sensitivity`.
+    """
+    rows, own = [], dict[tuple[str, float], pd.DataFrame]()
+    for setting, table in tables.items():
+        for rule in RULES:
+            if rule != "published" and not table["q_value"].notna().any():
+                continue
+            for threshold in THRESHOLDS:
+                flags = apply_rule(table, rule, threshold)
+                found = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
+                found = found[["layer", "head", "category"]].drop_duplicates()
+                counts = found["category"].value_counts()
+                common = found.merge(own.setdefault((rule, threshold), found))
+                heads, kept = (len(one[["layer", "head"]].drop_duplicates()) for one in (found, common))
+                by_category = (int(counts.get(name, 0)) for name in CATEGORIES)
+                rows.append((setting, rule, threshold, heads, kept, *by_category))
+    return pd.DataFrame(rows, columns=["setting", "rule", "threshold", "heads", "kept", *CATEGORIES])
 
 
 def callable_from(threshold: float) -> float:

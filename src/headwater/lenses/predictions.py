@@ -13,6 +13,8 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
    (`kernels.layer_predictions`). Logits are held for a tile of the vocabulary and two layers at a time.
+
+The role of each position in a table, where positions were named by role (`models.positions`).
 """
 
 from __future__ import annotations
@@ -31,12 +33,11 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.kernels.devices import to_device
 from headwater.kernels.layer_predictions import layer_predictions
-from headwater.lenses.by_role import with_roles
 from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.positions import Prompt, Where, positions_of
+from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, pad_id, said_of_chats
 from headwater.models.unembedding import refuse_other_logits, unembedding_head
@@ -52,6 +53,23 @@ from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+def with_roles(table: pd.DataFrame, where: Where, prompts: Sequence[Prompt]) -> pd.DataFrame:
+    """Return a table of examples and positions with a column `role`; as it is where positions have other names.
+
+    A position of several roles has all of them, joined by a comma.
+    """
+    if not isinstance(where, Mapping):
+        return table
+    named: dict[tuple[int, int], list[str]] = {}
+    for example, prompt in enumerate(prompts):
+        for role, places in roles_of(where, prompt, example, len(prompts), None).items():
+            for place in places:
+                named.setdefault((example, place), []).append(role)
+    rows = zip(table["example"], table["position"], strict=True)
+    return table.assign(role=[", ".join(named[int(example), int(place)]) for example, place in rows])
+
 
 NONE = -1
 """Stands for the token that comes next, where none does."""

@@ -2,10 +2,18 @@
 
 Hewitt & Liang, "Designing and Interpreting Probes with Control Tasks", EMNLP 2019.
 
-1. Per layer every row gets its logit from a probe that saw neither it nor its group (`probes.cross_fitted`).
+1. Per layer every row gets its logit from a probe that saw neither it nor its group (below).
 2. AUC counts pairs of one fold, accuracy all rows; the intervals draw groups, with the fits as they are.
 3. A control task has the same states and labels drawn at random, one per type (`types`): what a probe reads there it
    has learned by heart. selectivity = accuracy - accuracy on the control task, the mean of several draws.
+
+Logits of rows from probes that saw neither the row nor its group, with the penalty chosen without them.
+
+1. Rows are dealt into folds by group (`linear.grouped_folds`): no group is on both sides of a split.
+2. For each fold, the rows outside it are dealt into inner folds the same way; the strength of the penalty is the one
+   with the smallest mean log loss on inner rows left out. Where a class has too few groups for that it is the default.
+3. A logistic regression on standardized states is fitted with it on all rows outside the fold, and gives the fold's
+   logits. Standardization, too, sees the rows outside alone.
 """
 
 from __future__ import annotations
@@ -14,7 +22,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -33,9 +41,8 @@ from headwater.options import (
     checked_several,
     shown,
 )
-from headwater.probes.cross_fitted import chosen_strength, cross_fitted
 from headwater.probes.given_states import GivenStates, given_states
-from headwater.probes.linear import Probe, fit_linear, grouped_folds
+from headwater.probes.linear import C, Probe, fit_linear, grouped_folds
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
@@ -47,6 +54,71 @@ from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+INNER = 3
+
+
+class CrossFit(NamedTuple):
+    """What probes fitted on the other folds say of each row."""
+
+    logit: Float[ndarray, " row"]
+    fold: Int[ndarray, " row"]
+    C: Float[ndarray, " row"]
+    """The inverse strength of the penalty that was chosen for the row's fold."""
+
+
+def cross_fitted(
+    states: Float[ndarray, "row feature"],
+    labels: Int[ndarray, " row"],
+    groups: Sequence[Hashable],
+    splits: Sequence[tuple[Int[ndarray, " _"], Int[ndarray, " _"]]],
+    strengths: Sequence[float],
+    seed: int,
+) -> CrossFit:
+    """Return the logit of label 1 of every row.
+
+    Args:
+        states: of the rows.
+        labels: 0 or 1.
+        groups: of the rows.
+        splits: (the others, the fold) of each fold, as `grouped_folds` gives.
+        strengths: inverse strengths of the penalty to choose from.
+        seed: of the inner folds.
+    """
+    found = CrossFit(np.zeros(len(labels)), np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels)))
+    for number, (others, fold) in enumerate(splits):
+        chosen = chosen_strength(states[others], labels[others], [groups[i] for i in others], strengths, seed)
+        weight, bias = fit_linear(states[others], labels[others], chosen)
+        found.logit[fold] = (states[fold] * weight).sum(-1) + bias
+        found.fold[fold] = number
+        found.C[fold] = chosen
+    return found
+
+
+def chosen_strength(
+    states: Float[ndarray, "row feature"],
+    labels: Int[ndarray, " row"],
+    groups: Sequence[Hashable],
+    strengths: Sequence[float],
+    seed: int,
+) -> float:
+    """Return the inverse strength with the smallest mean log loss on inner folds left out; the strongest of equals."""
+    ordered = sorted(strengths)
+    if len(ordered) == 1:
+        return float(ordered[0])
+    try:
+        splits = grouped_folds(labels, groups, INNER, seed)
+    except InputError:  # too few groups of a class
+        return float(min(ordered, key=lambda strength: abs(np.log(strength / C))))
+    losses = np.zeros(len(ordered))
+    for others, fold in splits:
+        for place, strength in enumerate(ordered):
+            weight, bias = fit_linear(states[others], labels[others], strength)
+            logits = states[fold] @ weight + bias
+            losses[place] += np.logaddexp(0, np.where(labels[fold] == 1, -logits, logits)).sum()
+    return float(ordered[int(losses.argmin())])
+
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0)
 """Inverse strengths of the L2 penalty on the weights of standardized states."""

@@ -46,14 +46,16 @@ from headwater.runs.functions import (
     READ_BY_NAME,
     callable_parts,
     content_of,
+    found_by_name,
     imports,
     is_computed_once,
     is_generated,
+    is_library,
     reads,
+    version_of,
     without_type_checks,
     writes_itself,
 )
-from headwater.runs.libraries import found_by_name, is_library, version_of
 
 DIGITS = 16
 """Hexadecimal digits of a digest in a record."""

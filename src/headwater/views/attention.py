@@ -23,8 +23,7 @@ from headwater.options import checked_count, one_or_several, shown
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
-from headwater.views.page import short_of
-from headwater.views.picture import picture
+from headwater.views.page import picture, short_of
 
 LONGEST = 2048
 """Tokens of a text whose patterns are drawn."""

@@ -22,8 +22,7 @@ from headwater.runs.view import View
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.views.interactive import interactive, page_around
 from headwater.views.lines import rounded
-from headwater.views.page import table_of, text_of
-from headwater.views.picture import drawn, picture
+from headwater.views.page import drawn, picture, table_of, text_of
 
 LARGEST = 200
 """Edges that a page holds by default."""

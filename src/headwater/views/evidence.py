@@ -18,7 +18,7 @@ from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
 from headwater.views.lines import line_of, rounded
-from headwater.views.picture import picture
+from headwater.views.page import picture
 
 
 @VIEWS.add(Evidence)

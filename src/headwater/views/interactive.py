@@ -21,8 +21,7 @@ import numpy as np
 from headwater.errors import InputError
 from headwater.runs.result import Result
 from headwater.runs.view import View
-from headwater.views.page import made_by, table_of, text_of
-from headwater.views.picture import caption_of, drawn, picture_in
+from headwater.views.page import caption_of, drawn, made_by, picture_in, table_of, text_of
 
 Encoding = Literal["u1", "u2", "f2", "f4"]
 """How numbers travel: whole numbers of 8 or 16 bits, floats of 16 or 32."""

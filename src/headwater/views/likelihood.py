@@ -16,8 +16,7 @@ from headwater.options import checked_count, shown
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
-from headwater.views.page import short_of
-from headwater.views.picture import picture
+from headwater.views.page import picture, short_of
 
 LARGEST = 100_000
 """Rows of the table in a page: texts beyond are left out, and the page says so."""

@@ -1,15 +1,26 @@
-"""The parts of a self-contained page: its frame and style, escaped text, tables, and pictures held as data."""
+"""The parts of a self-contained page: its frame and style, escaped text, tables, and pictures held as data.
+
+The view of a result that has none of its own: what it says, its figure as a picture, and its summary.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
+from io import BytesIO
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from PIL import Image
 
+from headwater.circuits.circuit import Circuit
+from headwater.errors import HeadwaterError
+from headwater.figures.style import figure_of, png_of
 from headwater.runs.record import RunRecord
+from headwater.runs.result import VIEWS, Result
+from headwater.runs.view import View
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#262626;--paper:#fff;--faint:#5a5a5a;--line:#e4e4e4;--accent:#2b6cb8}
@@ -96,3 +107,50 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 10 else f"{value:,.2f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+DPI = 144
+"""Dots per inch of the picture below a view: a notebook holds it twice."""
+COLORS = 128
+
+
+@VIEWS.add(Result)
+def picture(result: Result) -> View:
+    """Show what a result reports, its main figure and its summary."""
+    said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    figure = drawn(result)
+    body = said + picture_in(figure, caption_of(result)) + table_of(result.summary())
+    return View(page_of(repr(result), body, result.run), picture=None if isinstance(figure, str) else figure)
+
+
+def drawn(result: Result | Circuit) -> bytes | str:
+    """Return the figure of a result or circuit as a PNG, or the reason for which there is none; none is left open."""
+    try:
+        figure = result.plot()
+    except HeadwaterError as error:
+        return str(error)
+    try:
+        return _light(png_of(figure, DPI))
+    finally:
+        plt.close(figure_of(figure))
+
+
+def _light(png: bytes) -> bytes:
+    """Return a picture in so few colours that it takes a quarter; those far from the others, as a legend's, stay."""
+    written = BytesIO()
+    with Image.open(BytesIO(png)) as held:
+        few = held.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(written, "png", optimize=True)
+    return written.getvalue()
+
+
+def picture_in(figure: bytes | str, caption: str) -> str:
+    """Return what `drawn` gave as HTML."""
+    if isinstance(figure, str):
+        return f'<p class="failed">{text_of(figure)}</p>'
+    return picture_of(figure, caption, DPI)
+
+
+def caption_of(result: Result) -> str:
+    """Return what stands below a result's figure."""
+    return f"{type(result).__name__} of {result.run.model}"

@@ -15,7 +15,7 @@ from headwater.patching.sweep import Sweep
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.views.interactive import interactive, packed
-from headwater.views.picture import picture
+from headwater.views.page import picture
 
 LARGEST = 2**22
 """Numbers of a page, at most: of larger sweeps the page holds the means over examples alone."""
