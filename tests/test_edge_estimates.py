@@ -135,7 +135,7 @@ def test_a_screened_run_has_the_exact_effects_of_the_strongest_and_of_those_draw
     torch.testing.assert_close(found.effects[0, 0, run], exact.effects[0, 0, run], rtol=0, atol=1e-6)
     largest = set(exact.effects[0, 0, :, 0].abs().argsort(descending=True)[:8].tolist())
     assert largest <= set(run.nonzero()[:, 0].tolist())
-    assert any("drawn by lot" in sentence for sentence in found.report())
+    assert any("drawn at random" in sentence for sentence in found.report())
     (said,) = [sentence for sentence in found.report() if sentence.startswith("Over the 80 recomputed edges")]
     effects, estimates = found.effects[0, 0, :, 0].numpy(), found.estimates[0, 0, :, 0].numpy()
     best, done = np.nanargmax(np.abs(effects)), ~np.isnan(effects)

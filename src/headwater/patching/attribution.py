@@ -10,13 +10,14 @@ where the metric is linear in the activation, it can be far off where a softmax 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
@@ -24,13 +25,17 @@ from headwater.kernels.devices import to_device
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
-from headwater.patching.edits import LOGITS, CellTable, Edit
+from headwater.patching.edits import LOGITS, CellTable, Edit, Indices
 from headwater.patching.plan import Group, Plan, columns_of
 from headwater.patching.readout import Measured, Readout, Reads, read_run
 from headwater.patching.whole_runs import Runner, other_run, state_names, values_written, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
+_Size: TypeAlias = tuple[int | None, ...]
+"""How many positions, heads, keys and units an edit covers; None is all."""
+AT_ONCE = 1 << 22
+"""At most so many products are gathered at once."""
 
 
 class AttributionRunner(Runner):
@@ -147,35 +152,79 @@ def _carrying(site: Site) -> Site:
 
 
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
-    """Add up what each cell covers, for all cells of one template at once.
+    """Add up what each cell covers, at once for all cells that cover as many places of the same layer.
+
+    A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs.
 
     Args:
-        products: see `AttributionRunner`; by example, on the first axis.
+        products: see `Gradients`; by example, on its first axis.
         cells: of these examples.
         first: the number of the first example.
     """
-    device = next(iter(products.values())).device
-    total = torch.zeros(len(cells), dtype=torch.float64, device=device)
-    order = np.argsort(cells.template, kind="stable")
-    numbers, counts = np.unique(cells.template, return_counts=True)
-    parts = to_device(np.stack([order, cells.example[order] - first]), device).split(counts.tolist(), 1)
-    for number, (among, examples) in zip(numbers, parts, strict=True):
+    alike: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
+    for number in np.unique(cells.template):
+        among, turn = np.flatnonzero(cells.template == number), 0
         for edit in cells.templates[number].edits:
+            size = tuple(None if at is None else len(at) for at in _covered(edit))
             for layer in edit.layers:
-                product = products[edit.site.name, layer, edit.source_of(layer), edit.sample]
-                total[among] += _sum_over(product, edit)[examples.to(product.device)].to(device)
+                drawn = (edit.site.name, layer, edit.source_of(layer), edit.sample)
+                alike.setdefault((turn, drawn, size), []).append((among, edit))
+                turn += 1
+    total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
+    for (_, drawn, _), own in sorted(alike.items(), key=lambda one: one[0][0]):
+        product = products[drawn]
+        if own[0][1].site.has_keys and own[0][1].keys is None:
+            product = product.sum(-1).transpose(1, 2)
+        index = np.concatenate([among for among, _ in own])
+        listed = [_listed([_covered(edit)[axis] for _, edit in own], [among for among, _ in own]) for axis in range(4)]
+        every = product.shape[1:3]  # positions and heads, for a pattern's keys heads and positions
+        each = math.prod(every) * math.prod(at.shape[1] for at in listed[2:] if at is not None)
+        most = max(1, AT_ONCE // max(1, each))
+        for start in range(0, len(index), most):
+            part = slice(start, start + most)
+            at = [None if one is None else to_device(one[part], product.device) for one in listed]
+            rows = to_device(cells.example[index[part]] - first, product.device)
+            total[to_device(index[part], total.device)] += _sums_alike(product, rows, *at).to(total.device)
     return total
 
 
-def _sum_over(product: Float[Tensor, "example ..."], edit: Edit) -> Float[Tensor, " example"]:
-    """Add up what an edit covers: over keys first where there are any, then over the rest as it lies in memory."""
-    if edit.site.has_keys:  # example head position key
-        product = product if edit.keys is None else product[..., list(edit.keys)]
-        product = product.sum(-1).transpose(1, 2)
-    if edit.positions is not None:
-        product = product[:, list(edit.positions)]
-    if edit.heads is not None:
-        product = product[:, :, list(edit.heads)]
-    if edit.units is not None:  # after the units there is the error of the dictionary
-        product = product[:, :, [*edit.units, -1]]
-    return product.flatten(1).sum(-1)
+def _covered(edit: Edit) -> tuple[tuple[int, ...] | None, ...]:
+    """Which positions, heads, keys and units an edit covers; None is all. After units there is their error."""
+    return edit.positions, edit.heads, edit.keys, None if edit.units is None else (*edit.units, -1)
+
+
+def _listed(covered: Sequence[tuple[int, ...] | None], among: Sequence[Indices]) -> Int[np.ndarray, "cell _"] | None:
+    """List what cells cover on an axis, for each cell of each edit; None where they cover all of it."""
+    if any(one is None for one in covered):
+        return None
+    return np.repeat(np.array(covered, dtype=np.int64), [len(one) for one in among], 0)
+
+
+def _sums_alike(
+    product: Float[Tensor, "example ..."],
+    rows: Int[Tensor, " cell"],
+    positions: Int[Tensor, "cell position"] | None,
+    heads: Int[Tensor, "cell head"] | None,
+    keys: Int[Tensor, "cell key"] | None,
+    units: Int[Tensor, "cell unit"] | None,
+) -> Float[Tensor, " cell"]:
+    """Add up what cells cover that are alike in how much they cover.
+
+    Each is added up in the order in which it would be alone: over keys first, then over the rest as it lies in memory.
+    """
+    every = torch.arange(max(product.shape), device=rows.device).expand(len(rows), -1)
+    second = heads if heads is not None else units
+    whole = positions is None and second is None
+    if whole and keys is None:
+        order = sorted(range(1, product.ndim), key=product.stride, reverse=True)
+        return product.permute(0, *order)[rows].flatten(1).sum(-1)
+    positions = every[:, : product.shape[-2 if keys is not None else 1]] if positions is None else positions
+    if keys is not None:
+        heads = every[:, : product.shape[1]] if heads is None else heads
+        first, then = (heads[:, :, None], positions[:, None]) if whole else (heads[:, None], positions[:, :, None])
+        covered = product[rows[:, None, None, None], first[..., None], then[..., None], keys[:, None, None, :]]
+        return covered.sum(-1).flatten(1).sum(-1)
+    if product.ndim == 2:
+        return product[rows[:, None], positions].sum(-1)
+    second = every[:, : product.shape[2]] if second is None else second
+    return product[rows[:, None, None], positions[:, :, None], second[:, None, :]].flatten(1).sum(-1)
