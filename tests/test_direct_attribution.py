@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError
-from headwater.models import unembedding as norms
+from headwater.models import unembedding
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_hooked, tiny_model, tiny_tokenizer
 
@@ -196,7 +196,7 @@ def test_bfloat16_parts_sum_to_its_rounding():
 
 
 def test_parts_that_do_not_sum_are_refused(models, monkeypatch):
-    monkeypatch.setattr(norms.LoadedWeights, "attention_post_gain", lambda self, layer: None)
+    monkeypatch.setattr(unembedding.LoadedWeights, "attention_post_gain", lambda self, layer: None)
     with pytest.raises(HeadwaterError, match=r"contributions of example 0 sum to .*its logit difference is"):
         attributed(models("gemma3"))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits import pairs as cost
+from headwater.circuits import pairs
 from headwater.errors import InputError
 from tests.edge_reference import Reference
 from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference
@@ -45,8 +45,8 @@ def test_a_screen_through_mlps_recomputes_what_exact_finds_and_eap_is_refused():
 
 
 def test_large_models_are_screened_unless_another_method_is_asked_for(monkeypatch):
-    assert cost.default_method(model_of("gpt2")) == "exact"
-    monkeypatch.setattr(cost, "LARGE", 1000)
+    assert pairs.default_method(model_of("gpt2")) == "exact"
+    monkeypatch.setattr(pairs, "LARGE", 1000)
     found = hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, receivers="mlp 2", verify=3, **QUIET)
     assert found.method == "screened"
     exact = hw.edges(model_of("gpt2"), CLEAN, CORRUPTED, metric=DIFFERENCE, receivers="mlp", method="exact", **QUIET)

@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.probes import selectivity as crossing
+from headwater.probes import selectivity
 from headwater.probes.linear import grouped_folds
 from headwater.probes.selectivity import chosen_strength, cross_fitted
 from tests import chance
@@ -84,9 +84,9 @@ def test_the_penalty_is_chosen_without_the_fold_that_is_measured(labels, monkeyp
         other = states.copy(), labels.copy()
         other[0][fold], other[1][fold] = 100 * other[0][fold], 1 - other[1][fold]
         seen = []
-        chosen = crossing.chosen_strength
+        chosen = selectivity.chosen_strength
         monkeypatch.setattr(
-            crossing, "chosen_strength", lambda *a, chosen=chosen, seen=seen: seen.append(a[0]) or chosen(*a)
+            selectivity, "chosen_strength", lambda *a, chosen=chosen, seen=seen: seen.append(a[0]) or chosen(*a)
         )
         again = cross_fitted(*other, groups, [(others, fold)], *given[2:])
         monkeypatch.undo()
@@ -121,7 +121,7 @@ def test_the_strength_with_the_smallest_loss_on_inner_folds_is_taken(labels):
     losses = []
     for strength in strengths:
         total = 0.0
-        for others, fold in grouped_folds(labels, groups, crossing.INNER, 5):
+        for others, fold in grouped_folds(labels, groups, selectivity.INNER, 5):
             mean, spread = X[others].mean(0), X[others].std(0)
             model = LogisticRegression(C=strength, tol=1e-8, max_iter=2000).fit(
                 (X[others] - mean) / spread, labels[others]

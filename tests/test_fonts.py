@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from headwater.figures import style as fonts
+from headwater.figures import style as figure_style
 from headwater.figures.style import UNKNOWN, columns, drawable, label, style
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
@@ -53,13 +53,13 @@ def test_a_label_is_one_line_in_which_dollars_are_dollars():
 
 
 def test_fonts_for_other_scripts_follow_the_usual_one_where_they_are_installed(monkeypatch):
-    monkeypatch.setattr(fonts, "OTHERS", ("No Such Font", "DejaVu Serif"))
-    fonts.others.cache_clear()
+    monkeypatch.setattr(figure_style, "OTHERS", ("No Such Font", "DejaVu Serif"))
+    figure_style.others.cache_clear()
     try:
         with style():
             assert mpl.rcParams["font.family"] == ["sans-serif", "DejaVu Serif"]
     finally:
-        fonts.others.cache_clear()
+        figure_style.others.cache_clear()
 
 
 def test_chinese_takes_two_columns_and_a_combining_mark_none():

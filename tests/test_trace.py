@@ -9,7 +9,7 @@ from sklearn.metrics import roc_auc_score
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
 from headwater.pathways import effects as measuring
-from headwater.pathways import interventions as knockout_states
+from headwater.pathways import interventions
 from headwater.pathways.interventions import (
     Setup,
     after_states,
@@ -205,7 +205,7 @@ def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, 
     one = block_exact_tokens(answered, setup)
     options = {"sites": site, "at": list(one.positions), "variant": setup.variant, "progress": False}
     before, after = hw.knocked_out_states(model, [list(row) for row in one.tokens], block=one.edges, **options)
-    monkeypatch.setattr(knockout_states, "knocked_out_states", None)  # the run must do
+    monkeypatch.setattr(interventions, "knocked_out_states", None)  # the run must do
     found = after_states(model, one, setup)
     torch.testing.assert_close(found, after[site], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(found, before[site], atol=1e-4)
@@ -217,7 +217,7 @@ def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):
     one = block_exact_tokens(random_answered(model, n=6, datasets=("a",)), setup)
     expected = after_states(model, one, setup)
     monkeypatch.setattr(
-        knockout_states, "_mask_attention", lambda weights, hook, cut, value: weights.clone()
+        interventions, "_mask_attention", lambda weights, hook, cut, value: weights.clone()
     )  # as if thrown away
     torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-5, rtol=1e-4)
 

@@ -100,10 +100,7 @@ def ablate(
     chosen = read_sets(model, one, sets, complement)
     sites = tuple(dict.fromkeys(part.site for component_set in chosen for part in component_set.parts))
     edited = pair.spans(positions)
-    in_base = [{role: span.base for role, span in of_prompt.items()} for of_prompt in edited]
-    replacement = build_replacement(
-        model, values, dataset, pair, sites, seed, roles=positions, positions_by_role=in_base
-    )
+    replacement = build_replacement(model, values, dataset, pair, sites, seed, positions=positions)
     matched = pair.matched(edited, sites)
     refuse_too_many_cells(sum(map(len, edited)) * len(chosen) * len(metrics) * (replacement.samples or 1) * pair.draws)
 

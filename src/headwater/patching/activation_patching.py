@@ -138,11 +138,9 @@ def patch(
     """
     checked_name("direction", direction, DIRECTIONS)
     checked_name("method", method, METHODS)
-    runner = ENGINES[checked_name("engine", engine, list(ENGINES))]
-    if method == "attribution":
-        if engine != "auto":
-            raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
-        runner = AttributionRunner
+    checked_name("engine", engine, list(ENGINES))
+    if method == "attribution" and engine != "auto":
+        raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
     batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
     if together is not None:
         where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
@@ -167,10 +165,7 @@ def patch(
     # What is edited of each prompt, and what that is in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
     matched = pair.matched(edited, sites_asked, attended if spec.keys_by_role else None)
-    in_base = [{role: span.base for role, span in one.items()} for one in edited]
-    replacement = build_replacement(
-        model, values, dataset, pair, sites_asked, seed, roles=positions, positions_by_role=in_base
-    )
+    replacement = build_replacement(model, values, dataset, pair, sites_asked, seed, positions=positions)
     if from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
@@ -198,6 +193,7 @@ def patch(
     }
     options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role else {}
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
+    runner = AttributionRunner if method == "attribution" else None  # None: that of the engine
     return run_sweep("patch", plan, options, runner=runner, engine=engine, seed=seed, progress=progress, out=out)
 
 

@@ -6,7 +6,7 @@ It goes the way of the sweeps' own edits: the same kinds of values, the same row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, read_hook, replace_hook
 from headwater.models.part_names import Heads, layers_and_heads
-from headwater.models.positions import Prompt, Where, is_all, positions_of, roles_of
+from headwater.models.positions import Prompt, Where, is_all, positions_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
@@ -124,11 +124,8 @@ class EditHook(PromptHook):
         return lambda activation: written_into(activation, None, edits, values, layer)
 
     def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> ReplacementValues:
-        where, n = self.positions, len(prompts)
-        by_role = [roles_of(where, one, i, n) for i, one in enumerate(prompts)] if isinstance(where, Mapping) else []
-        pair = PromptPair(prompts)
         replacement = build_replacement(
-            model, self.recipe, None, pair, (site,), roles=self.positions, positions_by_role=by_role
+            model, self.recipe, None, PromptPair(prompts), (site,), positions=self.positions
         )
         lengths = [len(prompt) for prompt in prompts]
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})

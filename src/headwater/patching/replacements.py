@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -64,8 +64,12 @@ class ReplacementInputs:
     """What the kind was given by the caller, such as a factor."""
     roles: Mapping[str, Any] | None = None
     """The edited positions as they were named, where they were named by role."""
-    positions_by_role: Sequence[Mapping[str, Sequence[int]]] = ()
-    """By prompt of the caller's: what the roles are in it."""
+
+    @cached_property
+    def positions_by_role(self) -> list[dict[str, tuple[int, ...]]]:
+        """By prompt of the caller's: what the roles are in the one that is edited."""
+        spans = self.pair.spans(self.roles or {})
+        return [{role: span.base for role, span in of_prompt.items()} for of_prompt in spans]
 
 
 @dataclass(frozen=True)
@@ -249,17 +253,16 @@ def build_replacement(
     sites: tuple[Site, ...],
     seed: int = 0,
     *,
-    roles: Where | None = None,
-    positions_by_role: Sequence[Mapping[str, Sequence[int]]] = (),
+    positions: Where = "all",
 ) -> Replacement:
-    """Make what was asked for as `values=`, with `dataset=` and `seed=` beside it; see `ReplacementInputs`.
+    """Make what was asked for as `values=`, with `dataset=` and `seed=` beside it, for edits at these positions.
 
     Raises:
         InputError: it is nothing that values can be made of, or the prompts do not allow it.
     """
     spec = replacement_spec(values)
-    kind, by_role = VALUES[spec.kind], roles if isinstance(roles, Mapping) else None
-    if "positions" in spec.arguments and by_role is None and spec.kind == "resample":
+    kind, roles = VALUES[spec.kind], positions if isinstance(positions, Mapping) else None
+    if "positions" in spec.arguments and roles is None and spec.kind == "resample":
         raise InputError("hw.resample(..., positions=) says what roles are, but the edited positions have none.")
     if "prompts" in spec.arguments and dataset is not None:
         raise InputError(f"values=hw.{spec.kind}(prompts) and dataset= both give prompts; give one of them.")
@@ -269,9 +272,7 @@ def build_replacement(
         raise InputError(f"dataset= was given, but values={spec.kind!r} takes nothing from it; use {takers}.")
     pool = read_prompts(model, given) if given is not None else None
     seed = int(spec.arguments.get("seed", seed))
-    replacement = kind(
-        ReplacementInputs(spec.kind, pair, sites, pool, seed, spec.arguments, by_role, positions_by_role)
-    )
+    replacement = kind(ReplacementInputs(spec.kind, pair, sites, pool, seed, spec.arguments, roles))
     if pair.corruption is not None and replacement.samples is not None:
         raise InputError("corrupted= and values= are both hw.noise: a cell would have two draws. Give one of them.")
     return replacement
