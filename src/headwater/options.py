@@ -24,11 +24,7 @@ MOST_REPEATS = 1000
 
 
 def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
-    """Return a name that is one of the valid ones.
-
-    Raises:
-        InputError: it is not.
-    """
+    """Return a name that is one of the valid ones."""
     if not isinstance(value, str) or value not in valid:
         near = did_you_mean(value, valid)
         said = near if near.startswith(" Did") else ""
@@ -37,11 +33,7 @@ def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
 
 
 def checked_flag(option: str, value: object) -> bool:
-    """Return True or False, of Python or numpy.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Return True or False, of Python or numpy."""
     if not isinstance(value, bool | np.bool_):
         raise InputError(f"{option}={shown(value)} must be True or False.")
     return bool(value)
@@ -55,9 +47,6 @@ def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
         value: what was given.
         kind: the class that it must be of.
         source: what gives such an object, as "hw.patch(...)".
-
-    Raises:
-        InputError: it is something else.
     """
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
@@ -93,9 +82,6 @@ def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
         option: what they are called.
         value: what was given.
         wanted: what is to be given, as "a list with a label for each text".
-
-    Raises:
-        InputError: it is one thing, or has no order.
     """
     if is_one(value) or has_no_order(value):
         raise InputError(f"A {type(value).__name__} was given as {option}: give {wanted}.")
@@ -113,22 +99,14 @@ def shown(value: object) -> str:
 
 
 def whole_number(value: Any) -> int:
-    """Return a whole number of whatever library as Python's own.
-
-    Raises:
-        TypeError: it is something else; True and False are no numbers.
-    """
+    """Return a whole number of whatever library as Python's own."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         raise TypeError(f"{value!r} is no number")
     return operator.index(value)
 
 
 def whole_numbers(value: Any) -> list[int]:
-    """Return one whole number, or several, of whatever library.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return one whole number, or several, of whatever library."""
     try:
         return [whole_number(value)]
     except TypeError:
@@ -145,9 +123,6 @@ def resolve_indices(values: Any, size: int, axis: str, option: str | None = None
         size: of the axis.
         axis: its name, such as "layer".
         option: what the values were given as; default: the name of the axis with an s.
-
-    Raises:
-        InputError: one is no whole number or does not exist, one is named twice, or there is none.
     """
     option = option or f"{axis}s"
     if values is None:
@@ -166,11 +141,7 @@ def resolve_indices(values: Any, size: int, axis: str, option: str | None = None
 
 
 def checked_count(option: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Return a whole number, of whatever library, that is neither too small nor too large.
-
-    Raises:
-        InputError: it is something else, or out of range.
-    """
+    """Return a whole number, of whatever library, that is neither too small nor too large."""
     limit = f"at least {least}" if most is None else f"from {least} to {most}"
     try:
         number = whole_number(value)
@@ -182,29 +153,17 @@ def checked_count(option: str, value: object, least: int = 1, most: int | None =
 
 
 def checked_repeats(option: str, value: object) -> int:
-    """Return how often something is to be done anew, such as splitting into halves, to average over it.
-
-    Raises:
-        InputError: it is something else than a whole number from 1 to 1,000.
-    """
+    """Return how often something is to be done anew, such as splitting into halves, to average over it."""
     return checked_count(option, value, most=MOST_REPEATS)
 
 
 def checked_seed(value: object, option: str = "seed") -> int:
-    """Return a seed that every generator takes.
-
-    Raises:
-        InputError: it is something else than a whole number from 0 to 2³² - 1.
-    """
+    """Return a seed that every generator takes."""
     return checked_count(option, value, least=0, most=2**32 - 1)
 
 
 def checked_layer(option: str, value: object, n_layers: int, most: int | None = None) -> int:
-    """Return the number of a layer; `most` is the largest, where that is not the model's last.
-
-    Raises:
-        InputError: there is no such layer.
-    """
+    """Return the number of a layer; `most` is the largest, where that is not the model's last."""
     try:
         return checked_count(option, value, least=0, most=n_layers - 1 if most is None else most)
     except InputError:
@@ -212,11 +171,7 @@ def checked_layer(option: str, value: object, n_layers: int, most: int | None = 
 
 
 def checked_path(option: str, value: object) -> Path:
-    """Return a path, its `~` read as the user's home. Nothing need be there.
-
-    Raises:
-        InputError: it is neither a text nor a path, is empty, or nothing can be under such a name.
-    """
+    """Return a path, its `~` read as the user's home. Nothing need be there."""
     if not isinstance(value, str | Path):
         found = type(value).__name__
         raise InputError(f"{option}={shown(value)} must be a path: a text or a pathlib.Path, not {found}.")
@@ -236,11 +191,7 @@ def checked_path(option: str, value: object) -> Path:
 
 
 def checked_number(option: str, value: Any, above: float, below: float = float("inf"), up_to: bool = False) -> float:
-    """Return a number, of whatever library, between two others; with `up_to` it may be the second itself.
-
-    Raises:
-        InputError: it is something else, or not between them.
-    """
+    """Return a number, of whatever library, between two others; with `up_to` it may be the second itself."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not (above < value < below or (up_to and value == below)):
         limit = f"above {above:g}" if below == float("inf") else f"between {above:g} and {below:g}"

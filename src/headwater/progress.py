@@ -24,9 +24,6 @@ def progress_bar(progress: bool, *args: Any, **options: Any) -> Bar:
     """Open a bar of tqdm's with these arguments; it counts without being shown where progress is False.
 
     It is not shown either where stderr is neither a terminal nor a notebook's.
-
-    Raises:
-        InputError: `progress` is neither True nor False.
     """
     shown = checked_flag("progress", progress) and (in_notebook() or on_terminal())
     options.setdefault("leave", not in_notebook())

@@ -40,11 +40,7 @@ class Registry(Mapping[K, T], Generic[K, T]):
     def add(self, name: K) -> Callable[[T], T]: ...
 
     def add(self, name: K, row: T | None = None) -> T | Callable[[T], T]:
-        """Add a row; without `row`, as a decorator of it.
-
-        Raises:
-            InputError: the name is taken.
-        """
+        """Add a row; without `row`, as a decorator of it."""
         if row is None:
             return lambda made: self.add(name, made)
         if name in self._rows:
@@ -53,22 +49,14 @@ class Registry(Mapping[K, T], Generic[K, T]):
         return row
 
     def __getitem__(self, name: Any) -> T:
-        """Return the row of a name.
-
-        Raises:
-            InputError: there is none; the message names the nearest and all that there are.
-        """
+        """Return the row of a name."""
         try:
             return self._filled()[name]
         except (KeyError, TypeError):
             raise InputError(self.unknown(name)) from None
 
     def of_class(self, kind: type) -> T:
-        """Return the row of a class, or of the nearest class that it inherits from.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Return the row of a class, or of the nearest class that it inherits from."""
         return self[next((base for base in kind.__mro__ if base in self), kind)]
 
     def unknown(self, name: object) -> str:
@@ -77,11 +65,7 @@ class Registry(Mapping[K, T], Generic[K, T]):
         return f"There is no {self.kind} {_said(name)}.{did_you_mean(name, rows)}"
 
     def remove(self, name: K) -> T:
-        """Take a row out, as for a plug-in that is gone.
-
-        Raises:
-            InputError: there is none.
-        """
+        """Take a row out, as for a plug-in that is gone."""
         row = self[name]
         del self._rows[name]
         return row

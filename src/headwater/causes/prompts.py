@@ -152,11 +152,7 @@ class Candidate:
 
 
 def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: int, seed: int) -> list[Candidate]:
-    """Return the prompts that can be tried; see `relation_prompts`. The model is not run.
-
-    Raises:
-        InputError: there is none, with the reason.
-    """
+    """Return the prompts that can be tried; see `relation_prompts`. The model is not run."""
     halves, found = halves_of(tokens, seed), []
     enough = len(halves[0]) >= SHOTS + FEWEST_PAIRS
     for kind, text in _templates(model, tokens, halves[0], template) if enough else ():

@@ -113,22 +113,14 @@ def hook_names(graph: Graph) -> list[str]:
 def written(
     model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
 ) -> Float[Tensor, "sender position d_model"]:
-    """Return what each sender adds in a run.
-
-    Raises:
-        ModelError: heads do not add up to what attention adds.
-    """
+    """Return what each sender adds in a run."""
     return torch.cat(list(written_by_layer(model, graph, weights, recorded)))
 
 
 def written_by_layer(
     model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in a run, some senders at a time.
-
-    Raises:
-        ModelError: heads do not add up to what attention adds.
-    """
+    """Yield what each sender adds in a run, some senders at a time."""
     left: list[Left] = []
     yield recorded("resid_pre", 0)[None]
     for layer in range(graph.n_layers):
@@ -140,11 +132,7 @@ def written_by_layer(
 def changed_by_layer(
     model: HookedModel, graph: Graph, weights: LoadedWeights, base: Recorded, other: Recorded
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in another run less what it adds in the base run, some senders at a time.
-
-    Raises:
-        ModelError: heads do not add up to what attention adds.
-    """
+    """Yield what each sender adds in another run less what it adds in the base run, some senders at a time."""
     left: list[Left] = []
     yield (other("resid_pre", 0) - base("resid_pre", 0))[None]
     for layer in range(graph.n_layers):
@@ -175,11 +163,7 @@ def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
 
 
 def _refuse_what_is_left(model: HookedModel, left: Sequence[Left]) -> None:
-    """Refuse heads that leave something out of what attention adds: all layers are looked at in one copy.
-
-    Raises:
-        ModelError: with how much.
-    """
+    """Refuse heads that leave something out of what attention adds: all layers are looked at in one copy."""
     parts = torch.stack([part.double().to(left[0][1].device) for _, part, _ in left]).tolist() if left else []
     for part, (layer, _, allowed) in zip(parts, left, strict=True):
         if not part <= allowed:
@@ -190,11 +174,7 @@ def _refuse_what_is_left(model: HookedModel, left: Sequence[Left]) -> None:
 
 
 def refuse_other_kinds(source: Replacement) -> None:
-    """Refuse values that are made of one activation at one site, which a sender's output is not.
-
-    Raises:
-        InputError: with those that there are.
-    """
+    """Refuse values that are made of one activation at one site, which a sender's output is not."""
     if source.inputs.kind not in KINDS:
         raise InputError(
             f"values={source.inputs.kind!r} is not defined for what a sender adds; it may be {', '.join(KINDS)}."

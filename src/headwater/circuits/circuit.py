@@ -353,11 +353,7 @@ def made(
 
 
 def graph_of(model: Any) -> Graph:
-    """Return the graph of a model, or the graph that was given.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Return the graph of a model, or the graph that was given."""
     if isinstance(model, Graph):
         return model
     check_model(model)
@@ -376,11 +372,7 @@ def said(graph: Graph) -> str:
 
 
 def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
-    """Return circuits by name: those of a mapping by theirs, others as "circuit 0", "circuit 1", ...
-
-    Raises:
-        InputError: there is none, one is no circuit, or one is of another graph than the model's.
-    """
+    """Return circuits by name: those of a mapping by theirs, others as "circuit 0", "circuit 1", ..."""
     if isinstance(given, Circuit):
         given = [given]
     items: Sequence[tuple[Any, Any]]

@@ -134,11 +134,7 @@ class CircuitWalk:
         self._projections: dict[int, _Projection] = {}
 
     def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:
-        """Return the metrics of the runs of some circuits, given as edges, ascending.
-
-        Raises:
-            NumericsError: a run gives NaN or infinity; the message names the circuit's number.
-        """
+        """Return the metrics of the runs of some circuits, given as edges, ascending."""
         found = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
         live = [self._live(edges) for edges in circuits]
         order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together

@@ -228,11 +228,7 @@ def circuit_curve(
 
 
 def checked_sizes(sizes: object) -> list[float]:
-    """Return sizes ascending, each once.
-
-    Raises:
-        InputError: there is none, or one is not above 0 and at most 1.
-    """
+    """Return sizes ascending, each once."""
     listed = one_or_several(sizes) if not isinstance(sizes, str) else []
     if not listed:
         raise InputError(f"sizes={shown(sizes)} must be parts of all edges, such as (0.01, 0.1, 1).")

@@ -226,11 +226,7 @@ class EdgeRequest:
 
 
 def refuse_without_path(source: Replacement, method: str) -> None:
-    """Refuse gradients on the way between two embeddings where what senders are exchanged for has none.
-
-    Raises:
-        InputError: zeros and means are no run.
-    """
+    """Refuse gradients on the way between two embeddings where what senders are exchanged for has none."""
     if method == "eap-ig" and source.inputs.kind in ("zero", "mean"):
         raise InputError(
             f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
@@ -239,11 +235,7 @@ def refuse_without_path(source: Replacement, method: str) -> None:
 
 
 def _refuse_what_does_not_fit(asked: EdgeRequest) -> None:
-    """Refuse what would not fit in memory: the numbers of all edges.
-
-    Raises:
-        InputError: with the figures.
-    """
+    """Refuse what would not fit in memory: the numbers of all edges."""
     advice = "Give fewer pairs, fewer senders= or receivers=."
     numbers = (5 if asked.how.ranks_twice else 3) * 4 * int(np.prod(asked.size))
     what = f"What {len(asked.chosen):,} edges of {len(asked.plan.base):,} pairs come to"
@@ -251,11 +243,7 @@ def _refuse_what_does_not_fit(asked: EdgeRequest) -> None:
 
 
 def _say_how_long(asked: EdgeRequest, hours: float | None, progress: bool) -> None:
-    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows.
-
-    Raises:
-        InputError: it takes longer.
-    """
+    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
     plan, how, graph, n_edges = asked.plan, asked.how, asked.graph, len(asked.chosen)
     what, advice = f"{n_edges:,} edges of {len(plan.base):,} pairs", "Fewer pairs or shorter prompts take less."
     exact, runs, whole = runs_of(graph, graph.stage[asked.chosen]) * len(asked.places), 0.0, 0

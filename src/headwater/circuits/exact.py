@@ -119,11 +119,7 @@ class EdgeRows:
         return residual
 
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
-        """Return the metrics of rows, given their last states.
-
-        Raises:
-            NumericsError: the logits of a row hold NaN or infinity; its number stands in `args[1]`.
-        """
+        """Return the metrics of rows, given their last states."""
         runs = self.runs
         logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
         finite = logits.isfinite().flatten(1).all(1)
@@ -226,11 +222,7 @@ class Receivers:
         return added.view(*z.shape[:2], -1)
 
     def refuse_heads_that_meet(self) -> None:
-        """Check that a head's output hangs on its own q, k and v, and that W_O is all that follows z.
-
-        Raises:
-            ModelError: otherwise.
-        """
+        """Check that a head's output hangs on its own q, k and v, and that W_O is all that follows z."""
         name, layer = self.rows.runs.model.name, self.layer
         tolerance = max(1e-4, 16 * torch.finfo(self.z.dtype).eps)
         added = self.rows.base("attn_out", layer)
@@ -249,11 +241,7 @@ class Receivers:
 
 
 def refuse_heads_that_meet(rows: EdgeRows) -> None:
-    """Check the structure of every layer, of a model that was not seen to have it.
-
-    Raises:
-        ModelError: see `Receivers.refuse_heads_that_meet`.
-    """
+    """Check the structure of every layer, of a model that was not seen to have it."""
     model = rows.runs.model
     if model.heads_checked:
         return
@@ -296,11 +284,7 @@ class Exact:
         return self._unedited
 
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
-        """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`).
-
-        Raises:
-            NumericsError: a changed run gives NaN or infinity; the message names the edge.
-        """
+        """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
         found = torch.zeros(len(edges), len(self.runs.plan.metrics), dtype=torch.float64)
         felt = np.flatnonzero(self.changed[self.graph.sender[edges]])
         rows = self.rows

@@ -111,9 +111,6 @@ def claim_on_runs(
         margin: how large an effect has to be to matter; default: the 95 % quantile of the random circuits' sizes.
         level: of the interval.
         seed: of the bootstrap and the halves.
-
-    Raises:
-        InputError: there is no such circuit or metric, or it has to be chosen.
     """
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     margin = None if margin is None else checked_number("margin", margin, above=0.0)

@@ -161,32 +161,20 @@ class Graph:
         return first + np.arange(head * shared, (head + 1) * shared)
 
     def edge(self, sender: int, receiver: int) -> int:
-        """Return the number of the edge from a sender to a receiver.
-
-        Raises:
-            InputError: the sender does not come before the receiver.
-        """
+        """Return the number of the edge from a sender to a receiver."""
         if not sender < self.reach[receiver]:
             self.refuse_order(self.senders.name(sender), self.receivers.name(receiver))
         return int(self._ends[receiver] - self.reach[receiver] + sender)
 
     def edge_named(self, name: object) -> int:
-        """Return the number of the edge of a name such as "head 9.9 -> q 10.7".
-
-        Raises:
-            InputError: it is not an edge, or is several.
-        """
+        """Return the number of the edge of a name such as "head 9.9 -> q 10.7"."""
         edges = self.edges_named(name)
         if len(edges) != 1:
             raise InputError(f"{shown(name)} names {len(edges)} edges, {self.name(edges[0])} among them: name one.")
         return int(edges[0])
 
     def edges_named(self, name: Any) -> Indices:
-        """Return the edges of a name, ascending: one, or all between several nodes, as of "head 9 -> mlp".
-
-        Raises:
-            InputError: it names no edge.
-        """
+        """Return the edges of a name, ascending: one, or all between several nodes, as of "head 9 -> mlp"."""
         parts = [one.strip() for one in name.replace("→", "->").split("->")] if isinstance(name, str) else name
         if not isinstance(parts, list | tuple) or len(parts) != 2:
             raise InputError(f'{shown(name)} names no edge; write it as "head 9.9 -> q 10.7" or "embed -> logits".')
@@ -216,11 +204,7 @@ class Graph:
         return found
 
     def among(self, senders: object, receivers: object) -> Indices:
-        """Return the edges from some senders to some receivers, ascending; None is all of them.
-
-        Raises:
-            InputError: a name is none of the graph's, or none of the senders comes before any of the receivers.
-        """
+        """Return the edges from some senders to some receivers, ascending; None is all of them."""
         chosen = np.ones(self.n_edges, dtype=bool)
         sent, received = self._listed("senders", senders), self._listed("receivers", receivers)
         if sent is not None:
@@ -232,11 +216,7 @@ class Graph:
         return np.flatnonzero(chosen)
 
     def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
-        """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v.
-
-        Raises:
-            InputError: a name is none of theirs.
-        """
+        """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v."""
         found = np.zeros(len(nodes), dtype=bool)
         for name in names:
             found |= self._named(nodes, name)
@@ -259,11 +239,7 @@ class Graph:
         return chosen
 
     def refuse_order(self, sender: str, receiver: str) -> NoReturn:
-        """Refuse a sender that comes after its receiver.
-
-        Raises:
-            InputError: always.
-        """
+        """Refuse a sender that comes after its receiver."""
         order = "heads and MLP of a layer read what is before it" if self.parallel else "heads feed their own MLP"
         raise InputError(
             f"{sender} cannot feed {receiver}: a sender must come before its receiver ({order}, heads of one layer do "

@@ -73,11 +73,7 @@ class Outcome:
         seed: int = 0,
         batch_size: int | None = None,
     ) -> Outcome:
-        """Resolve prompts and options.
-
-        Raises:
-            InputError: there are no pairs, they do not align, or a metric or the values cannot be used.
-        """
+        """Resolve prompts and options."""
         batch_size, seed = check_call(model, batch_size), checked_seed(seed)
         first, second = read_pairs(model, clean, corrupted)
         metrics = as_metrics(metric)
@@ -119,11 +115,7 @@ class Outcome:
         say_how_long(self.plan.model, what, tokens, advice, progress=progress)
 
     def say_how_long_a_search(self, tries: int, hours: float | None, progress: bool) -> None:
-        """Say how long a search takes, if it is over a minute: an edge that is tried is a circuit of its own.
-
-        Raises:
-            InputError: it takes longer than the caller allows.
-        """
+        """Say how long a search takes, if it is over a minute: an edge that is tried is a circuit of its own."""
         what = f"{tries:,} edges, each tried on {len(self):,} pairs,"
         tokens, advice = tries * self._changed.sum(), "With budget= or fewer pairs it takes less."
         say_how_long(self.plan.model, what, tokens, advice, hours=hours, progress=progress)
@@ -171,12 +163,7 @@ class CircuitRunner:
         self._is_checked = False
 
     def measure(self, example: int, circuits: Sequence[Indices]) -> dict[str, Tensor]:
-        """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`.
-
-        Raises:
-            ModelError: the model's blocks cannot be called one by one, or the full circuit is not the clean run.
-            NumericsError: a run gives NaN or infinity.
-        """
+        """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`."""
         with torch.no_grad(), self.plan.model.lock:
             walk, baselines = self._walk(example)
             if example == 0 and not self._is_checked:

@@ -110,9 +110,6 @@ def places_of(
         other: the other prompt of each pair.
         stops: by example, the position after the last that is read.
         base_side: 0 where the clean prompts are edited, 1 where the corrupted are.
-
-    Raises:
-        InputError: an option is none, a name is not in a prompt, or it is other tokens of the other prompt.
     """
     if over is not None:
         checked_name("over", over, ("position",))
@@ -190,11 +187,7 @@ def plan_of(
     batch_size: int | None,
     values: object = OTHER_RUN,
 ) -> Plan:
-    """Resolve pairs of prompts, metrics and a direction; with values of their own, prompts need no other.
-
-    Raises:
-        InputError: there are no pairs, they do not align, or a metric reads something else than the logits.
-    """
+    """Resolve pairs of prompts, metrics and a direction; with values of their own, prompts need no other."""
     checked_name("direction", direction, DIRECTIONS)
     first, second = read_pairs(model, clean, corrupted)
     if second is None and isinstance(values, str) and values == OTHER_RUN:
@@ -207,11 +200,7 @@ def plan_of(
 
 
 def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Replacement:
-    """Resolve what senders' outputs are exchanged for.
-
-    Raises:
-        InputError: there is no such kind, it is not defined for senders, or the prompts do not allow it.
-    """
+    """Resolve what senders' outputs are exchanged for."""
     source = build_replacement(plan.model, values, dataset, plan.pair, (), seed)
     refuse_other_kinds(source)
     return source

@@ -79,9 +79,6 @@ def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[s
         nodes: its senders or receivers.
         option: the name of the option, for messages.
         given: see the first lines of this file.
-
-    Raises:
-        InputError: a name is none of the nodes', a set is empty, or the logits are taken together with others.
     """
     ends: dict[str, Indices] = {}
     for name, several in _several(nodes, option, given):
@@ -266,9 +263,6 @@ def tabulated(
         metrics: their names.
         places: what `place` counts.
         options: of the run.
-
-    Raises:
-        InputError: a run left nothing to tabulate.
     """
     example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
     if not len(example):

@@ -72,11 +72,7 @@ class Paths:
     def effects(
         self, senders: Sequence[Indices], receivers: Sequence[Indices]
     ) -> Float[Tensor, "sender receiver metric"]:
-        """Return the effect of each set of senders by way of each set of receivers; NaN where no path leads.
-
-        Raises:
-            NumericsError: a changed run gives NaN or infinity; the message names the path.
-        """
+        """Return the effect of each set of senders by way of each set of receivers; NaN where no path leads."""
         found = torch.full((len(senders), len(receivers), len(self.runs.plan.metrics)), torch.nan, dtype=torch.float64)
         unedited = self._unedited()
         with self.rows.blocks.fused():

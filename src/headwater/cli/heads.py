@@ -46,11 +46,7 @@ class LongTargets:
 
     @property
     def scored(self) -> Literal["first", "distinguishing"] | None:
-        """Which token is scored; None: such targets are left out.
-
-        Raises:
-            InputError: two tokens were asked for.
-        """
+        """Which token is scored; None: such targets are left out."""
         if self.multi_token and self.distinguishing:
             raise InputError("--multi-token takes the first token of a word, --distinguishing another: give one.")
         return "first" if self.multi_token else "distinguishing" if self.distinguishing else None

@@ -113,11 +113,7 @@ def memorization(
 
 
 def read_judge(given: str | None) -> str | EndpointJudge | None:
-    """Return the judge that `--judge` names.
-
-    Raises:
-        InputError: it names none.
-    """
+    """Return the judge that `--judge` names."""
     from headwater.questions.judge import LABEL, EndpointJudge
 
     words = (given or "").split()

@@ -125,11 +125,7 @@ class PairOptions:
 
     @property
     def prompts(self) -> list[str] | Path:
-        """The clean prompts, or the file that holds the pairs.
-
-        Raises:
-            InputError: neither was given, or both.
-        """
+        """The clean prompts, or the file that holds the pairs."""
         if (self.clean is None) == (self.pairs is None):
             raise InputError("Give the prompts with --clean and --corrupted, or as a table with --pairs.")
         return self.pairs if self.pairs is not None else self.clean or []
@@ -150,11 +146,7 @@ class MetricOptions:
     """Where the metric reads: last, a position, or a text of the prompt."""
 
     def read(self) -> Metric:
-        """Return the metric that the options name.
-
-        Raises:
-            InputError: there is none of this name, or it takes other tokens.
-        """
+        """Return the metric that the options name."""
         from headwater.patching.metrics import METRICS, answers_of
 
         known = {key.replace("_", "-"): key for key in METRICS}
@@ -181,11 +173,7 @@ def position(text: str) -> int | str:
 
 
 def read_extractor(given: str | None) -> str | EndpointExtractor | HookedModel | None:
-    """Return the extractor that `--extract` names.
-
-    Raises:
-        InputError: it names none.
-    """
+    """Return the extractor that `--extract` names."""
     from headwater.questions.extract import EXTRACTORS, EndpointExtractor
 
     if given is None:

@@ -290,11 +290,7 @@ def circuit(
 
 
 def _window(text: str | None) -> Any:
-    """Read a window, before a model is loaded.
-
-    Raises:
-        InputError: it is neither a number of layers nor "cumulative".
-    """
+    """Read a window, before a model is loaded."""
     from headwater.patching.axes import AXES, windows_of
 
     window = int(text) if text is not None and text.isdigit() else text

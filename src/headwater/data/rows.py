@@ -67,10 +67,6 @@ def read_texts(path: Path, field: str) -> Iterator[str | None]:
     Args:
         path: `.jsonl` has an object per line, `.csv` and `.tsv` have columns; any other file a text per line.
         field: the field or the column of the text.
-
-    Raises:
-        InputError: it is a file of another kind, has no such column, or a row has more cells than the header. Bytes
-            that are not UTF-8 are no error: they become lone surrogates.
     """
     if path.suffix in NOT_TEXTS:
         raise InputError(
@@ -101,11 +97,7 @@ def _text_in(line: str, field: str) -> str | None:
 
 
 def read_objects(path: Path) -> list[tuple[str, dict[str, object]]]:
-    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it stands.
-
-    Raises:
-        InputError: the file cannot be read, or a row is no object; the message has its line.
-    """
+    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it stands."""
     try:
         if path.suffix == ".jsonl":
             lines = path.read_bytes().split(b"\n")
@@ -132,11 +124,7 @@ def _object(where: str, line: bytes) -> tuple[str, dict[str, object]]:
 
 
 def check_readable(path: Path, what: str) -> None:
-    """Refuse a file that is not there, is a folder, or may not be read.
-
-    Raises:
-        InputError: it is so.
-    """
+    """Refuse a file that is not there, is a folder, or may not be read."""
     try:
         path.open("rb").close()
     except FileNotFoundError:
@@ -150,22 +138,14 @@ def check_readable(path: Path, what: str) -> None:
 
 
 def refuse_repeated(where: object, names: Iterable[object]) -> None:
-    """Refuse a table two of whose columns have one name, of which a reader would take the last.
-
-    Raises:
-        InputError: it is so.
-    """
+    """Refuse a table two of whose columns have one name, of which a reader would take the last."""
     twice = next((name for name, times in Counter(names).items() if times > 1 and name != ""), None)
     if twice is not None:
         raise InputError(f"{where} has the column {twice!r} twice. Rename or remove one of the two.")
 
 
 def read_parquet(path: Path) -> pd.DataFrame:
-    """Read a parquet file without what pandas noted in it: a damaged note is no damage to the data.
-
-    Raises:
-        InputError: the file is damaged.
-    """
+    """Read a parquet file without what pandas noted in it: a damaged note is no damage to the data."""
     try:
         with pq.ParquetFile(path) as file:
             refuse_repeated(path, file.schema_arrow.names)

@@ -12,11 +12,7 @@ HALF_A_CHARACTER = "half of a surrogate pair stands for a character"
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its keys and values: the `object_pairs_hook` of every reader, since JSON keeps the last value.
-
-    Raises:
-        ValueError: a key occurs twice.
-    """
+    """Make an object of keys and values; a repeated key, of which JSON keeps the last value, is an error."""
     if len(made := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
@@ -24,13 +20,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    r"""Return the value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON in UTF-8, has a key twice, is nested too deep, has a number beyond all bounds, or is
-            not Unicode: JSON can spell half a character, "\ud800", which no file or table can hold. The message is
-            what is wrong.
-    """
+    r"""Return the value of a JSON text."""
     try:
         plain = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         value = json.loads(plain, object_pairs_hook=unique_keys)
@@ -55,11 +45,7 @@ def is_unicode(value: object) -> bool:
 
 
 def refuse_half_characters(text: str) -> None:
-    """Refuse a text that cannot be written as UTF-8, which tokenizers answer with an error of their own.
-
-    Raises:
-        InputError: it holds a lone surrogate, half of a pair that stands for one character.
-    """
+    """Refuse a text that cannot be written as UTF-8, which tokenizers answer with an error of their own."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -83,9 +69,6 @@ class JsonDocument:
             file: the file.
             what: what it is, for messages: "relation file".
             rows: what its lists are lists of.
-
-        Raises:
-            InputError: it cannot be read, is empty, or is not JSON in UTF-8; the message has the line.
         """
         self.file, self.rows = file, rows
         try:

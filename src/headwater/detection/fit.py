@@ -119,19 +119,11 @@ class AnswerSet:
         return {method: note for method, note in notes.items() if method in self.recipe.methods}
 
     def halves(self, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Split the answers into those that train and those that test.
-
-        Raises:
-            InputError: a half would hold right or wrong answers only.
-        """
+        """Split the answers into those that train and those that test."""
         return grouped_folds(self.answered.z, self.groups, 2, seed)[0]
 
     def check(self, seed: int) -> None:
-        """Raise what `fit` would raise.
-
-        Raises:
-            InputError: there are too few right or wrong answers to train, to choose a layer and to test.
-        """
+        """Raise what `fit` would raise."""
         train, _ = self.halves(seed)
         for folds in (FOLDS, 2):
             grouped_folds(self.answered.z[train], [self.groups[i] for i in train], folds, seed)

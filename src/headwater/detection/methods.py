@@ -99,9 +99,6 @@ class Detector:
             methods: of those fitted; default all but `p_true`, which asks the model a further question.
             batch_size: rows in one run.
             progress: show a bar.
-
-        Raises:
-            InputError: the detector belongs to another model, or has no such method.
         """
         check_model(model)
         if model.fingerprint != self.fingerprint:
@@ -153,11 +150,7 @@ class Detector:
         return scores.numpy()
 
     def save(self, folder: str | Path) -> Path:
-        """Write the detector: numbers as safetensors, the rest as JSON.
-
-        Raises:
-            RunFolderError: the folder holds files of others that would be overwritten, or cannot be written.
-        """
+        """Write the detector: numbers as safetensors, the rest as JSON."""
         path = checked_path("folder", folder)
         refuse_foreign(path, DESCRIPTION, [TENSORS])
         make_folder(path)
@@ -168,11 +161,7 @@ class Detector:
 
     @classmethod
     def load(cls, folder: str | Path) -> Detector:
-        """Read back a detector.
-
-        Raises:
-            RunFolderError: the folder holds none, or a damaged one.
-        """
+        """Read back a detector."""
         path = checked_path("folder", folder)
         if not (path / DESCRIPTION).exists():
             raise RunFolderError(f"{path} holds no {DESCRIPTION}: it is not a folder that Detector.save wrote.")
@@ -216,9 +205,6 @@ def p_true(
             template.
         words: pairs (true, false) in order of preference; the first pair of single tokens is read.
         batch_size: prompts in one run.
-
-    Raises:
-        InputError: `ask` lacks a field, no pair is two single tokens, or a prompt is too long.
     """
     if "{question}" not in ask or "{answer}" not in ask:
         raise InputError(f"ask={shown(ask)} must hold {{question}} and {{answer}}.")
@@ -238,11 +224,7 @@ def p_true(
 
 
 def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -> tuple[int, int]:
-    """Return the ids of the first pair of words that are one token each; after a space, unless in a chat.
-
-    Raises:
-        InputError: there is no such pair.
-    """
+    """Return the ids of the first pair of words that are one token each; after a space, unless in a chat."""
     tokenizer: Any = model.tokenizer
     space = "" if getattr(tokenizer, "chat_template", None) else " "
     for pair in words:
@@ -254,11 +236,7 @@ def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -
 
 
 def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tuple[str, ...]:
-    """Refuse methods that there are not.
-
-    Raises:
-        InputError: names the nearest.
-    """
+    """Refuse methods that there are not."""
     listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
     if not listed:
         raise InputError("No detection method was asked for.")

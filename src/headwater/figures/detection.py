@@ -20,9 +20,6 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     Args:
         detection: what `hw.detect` gave.
         ax: where to draw; by default a new figure.
-
-    Raises:
-        InputError: no method could be measured.
     """
     table = detection.table[detection.table["auc"].notna()]
     if table.empty:

@@ -34,9 +34,6 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
     Args:
         comparison: a result of `compare_heads`.
         ax: where to draw the changes from the first model to one other; by default a new figure.
-
-    Raises:
-        InputError: `ax` was given for more than two models, which take two panels.
     """
     if len(comparison.models) == 2:
         with style(ax):

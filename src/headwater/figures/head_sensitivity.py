@@ -30,9 +30,6 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
     Args:
         sensitivity: the counts.
         ax: where to draw those of a map without a null model, which has one panel; by default a new figure.
-
-    Raises:
-        InputError: `ax` was given, and there are two rules.
     """
     rules = list(dict.fromkeys(sensitivity.table["rule"]))
     n_settings = sensitivity.table["setting"].nunique()

@@ -133,11 +133,7 @@ def controls(
 def panels(
     pathways: Pathways, ax: Axes | None, figsize: Size | None, *, sharey: bool = False, names: float = 0.0
 ) -> tuple[Figure | None, list[Axes]]:
-    """Make a figure with a panel per question set, and inches for names at the left; or take `ax` for a single one.
-
-    Raises:
-        InputError: `ax` was given for several question sets, or a size that is none.
-    """
+    """Make a figure with a panel per question set, and inches for names at the left; or take `ax` for a single one."""
     n = len(pathways.datasets)
     given = checked_place(ax, n, figsize)
     if ax is not None:

@@ -37,11 +37,7 @@ MODEL_NAMES = {
 
 
 def is_published(style: str) -> bool:
-    """Whether the published style is asked for.
-
-    Raises:
-        InputError: there is no such style.
-    """
+    """Whether the published style is asked for."""
     return checked_name("style", style, STYLES) == "published"
 
 

@@ -21,11 +21,7 @@ COLUMNS = 3
 
 @DRAWINGS.add(Reproduction)
 def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Figure:
-    """Draw every number that was published and measured.
-
-    Raises:
-        InputError: no number was both, or an `ax` was given (there are several panels).
-    """
+    """Draw every number that was published and measured."""
     table = reproduction.table.dropna(subset=["difference"])
     if ax is not None:
         raise InputError("This figure has several panels and makes its own: call plot() without ax.")

@@ -273,11 +273,7 @@ def _kind(kind: str, name: str) -> str:
 
 
 def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> NDArray[np.float64]:
-    """The values of one density; empty when this kind was not measured for the set.
-
-    Raises:
-        InputError: they have no density.
-    """
+    """The values of one density; empty when this kind was not measured for the set."""
     values = table.loc[table["dataset"] == dataset, kind].to_numpy(dtype=np.float64)
     values = values[np.isfinite(values)]
     values = values[values > 0] if log_scale else values

@@ -341,11 +341,7 @@ def _fitting(ax: Axes, columns: int, room: float | None = None, **options: Any) 
 
 
 def figure_of(plot: Axes | Figure) -> Figure:
-    """Return the figure that axes are in, or the figure itself.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Return the figure that axes are in, or the figure itself."""
     if not isinstance(plot, Axes | Figure):
         hint = ": give what its plot() returns" if hasattr(plot, "plot") else ""
         raise InputError(f"A {type(plot).__name__} is no figure of matplotlib{hint}.")
@@ -356,11 +352,7 @@ def figure_of(plot: Axes | Figure) -> Figure:
 
 
 def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
-    """Return the size of a new figure, if one was given; see whether a figure of so many panels can be on `ax`.
-
-    Raises:
-        InputError: `ax` is no axes, or there are several panels; `figsize` is no size, or `ax` was given, too.
-    """
+    """Return the size of a new figure, if one was given; see whether a figure of so many panels can be on `ax`."""
     if not isinstance(ax, Axes | None):
         raise InputError(f"ax=, a {type(ax).__name__}, is no matplotlib axes: leave it out for a new figure.")
     if ax is not None and panels > 1:

@@ -214,9 +214,6 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
         n_layers: layers of the model.
         n_heads: heads of a layer.
         rng: where the draw comes from.
-
-    Raises:
-        InputError: there are not as many other heads.
     """
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):

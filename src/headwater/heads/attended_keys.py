@@ -188,11 +188,7 @@ def _series(tokenizer: Tokenizer, ordinary: Bool[Tensor, " d_vocab"]) -> set[tup
 def repeated_tokens(
     model: HookedModel, sequences: int, length: int, seed: int, kinds: TokenKinds | None = None
 ) -> Int[Tensor, "batch position"]:
-    """Draw sequences of different ordinary tokens, each sequence said twice, behind the model's BOS if it wants one.
-
-    Raises:
-        InputError: the vocabulary or the context is too small.
-    """
+    """Draw sequences of different ordinary tokens, each sequence said twice, behind the model's BOS if it wants one."""
     kinds = token_kinds(model) if kinds is None else kinds
     ordinary = kinds.ordinary.nonzero()[:, 0]
     length = min(length, len(ordinary), (model.shape.n_ctx - len(model.bos)) // 2)

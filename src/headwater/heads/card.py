@@ -148,9 +148,6 @@ def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.Da
         behaviour: what `hw.attention_behaviour` returns, or a table with at least the columns `BEHAVIOUR`.
         layer: the head's layer.
         head: the head.
-
-    Raises:
-        InputError: it is no such table, or has no row of the head.
     """
     table = behaviour.table if isinstance(behaviour, AttentionBehaviour) else behaviour
     if not isinstance(table, pd.DataFrame) or (lacking := [name for name in BEHAVIOUR if name not in table]):

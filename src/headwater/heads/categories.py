@@ -68,9 +68,6 @@ def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame
             excess, q_value, beyond_copying and the same four of the suppression side.
         rule: "published" or "controlled".
         threshold: the score, or the excess, from which on a relation counts.
-
-    Raises:
-        InputError: the rule does not exist.
     """
     checked_name("rule", rule, RULES)
     if rule == "published":

@@ -50,9 +50,6 @@ def copying_scores(
 
     Returns:
         The scores, -1 to 1; NaN of a head that writes nothing of what it reads. Of each layer the two bounds.
-
-    Raises:
-        ModelError: the model has no factors of single heads, or no such embedding.
     """
     scores, bounds = [], []
     layers = range(weights.shape.n_layers) if layers is None else layers

@@ -94,11 +94,7 @@ def attention_classes(
 
 
 def layers_read(model: HookedModel) -> tuple[int, ...]:
-    """Return the layers that have attention patterns.
-
-    Raises:
-        InputError: none has.
-    """
+    """Return the layers that have attention patterns."""
     (pattern,) = sites_named("pattern", model)
     return pattern.among(range(model.shape.n_layers), model)
 

@@ -77,10 +77,6 @@ def relations_of(
         multi_token: what stands for words of several tokens; by default only items of single tokens are taken, also
             where the map took others.
         some: whether a part of the map's relations will do, where `relations` are given.
-
-    Raises:
-        ModelError: the map is of another model, or the model is none that runs.
-        InputError: a relation of the map is not among those given, or none of its items are left.
     """
     if not isinstance(model, HookedModel):
         raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
@@ -117,10 +113,6 @@ def source_prompts(
         tokens: the relation's items.
         templates: texts with one `{source}`.
         bos: what they begin with, as in `hw.load`; None: what the model's texts do.
-
-    Raises:
-        InputError: there is no template, one lacks `{source}`, in none of its prompts the source is one token, or the
-            tokenizer has no beginning-of-sequence token.
     """
     templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
@@ -149,11 +141,7 @@ def source_prompts(
 
 
 def checked_templates(templates: str | Sequence[str]) -> list[str]:
-    """Return one template or several as a list.
-
-    Raises:
-        InputError: there is none, or one is no text with `{source}` in it once.
-    """
+    """Return one template or several as a list."""
     checked = one_or_several(templates)
     if not checked:
         raise InputError("No templates were given: sentences with {source} in them.")
@@ -174,9 +162,6 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
         template: a text with one `{source}`, after which the target comes.
         shots: how many other items, each on a line of its own, show what is asked.
         seed: of the choice of examples and foils.
-
-    Raises:
-        InputError: the template lacks `{source}`, or all items accept the same targets.
     """
     _check_template(template)
     generator = np.random.default_rng(seed)

@@ -96,9 +96,6 @@ def tokenize_relations(
         multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space;
             "distinguishing" keeps, of targets, the first token that tells them from all others, as the module says.
         same_words: keep, as the published rule does, pairs of a word with itself also outside copying relations.
-
-    Raises:
-        InputError: an unknown `multi_token`.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
@@ -141,9 +138,6 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
     A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
     with a piece that the vocabulary lacks has no tokens.
-
-    Raises:
-        ModelError: there is no tokenizer.
     """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise ModelError(

@@ -42,11 +42,7 @@ NumberedRows: TypeAlias = Iterable[tuple[int, Mapping[str, object]]]
 
 
 def rows_of(table: pd.DataFrame) -> NumberedRows:
-    """Return the rows of a data frame, counted from 1.
-
-    Raises:
-        InputError: a column occurs twice.
-    """
+    """Return the rows of a data frame, counted from 1."""
     refuse_repeated("The data frame", table.columns)
     return enumerate(records_of(table), start=1)
 
@@ -57,9 +53,6 @@ def category_and_pairs(rows: NumberedRows, where: str) -> tuple[str | None, tupl
     Args:
         rows: the rows.
         where: the table, for messages.
-
-    Raises:
-        InputError: a row has no source or no target, the rows are of several categories, or there are none.
     """
     accepted: dict[str, dict[str, None]] = {}
     categories: dict[str | None, None] = {}
@@ -121,11 +114,7 @@ class Relation:
 
 
 def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
-    """Return the pairs of a relation, each with a tuple of targets, which may be given as one word.
-
-    Raises:
-        InputError: a pair is not one of words, has spaces around them, or half a character in them.
-    """
+    """Return the pairs of a relation, each with a tuple of targets, which may be given as one word."""
     if is_one(pairs) or has_no_order(pairs):
         raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is no list of pairs (source, target).")
     checked = []

@@ -92,9 +92,6 @@ def salient_of_heads(
 
     Returns:
         The rows of `salient_operations` of each head, with `layer, head` in front.
-
-    Raises:
-        InputError: a head or the embedding does not exist, or less than one token is asked for.
     """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)

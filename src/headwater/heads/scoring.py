@@ -241,11 +241,7 @@ def scored_relations(
     multi_token: MultiTokenName | None = None,
     same_words: bool = False,
 ) -> tuple[list[TokenRelation], list[int], Usable]:
-    """Return relations as token ids, the k of each, and which have enough items left; see `tokenize_relations`.
-
-    Raises:
-        InputError: there is none, or k is every token of the vocabulary.
-    """
+    """Return relations as token ids, the k of each, and which have enough items left; see `tokenize_relations`."""
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=same_words)
     ks = [hits_of(relation, weights, k) for relation in given]
     usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
@@ -323,11 +319,7 @@ def relations_digest(relations: Sequence[Relation]) -> str:
 
 
 def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
-    """Return how many of the largest logits count as a hit: k, or as published.
-
-    Raises:
-        InputError: that is every token of the vocabulary.
-    """
+    """Return how many of the largest logits count as a hit: k, or as published."""
     if k is not None and k >= weights.shape.d_vocab:
         raise InputError(
             f"k={k}: every token would be a hit; the vocabulary of {weights.name} has {weights.shape.d_vocab:,}."
@@ -343,11 +335,7 @@ def published_k(relation: Relation, shape: ModelShape) -> int:
 
 
 def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:
-    """Return k and threshold as plain numbers.
-
-    Raises:
-        InputError: one of them is none, or there is no such embedding.
-    """
+    """Return k and threshold as plain numbers."""
     if embedding is not None:
         checked_name("embedding", embedding, ("auto", *KINDS))
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)

@@ -69,11 +69,7 @@ class UseOptions:
 
     @classmethod
     def checked(cls, template: Any, shots: Any, draws: Any, seed: Any, known: Sequence[str]) -> UseOptions:
-        """Take these options, with relations among those known.
-
-        Raises:
-            InputError: one of them cannot be used.
-        """
+        """Take these options, with relations among those known."""
         if isinstance(template, Mapping):
             template = {checked_name("template", name, known): text for name, text in template.items()}
         elif not isinstance(template, str):

@@ -22,11 +22,7 @@ COPIED_AT_ONCE = 2**16
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """The device that is meant.
-
-    Raises:
-        InputError: torch knows no such device, or has none here.
-    """
+    """The device that is meant."""
     try:
         meant = torch.device(device)
     except (RuntimeError, TypeError, ValueError):  # a text, something else, a number beyond all

@@ -148,11 +148,7 @@ class Contributions:
         return torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
 
     def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
-        """Check that contributions sum to the logit difference, to the rounding of the model's dtype.
-
-        Raises:
-            NumericsError: they do not: the model does something to its residual stream that is not known here.
-        """
+        """Check that contributions sum to the logit difference, to the rounding of the model's dtype."""
         sums = contributions.sum(1)
         rounding = max(1e-5, 16 * torch.finfo(self.model.dtype).eps) * (1 + contributions.abs().sum(1))
         wrong = ((sums - total).abs() > rounding).nonzero().flatten().tolist()

@@ -100,11 +100,7 @@ Layers: TypeAlias = str | int | Sequence[int]
 
 
 def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
-    """Return the layers asked for, in order.
-
-    Raises:
-        InputError: there is no such layer, or one is named twice.
-    """
+    """Return the layers asked for, in order."""
     if isinstance(layers, str):
         if layers not in ("final", "all"):
             raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
@@ -113,11 +109,7 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def opened_lens(lens: Lens, n_layers: int) -> Lens:
-    """Return a lens, read from its folder where it is given as one.
-
-    Raises:
-        InputError: the folder holds no tuned lens, or that of a model with another number of layers.
-    """
+    """Return a lens, read from its folder where it is given as one."""
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
         return lens
     found = load_tuned_lens(lens)
@@ -129,11 +121,7 @@ def opened_lens(lens: Lens, n_layers: int) -> Lens:
 
 
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
-    """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads.
-
-    Raises:
-        InputError: there is no such lens, or it lacks a layer; when it reads: its sizes are not the model's.
-    """
+    """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads."""
     if isinstance(lens, Mapping):
         _check_translators(lens)
         missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]

@@ -66,9 +66,6 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
         span: what is scored.
         alone: questions are asked alone. Answers in the data are taken for such: behind other questions they count only
             where "data" is asked for.
-
-    Raises:
-        InputError: there is no such source, or the data lack what is asked of them.
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)

@@ -124,11 +124,7 @@ def _messages(prompt: str | Messages | None) -> Messages:
 
 
 def checked_wording(wording: ContextWording) -> ContextWording:
-    """Write a question alone and behind another, once.
-
-    Raises:
-        InputError: a prompt cannot be used.
-    """
+    """Write a question alone and behind another, once."""
     if wording.predecessors == NONE and wording.predecessor_prompt is not None:
         raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
     given = wording.predecessor_prompt

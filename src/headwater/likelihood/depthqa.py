@@ -58,12 +58,7 @@ class Answers(NamedTuple):
 
 
 def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Read the nodes of a folder, each with where it stands, and say what the folder lacks.
-
-    Raises:
-        InputError: a file is missing or cannot be read, an id leads nowhere, predecessors and successors disagree, or
-            several files hold answers.
-    """
+    """Read the nodes of a folder, each with where it stands, and say what the folder lacks."""
     found = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
     if found["questions"] is None:
         raise InputError(

@@ -42,10 +42,6 @@ def gradient_norms(
         texts: the texts.
         order: of the norm: 1, 2, or infinity for the largest entry.
         progress: show a bar.
-
-    Raises:
-        InputError: a text is none or longer than the context, or the order is another.
-        NumericsError: a gradient is not finite.
     """
     check_model(model)
     if isinstance(order, bool) or order not in ORDERS:

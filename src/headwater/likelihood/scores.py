@@ -235,9 +235,6 @@ def prefixed_statistics(
         precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
         batch_size: texts in one run of the model.
         progress: show a bar.
-
-    Raises:
-        InputError: the prefix is empty or no text, a text does not fit behind it, or an option cannot be used.
     """
     prefix = checked_prefix(prefix)
     listed = checked_several("texts", texts, "a list of texts")
@@ -250,11 +247,7 @@ def prefixed_statistics(
 
 
 def checked_shares(k: float | Iterable[float]) -> list[float]:
-    """Return the shares of lowest tokens.
-
-    Raises:
-        InputError: there are none, one is out of range, or one comes twice.
-    """
+    """Return the shares of lowest tokens."""
     given = one_or_several(k)
     try:
         shares = [checked_number("k", share, above=0.0, below=1.0, up_to=True) for share in given]
@@ -266,11 +259,7 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
 
 
 def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
-    """Return how often each token id stands in a corpus.
-
-    Raises:
-        InputError: these are not numbers from 0 up, one for every token id.
-    """
+    """Return how often each token id stands in a corpus."""
     try:
         counts = np.asarray(token_counts, dtype=np.float64)
     except (TypeError, ValueError):
@@ -297,11 +286,7 @@ def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
 
 
 def checked_prefix(prefix: str) -> str:
-    """Return a text to stand before others.
-
-    Raises:
-        InputError: it is empty, or no text.
-    """
+    """Return a text to stand before others."""
     if not isinstance(prefix, str) or not prefix.strip():
         raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
     return prefix
@@ -320,11 +305,7 @@ def _token_shares(token_counts: Counts, stats: TextStatistics) -> Float[ndarray,
 
 
 def _at(name: str, score: Score, text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
-    """Return a score of a text: a number, or one for every share.
-
-    Raises:
-        InputError: the score's function gives something else.
-    """
+    """Return a score of a text: a number, or one for every share."""
     found = np.atleast_1d(np.asarray(score.of(text, shares) if score.takes_k else score.of(text), dtype=np.float64))
     if found.shape != (len(shares) if score.takes_k else 1,):
         wanted = f"a number for each of the {len(shares)} shares" if score.takes_k else "a number"

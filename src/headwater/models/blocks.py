@@ -278,9 +278,6 @@ class Blocks:
             before: hooks that act before anything is kept, such as noise at the embeddings.
             held: where gradients will be taken: the run has a graph then, which begins at the first of them.
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
-
-        Raises:
-            NumericsError: the residual stream after the last block holds NaN or infinity.
         """
         tap, calls, tokens = _KeyValueTap(), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)

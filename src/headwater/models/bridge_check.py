@@ -58,11 +58,7 @@ class Reference:
 
 
 def record_reference(hf: Any, name: str) -> Reference:
-    """Run a few tokens through a transformers model that is still whole.
-
-    Raises:
-        ModelError: it cannot be run on tokens, or gives no logits.
-    """
+    """Run a few tokens through a transformers model that is still whole."""
     config = hf.config.get_text_config(decoder=True)
     n_ctx = max(getattr(config, "max_position_embeddings", None) or 0, 0) or N_TOKENS  # XLNet says -1
     tokens = few_tokens(config.vocab_size, n_ctx, next(iter(hf.parameters())).device)
@@ -107,9 +103,6 @@ def compare_with_reference(model: Model, seen: Reference | None) -> None:
     Args:
         model: the model, whose `misfits`, `read_only`, `looks_ahead` and `takes_padding` are filled.
         seen: what the wrapped model gave; None where there is none.
-
-    Raises:
-        ModelError: the model cannot be run, or gives other logits than the model it wraps.
     """
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if seen is None else seen.tokens
     blocks = list(getattr(model.raw, "blocks", ()))

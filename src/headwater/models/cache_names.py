@@ -71,11 +71,7 @@ def keeps_an_index(raw: Any) -> bool:
 
 
 def cache_options(model: Model, cache: Any) -> dict[str, Any]:
-    """Return the options by which a wrapped model goes on from a cache.
-
-    Raises:
-        ModelError: it takes none.
-    """
+    """Return the options by which a wrapped model goes on from a cache."""
     raw = model.raw
     if (nameless := _nameless(raw) if is_bridge(raw) else raw) is not None:
         raise ModelError(
@@ -87,11 +83,7 @@ def cache_options(model: Model, cache: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reached(attentions: Iterable[Any]) -> Iterator[None]:
-    """Hand attentions the caches that their blocks give them as they read them, for as long as the context lasts.
-
-    Raises:
-        ModelError: one that a bridge computes ran without a cache.
-    """
+    """Hand attentions the caches that their blocks give them as they read them, for as long as the context lasts."""
     with contextlib.ExitStack() as stack:
         for attention in filter(_is_computed_by_bridge, attentions):
             watch = _Watch()

@@ -37,9 +37,6 @@ def evaluation_mode(model: Model) -> None:
     """Refuse a model in training mode, whose dropout would make every run different.
 
     A HookedTransformer has no dropout and passes in either mode; TransformerLens leaves parts of it in training mode.
-
-    Raises:
-        ModelError: a module is in training mode.
     """
     if not hasattr(model.raw, "original_model"):
         return
@@ -49,11 +46,7 @@ def evaluation_mode(model: Model) -> None:
 
 
 def finite_weights(model: Model) -> None:
-    """Refuse weights that are not numbers.
-
-    Raises:
-        ModelError: a parameter holds NaN or infinity; the message names it.
-    """
+    """Refuse weights that are not numbers."""
     for name, parameter in model.raw.named_parameters():
         if parameter.is_floating_point() and not _is_finite(parameter):
             bad = int((~parameter.isfinite()).sum())
@@ -69,12 +62,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
-    """Refuse a tokenizer made for another model.
-
-    Raises:
-        ModelError: it has more ids than the model has embeddings, or less than half as many (transformers makes up a
-            tokenizer of one or two tokens when the files are missing).
-    """
+    """Refuse a tokenizer made for another model."""
     n_ids = tokenizer.vocab_size
     named = f"The tokenizer{f' of {tokenizer.name_or_path}' if tokenizer.name_or_path else ''}"
     if n_ids > d_vocab:
@@ -89,11 +77,7 @@ def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
 def edges_are_cut(
     pattern: Float[Tensor, "batch head query key"], cut: Bool[Tensor, "batch head query key"], name: str = "attention"
 ) -> None:
-    """See that a pattern recorded during a knockout is zero wherever it was to be cut.
-
-    Raises:
-        InterventionError: some of the attention is still there.
-    """
+    """See that a pattern recorded during a knockout is zero wherever it was to be cut."""
     left = (pattern * cut.to(pattern)).amax()
     if float(left) != 0:
         raise InterventionError(f"A knockout did not take effect: {name} still has {float(left):.3g} on a cut edge.")
@@ -117,9 +101,6 @@ def finite_output(
         columns: the positions of `out`; None for all.
         edited: hooks are attached, whose edits are then made again to find the layer.
         cached: the run continued an earlier one, so it cannot be made again.
-
-    Raises:
-        NumericsError: with layer, example and token.
     """
     seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
     real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]

@@ -67,9 +67,6 @@ class PromptHook(ABC):
             model: the model.
             batch: the prompts; None stands for whatever goes through the model.
             goes_on: whether these are tokens that follow the prompts.
-
-        Raises:
-            InputError: the model or the prompts do not allow it, or it needs to know them.
         """
 
 
@@ -81,9 +78,6 @@ def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False
         hooks: pairs and `PromptHook`s.
         batch: what the model runs, if that is known.
         goes_on: whether these are tokens that follow the prompts.
-
-    Raises:
-        InputError: they are no list, or one cannot be made or is none.
     """
     return [
         hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed_hooks(hooks)
@@ -105,11 +99,7 @@ def replace_hook(function: HookFunction) -> TrustedHook:
 
 
 def listed_hooks(hooks: Any) -> list[Any]:
-    """Return hooks as a list.
-
-    Raises:
-        InputError: they are none, or one cannot be called as `function(activation, hook=...)`.
-    """
+    """Return hooks as a list."""
     try:
         listed = list(hooks)
     except TypeError:
@@ -160,12 +150,7 @@ class Attached:
         return isinstance(self.function, TrustedHook) and self.function.may_be_silent
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
-        """Call the hook; return what the model goes on with, if that is not what it was given.
-
-        Raises:
-            InterventionError: what it returned cannot stand for the activation, or it wrote into its copy and returned
-                nothing; or the activation is not one of every token that is read.
-        """
+        """Call the hook; return what the model goes on with, if that is not what it was given."""
         self.fired = True
         self._check_tokens(activation)
         if isinstance(self.function, TrustedHook) or not isinstance(activation, Tensor):
@@ -213,11 +198,7 @@ class Attached:
 
 
 def refuse_silent(attached: Iterable[Attached]) -> None:
-    """Refuse hooks that did not fire in a run of the model.
-
-    Raises:
-        InterventionError: there are some that must.
-    """
+    """Refuse hooks that did not fire in a run of the model."""
     silent = sorted({hook.name for hook in attached if not hook.fired and not hook.may_be_silent})
     if silent:
         raise InterventionError(
@@ -293,11 +274,7 @@ class Attachments:
 
     @contextlib.contextmanager
     def attached(self, hooks: Sequence[Attached]) -> Iterator[None]:
-        """Attach hooks after those that are there, for as long as the context lasts.
-
-        Raises:
-            InterventionError: TransformerLens refuses one, whose activation is switched off.
-        """
+        """Attach hooks after those that are there, for as long as the context lasts."""
         points, new = self._raw.hook_dict, dict[str, _Place]()
         with contextlib.ExitStack() as stack:
             for hook in hooks:

@@ -308,11 +308,7 @@ def text_config(config: Any) -> Any:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a transformers config.
-
-    Raises:
-        ModelError: there is no row for it.
-    """
+    """The family of a transformers config."""
     config = text_config(config)
     if config.model_type not in FAMILIES:
         raise ModelError(

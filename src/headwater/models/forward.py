@@ -99,9 +99,6 @@ def forward(
 
     Returns:
         Logits of the columns, or the residual stream in front of layer `stop_at`.
-
-    Raises:
-        InputError: the model would read the padding.
     """
     options = padding_option(model, batch) | (options or {})
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
@@ -133,11 +130,7 @@ def _called(
 
 
 def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
-    """Return the option that says what is padding; nothing where nobody reads it, since it comes last.
-
-    Raises:
-        InputError: the model would read it.
-    """
+    """Return the option that says what is padding; nothing where nobody reads it, since it comes last."""
     if not batch.padded:
         return {}
     if not model.takes_padding:

@@ -37,11 +37,7 @@ UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a GGUF file.
-
-    Raises:
-        ModelError: the file has none, or asks for rules that are not known here.
-    """
+    """Load the tokenizer of a GGUF file."""
     file = read_gguf(path)
     kind, said = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama"):

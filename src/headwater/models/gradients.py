@@ -54,11 +54,7 @@ class HeadSlopes:
 
 
 def refuse_without_gradients(model: HookedModel) -> None:
-    """Refuse a model whose weights take part in no gradient.
-
-    Raises:
-        InputError: it was loaded under `torch.inference_mode()`.
-    """
+    """Refuse a model whose weights take part in no gradient."""
     if next(model.raw.parameters()).is_inference():
         raise InputError(
             f"{model.name} was loaded under torch.inference_mode(), which forbids gradients: load it outside."
@@ -66,11 +62,7 @@ def refuse_without_gradients(model: HookedModel) -> None:
 
 
 def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> None:
-    """Refuse to run texts of these lengths only up to a token where what follows changes what is read there.
-
-    Raises:
-        InputError: the model's attention looks ahead, or its rotary embeddings are others in one of the texts.
-    """
+    """Refuse to run texts of these lengths only up to a token where what follows changes what is read there."""
     if (longest := max(lengths, default=0)) > (original := original_length(model.rotary_by_length)):
         raise InputError(
             f"{what} runs texts up to the token that is read, and past {original} tokens the rotary embeddings of "

@@ -435,11 +435,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
 
 
 def check_model(model: Any, option: str = "model") -> None:
-    """Refuse what `hw.load` did not give.
-
-    Raises:
-        InputError: it is something else, such as the name of a model.
-    """
+    """Refuse what `hw.load` did not give."""
     if not isinstance(model, HookedModel):
         found = type(model).__name__
         raise InputError(f"{option} must be what hw.load returns, found a {found}: hw.load(...) it first.")

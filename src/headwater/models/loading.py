@@ -366,11 +366,7 @@ def _refuse_spread(device: str | torch.device | None, what: str) -> None:
 
 
 def weights_of(model: object, device: str | torch.device | None = None) -> WeightSource:
-    """Return the weights of a loaded model, or of a checkpoint folder or hub name without loading it.
-
-    Raises:
-        InputError: a loaded model is on another device than the one asked for.
-    """
+    """Return the weights of a loaded model, or of a checkpoint folder or hub name without loading it."""
     if isinstance(model, str | Path):
         return open_weights(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     source = model if isinstance(model, WeightSource) else open_weights(hooked_of(model))

@@ -31,22 +31,14 @@ def available_memory(device: torch.device) -> int:
 
 
 def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) -> None:
-    """Refuse what needs more bytes than a device has left.
-
-    Raises:
-        InputError: it would not fit; the message has both figures.
-    """
+    """Refuse what needs more bytes than a device has left."""
     available = available_memory(device)
     if needed > available:
         raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
-    """Refuse what needs more bytes than the disk of a folder has left; what the folder holds already counts as there.
-
-    Raises:
-        InputError: it would not fit; the message has both figures.
-    """
+    """Refuse what needs more bytes than the disk has left; what the folder holds already counts as written."""
     there = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) if folder.is_dir() else 0
     above = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path())
     free = shutil.disk_usage(above).free
@@ -68,11 +60,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def failures_named(what: str) -> Iterator[None]:
-    """Say which of the functions that a caller gave fails, and how; what it raised is chained.
-
-    Raises:
-        InputError: it raised something else than an error of headwater, or of memory (see `in_halves`).
-    """
+    """Say which of the functions that a caller gave fails, and how; what it raised is chained."""
     try:
         yield
     except Exception as error:
@@ -98,9 +86,6 @@ def in_halves(items: Items, work: Callable[[Any], Value]) -> list[Value]:
 
     Returns:
         What each part of the work returned, in order.
-
-    Raises:
-        HeadwaterError: there is not enough memory for a single item.
     """
     try:
         return [work(items)]

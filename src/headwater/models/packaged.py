@@ -74,21 +74,12 @@ def world_folder() -> Path:
 
 
 def embedded_folder(name: str = BASE) -> Path:
-    """Return the checkpoint folder of an embedded model after checking that it is whole.
-
-    Raises:
-        ModelError: as `checked_folder` does.
-    """
+    """Return the checkpoint folder of an embedded model after checking that it is whole."""
     return checked_folder(world_folder() / FOLDERS[name])
 
 
 def checked_folder(path: Path) -> Path:
-    """Return a folder that `python -m tools.world train` wrote, after checking that it is whole.
-
-    Raises:
-        ModelError: a file is missing or damaged, or the weights are of another version; the message has the command
-            that rebuilds them.
-    """
+    """Return a folder that `python -m tools.world train` wrote, after checking that it is whole."""
     if not path.is_dir():
         raise ModelError(
             f"There is no {path.name!r} model in {path.parent}: this headwater comes without it. {REBUILD}"

@@ -40,10 +40,6 @@ def parameter_gradient_norms(
         ids: the tokens of the text.
         scored: the places in `ids` whose tokens count; at least one, and not the first.
         order: of the norm: 1, 2 or infinity (the largest entry).
-
-    Raises:
-        InputError: the text is too long, or the model was loaded under `torch.inference_mode()`.
-        NumericsError: a gradient is not finite.
     """
     refuse_without_gradients(model)
     parameters = {name.replace(WRAPPED, ""): one for name, one in model.raw.named_parameters()}

@@ -120,11 +120,7 @@ def read_part(name: Any) -> NamedPart | None:
 
 
 def part_named(name: Any, sizes: Sizes) -> NamedPart:
-    """Return the part of a model that a name means; numbers of a pair may count from the end.
-
-    Raises:
-        InputError: the name fits no form, or the model has no such layer or head.
-    """
+    """Return the part of a model that a name means; numbers of a pair may count from the end."""
     part = read_part(name)
     if part is None:
         word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
@@ -146,11 +142,7 @@ def part_named(name: Any, sizes: Sizes) -> NamedPart:
 
 
 def within(number: int, count: int, what: str, where: str = "", note: str | None = None) -> int:
-    """Return a number counted from the beginning.
-
-    Raises:
-        InputError: it is out of range.
-    """
+    """Return a number counted from the beginning."""
     if not -count <= number < count:
         grouped = "; query heads are counted, not key-value heads" if what == "head" else ""
         raise InputError(f"There is no {what} {number}{where}; they are 0 to {count - 1}{note or grouped}.")
@@ -164,9 +156,6 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
         option: `heads` or `mlps`.
         given: a name, a list of names, pairs or (of MLPs) layers, or a table of heads with the columns `layer`, `head`.
         sizes: of the model; "head 9" is every head of layer 9.
-
-    Raises:
-        InputError: one is not a head, or an MLP, of the model.
     """
     kind = option.removesuffix("s")
     wanted = (
@@ -198,11 +187,7 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
-    """Return one head, given as two numbers or, with `head` left out, by its name.
-
-    Raises:
-        InputError: it is not a head of the model.
-    """
+    """Return one head, given as two numbers or, with `head` left out, by its name."""
     name = layer if head is None else (layer, head)
     part = read_part(name)
     if part is None or part.kind != "head" or part.layer is None or part.head is None:
@@ -219,9 +204,6 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
         heads: numbers, which are returned as they are, or names.
         sizes: of the model.
         kv_site: a site that is meant and has key-value heads, if there is one.
-
-    Raises:
-        InputError: the heads are of several layers, or of another than `layers`; or the site counts other heads.
     """
     if heads is None or not (isinstance(heads, str) or (not is_one(heads) and any(map(_is_name, heads)))):
         return layers, heads

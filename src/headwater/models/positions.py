@@ -206,9 +206,6 @@ def positions_of(
         example: its number, for a list with one entry per prompt.
         n_examples: how many prompts (or pairs) there are.
         side: 0 in the clean prompt of a pair, 1 in the corrupted one; None where there are no pairs.
-
-    Raises:
-        InputError: it names nothing, or something outside the prompt.
     """
     if isinstance(where, Mapping):
         roles = roles_of(where, prompt, example, n_examples, side)
@@ -236,11 +233,7 @@ def positions_of(
 def roles_of(
     where: Mapping[Any, Any], prompt: Prompt, example: int, n_examples: int, side: int | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the positions of each role in one prompt; see `positions_of`.
-
-    Raises:
-        InputError: a role has no name, or is not in the prompt; the message names the role and the prompt.
-    """
+    """Return the positions of each role in one prompt; see `positions_of`."""
     checked_roles(where)
     return {role: role_in(role, place, prompt, example, n_examples, side) for role, place in where.items()}
 
@@ -257,11 +250,7 @@ def role_in(
 
 
 def checked_roles(where: Mapping[Any, Any]) -> None:
-    """Refuse a mapping that does not name roles.
-
-    Raises:
-        InputError: it is empty, a name is no text, or a role is made of roles.
-    """
+    """Refuse a mapping that does not name roles."""
     if not where or not all(isinstance(name, str) and name for name in where):
         raise InputError(f"positions={shown(dict(where))} does not map names of roles to positions.")
     nested = [name for name, place in where.items() if isinstance(place, Mapping)]

@@ -37,11 +37,7 @@ STRAIGHT = ("cuda",)
 
 
 def refuse_unless_it_fits(folder: Path, config: object, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuse a checkpoint that is larger than what is free on a device, before a weight is read.
-
-    Raises:
-        InputError: with both sizes.
-    """
+    """Refuse a checkpoint that is larger than what is free on a device, before a weight is read."""
     stored = getattr(config, "dtype", None)
     kind = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
     if is_gguf(folder):
@@ -69,10 +65,6 @@ def read_pretrained(
         dtype: of the weights; None as they are stored.
         trust_remote_code: allow the checkpoint to bring its own code.
         device: where the model will run; None spreads it over all devices.
-
-    Raises:
-        ModelError: the weights cannot be read, are not all there, or are more than the config asks for.
-        InputError: all devices together are too small for it.
     """
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM

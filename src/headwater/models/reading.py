@@ -72,11 +72,7 @@ def reads(reading: Reading) -> Iterator[None]:
 
 
 def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
-    """Return the columns of a batch whose logits must be computed, or None for all.
-
-    Raises:
-        InputError: `keep` names no columns of it.
-    """
+    """Return the columns of a batch whose logits must be computed, or None for all."""
     if keep is None:
         return None
     width = batch.tokens.shape[1]

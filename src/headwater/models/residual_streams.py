@@ -44,9 +44,6 @@ def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Ta
         batch: the tokens.
         layers: whose outputs are read.
         take: called with each of them.
-
-    Raises:
-        NumericsError: the model computed NaN or infinity at a token.
     """
     kept: dict[int, Tensor] = {}
 

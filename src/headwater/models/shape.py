@@ -50,11 +50,7 @@ class ModelShape:
 
 
 def refuse_impossible_sizes(config: object) -> None:
-    """Refuse a config some of whose sizes no model has.
-
-    Raises:
-        ModelError: naming the first number below 1.
-    """
+    """Refuse a config some of whose sizes no model has."""
     config = text_config(config)
     for name in SIZES:
         value = getattr(config, name, None)
@@ -67,9 +63,6 @@ def shape_of(config: Any) -> ModelShape:
 
     Args:
         config: the config of a model of any of `FAMILIES`.
-
-    Raises:
-        ModelError: there is no row for its architecture, or a size is below 1.
     """
     family, config = family_of(config), text_config(config)
     refuse_impossible_sizes(config)

@@ -350,11 +350,7 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 
 
 def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
-    """Look sites up by name, whatever the model; a site, such as features of a dictionary, stands for itself.
-
-    Raises:
-        InputError: there is no such site, or two of one name.
-    """
+    """Look sites up by name, whatever the model; a site, such as features of a dictionary, stands for itself."""
     asked = one_or_several(names)
     if not asked:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
@@ -366,9 +362,5 @@ def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
 
 
 def sites_named(names: str | Site | Iterable[str | Site], model: Model) -> tuple[Site, ...]:
-    """Look up the sites of a model by name.
-
-    Raises:
-        InputError: no such site, or the model has none of it, or one that is not what its shape says.
-    """
+    """Look up the sites of a model by name."""
     return tuple(site.fitted(model) for site in sites_called(names))

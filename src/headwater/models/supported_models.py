@@ -45,11 +45,7 @@ WEIGHT_BUFFERS = (".weight", ".qweight")
 
 
 def refuse_adapters(model: Any) -> None:
-    """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`).
-
-    Raises:
-        InputError: naming the first such layer, and how to merge; or that nothing can be merged.
-    """
+    """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`)."""
     if _is_a(model, "PeftModel"):
         if not any(_is_a(module, "BaseTunerLayer") for module in model.modules()):
             raise InputError(
@@ -73,9 +69,6 @@ def with_adapters_merged(model: Any) -> Any:
 
     What is not merged shares its numbers with the model, which stays as it is. Adapters that are switched off are left
     out.
-
-    Raises:
-        InputError: they are no change of weights (prompts that are learned), or the copy does not compute the same.
     """
     whole = model.get_base_model() if _is_a(model, "PeftModel") else model
     adapted = any(_is_a(module, "BaseTunerLayer") for module in whole.modules())
@@ -109,11 +102,7 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Refuse weights that are not held as float numbers, or not in memory.
-
-    Raises:
-        ModelError: naming the first module or weight that is so.
-    """
+    """Refuse weights that are not held as float numbers, or not in memory."""
     advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
@@ -135,11 +124,7 @@ def refuse_quantized(model: Any) -> None:
 
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself, or the text model inside a multimodal one, seen to give the same logits.
-
-    Raises:
-        ModelError: there is no unembedding, no such text model, or it gives other logits.
-    """
+    """The model itself, or the text model inside a multimodal one, seen to give the same logits."""
     name = type(model).__name__
     if model.get_output_embeddings() is None:
         raise ModelError(f"A {name} has no unembedding; load the checkpoint as AutoModelForCausalLM does.")

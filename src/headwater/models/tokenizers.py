@@ -46,9 +46,6 @@ def load_tokenizer(
     AutoTokenizer chooses a class by the config's model type, and several of these classes rebuild the tokenizer from
     the vocabulary alone, so a file whose rules differ is silently read as another tokenizer. Here the file is always
     followed; the class only supplies what the file does not hold (names of special tokens, the chat template).
-
-    Raises:
-        ModelError: there are no tokenizer files, or they cannot be read.
     """
     folder = checked_path("tokenizer", source)
     if is_gguf(folder):
@@ -134,9 +131,6 @@ def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: b
         bos: what is wanted; see `Bos`.
         tokenizer: the model's. Without one there are no texts, and nothing comes before them.
         prepends: TransformerLens's `default_prepend_bos`.
-
-    Raises:
-        InputError: `bos` names no token of the tokenizer.
     """
     if bos is False or (tokenizer is None and bos is None):
         return ()

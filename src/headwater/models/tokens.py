@@ -52,11 +52,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], pad: int) -> Batch:
-        """Make a batch of lists of token ids as they are, every one of them real.
-
-        Raises:
-            InputError: one of them is empty.
-        """
+        """Make a batch of lists of token ids as they are, every one of them real."""
         if not rows or not all(rows):
             raise InputError("There is nothing to run: an input has no tokens.")
         lengths = torch.tensor([len(row) for row in rows])
@@ -139,10 +135,6 @@ def make_batch(
         d_vocab: ids must be smaller than this.
         n_ctx: sequences must not be longer than this.
         config: the model's; it names the padding id where the tokenizer names none, or there is no tokenizer.
-
-    Raises:
-        InputError: there is nothing in it, it is a mapping or a table, an id is outside the vocabulary, a sequence is
-            too long, or token ids look padded and no mask says where.
     """
     refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):
@@ -163,11 +155,7 @@ def make_batch(
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = ()) -> tuple[list[int], Offsets | None]:
-    """Return a text's token ids and the characters of each token; all but a chat begin with `bos`, exactly once.
-
-    Raises:
-        InputError: the text holds half a character.
-    """
+    """Return a text's token ids and the characters of each token; all but a chat begin with `bos`, exactly once."""
     refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     with panics_are_errors(InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"):
@@ -194,9 +182,6 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatTe
     Args:
         tokenizer: the model's.
         message: what the user says; or messages, `role` and `content` of each.
-
-    Raises:
-        InputError: the template refuses the messages, as some do one of the system.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -219,11 +204,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatTe
 
 
 def chats_written(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
-    """Write out the chats among what was given, one or several; anything else is returned as it is.
-
-    Raises:
-        InputError: there are chats beside something else, a message is none, or there is no chat template.
-    """
+    """Write out the chats among what was given, one or several; anything else is returned as it is."""
     chats = [parts] if any(isinstance(part, Mapping) for part in parts) else parts
     are = [isinstance(one, list | tuple) and any(isinstance(part, Mapping) for part in one) for one in chats]
     if not any(are):
@@ -245,11 +226,7 @@ def said_of_chats(texts: Iterable[str | None]) -> dict[str, str]:
 
 
 def token_span(offsets: Offsets, start: int, end: int) -> range:
-    """Return the positions of the tokens that hold any of the characters `start` to `end` (end excluded).
-
-    Raises:
-        InputError: no token holds them.
-    """
+    """Return the positions of the tokens that hold any of the characters `start` to `end` (end excluded)."""
     held = [i for i, (first, last) in enumerate(offsets) if first < end and start < last]
     if not held:
         raise InputError(f"No token holds the characters {start} to {end}; the text ends at {offsets[-1][1]}.")
@@ -314,11 +291,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 def refuse_what_has_no_order(inputs: object) -> None:
-    """Refuse what would be gone through by its keys or columns, or in no fixed order.
-
-    Raises:
-        InputError: a mapping (what a tokenizer returns), a table, a set, or bytes.
-    """
+    """Refuse what would be gone through by its keys or columns, or in no fixed order."""
     kind = type(inputs).__name__
     if isinstance(inputs, Mapping):
         raise InputError(

@@ -297,11 +297,7 @@ class TransformerLensNames(ParametersByHead):
         return self.tokenize([self.to_tokens(text, prepend_bos, truncate=False)[0].tolist() for text in texts])
 
     def _named(self, names: object) -> list[str]:
-        """Return the names of hooks that are meant.
-
-        Raises:
-            InputError: it is nothing that names hooks, or means none.
-        """
+        """Return the names of hooks that are meant."""
         known = self.raw.hook_dict
         if names is None or callable(names):
             with failures_named("The filter of names"):

@@ -124,9 +124,6 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
         model: the model.
         record: of the run that asks. What was checked of the same weights, while nothing else acted in the model, is
             not checked again.
-
-    Raises:
-        ModelError: together they do not give the model's logits (the architecture does something more to them).
     """
     raw = model.raw
     bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)
@@ -173,11 +170,7 @@ def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> N
 
 
 def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> None:
-    """Refuse logits read from a residual stream that are not the model's own, to the rounding of its dtype.
-
-    Raises:
-        ModelError: they differ.
-    """
+    """Refuse logits read from a residual stream that are not the model's own, to the rounding of its dtype."""
     found, expected = found.float().cpu(), expected.float().cpu()
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not error <= max(1e-4, 8 * torch.finfo(model.dtype).eps):

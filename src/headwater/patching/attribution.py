@@ -121,11 +121,7 @@ class AttributionRunner(Runner):
         return products
 
     def _refuse_not_finite(self, metric: str, drawn: Sequence[Drawn], finite: Sequence[Bool[Tensor, " row"]]) -> None:
-        """Look at all products in one copy.
-
-        Raises:
-            NumericsError: with the first place and example that is not finite.
-        """
+        """Look at all products in one copy."""
         seen = torch.stack([one.to(finite[0].device) for one in finite]).cpu()
         for (site, layer, _, _), examples in zip(drawn, seen, strict=True):
             if not bool(examples.all()):

@@ -146,13 +146,7 @@ class Function(_Changing):
         return wanted.other
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Call the function.
-
-        Raises:
-            InputError: it fails.
-            InterventionError: what it returns has another shape or dtype, is not finite, or a row of it depends on the
-                rows beside it.
-        """
+        """Call the function."""
         if (rows.site, rows.layer) not in self._seen:
             self._refuse_if_rows_mix(activation.clone(), other, rows)
             self._seen.add((rows.site, rows.layer))
@@ -187,11 +181,7 @@ class Function(_Changing):
         )
 
     def _refuse_if_rows_mix(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> None:
-        """Change the first row beside another (its entries in reverse, larger and shifted), and each of the two alone.
-
-        Raises:
-            InterventionError: the results differ, beyond rounding.
-        """
+        """Change the first row beside another (its entries in reverse, doubled, shifted), and each of the two alone."""
         first = torch.zeros(2, dtype=torch.long, device=activation.device)
         both = torch.cat([activation[:1], 2 * activation[:1].flip(-1) + 1])
         others = None if other is None else torch.cat([other[:1], 2 * other[:1].flip(-1) + 1])
@@ -222,11 +212,7 @@ class _OfTensor(_Changing):
     tensor: Tensor
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return nothing, once the tensor is seen to fit.
-
-        Raises:
-            InputError: its shape is that of no rows of the site.
-        """
+        """Return nothing, once the tensor is seen to fit."""
         longest = max(map(len, self.inputs.pair.base))
         for name in dict.fromkeys(site for site, _ in wanted.places):
             listed, lengths = _axes(self.site(name)), self.site(name).size(wanted.model.shape, longest)

@@ -73,9 +73,6 @@ def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> 
         model: whose activations they are.
         given: a list of nodes, or of mappings with `site`, `layer` and, as far as meant, `position`, `head`, `key`.
         prompts: those that are edited: every one must have the tokens.
-
-    Raises:
-        InputError: there is no such site, layer, token or head, the site has none of it, or a node stands twice.
     """
     if is_one(given):
         raise InputError(
@@ -220,9 +217,6 @@ def read_sets(
         several: in its place, a mapping from names to sets, or a list of sets; a set is a mapping from kinds to
             members, or a list of heads.
         complement: whether everything of these kinds but the set is meant.
-
-    Raises:
-        InputError: there is no such component, one is named twice, a set is empty, or both forms are given.
     """
     given = {kind: members for kind, members in one.items() if members is not None}
     if several is None:
@@ -360,11 +354,7 @@ def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
 
 
 def _told_apart(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
-    """Number sets that would be called the same; sets of different names may be equal, one without a name may not.
-
-    Raises:
-        InputError: two sets in a list have the same parts.
-    """
+    """Number sets that would be called the same; sets of different names may be equal, one without a name may not."""
     found: list[ComponentSet] = []
     for one in sets:
         if any(other.parts == one.parts and other.name == one.name for other in found):

@@ -90,9 +90,6 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
         recipe: what `hw.noise` returned.
         prompts: the clean prompts.
         roles: the positions of the sweep: where they are by role, the noise may name one of the roles.
-
-    Raises:
-        InputError: it is no noise, says no tokens, or a prompt has not these.
     """
     if recipe.kind != "noise":
         raise InputError(

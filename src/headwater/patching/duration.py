@@ -35,9 +35,6 @@ def say_how_long(
         advice: what would be less.
         hours: what the caller allows.
         progress: whether anything is said.
-
-    Raises:
-        InputError: it takes longer.
     """
     work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     if hours is None and (work < WORTH_TIMING or not progress):

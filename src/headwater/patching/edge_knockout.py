@@ -178,11 +178,7 @@ def knockout(
 
 
 def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
-    """Set the effect of cells to NaN that sever nothing, and warn of them.
-
-    Raises:
-        InterventionError: these are all.
-    """
+    """Set the effect of cells to NaN that sever nothing, and warn of them."""
     nothing = measured.edges == 0
     if bool(nothing.all()):
         raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
@@ -198,11 +194,7 @@ def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
 
 
 def named_edges(block: Blocked | Any) -> dict[str, Edges]:
-    """Read the forms in which edges can be given.
-
-    Raises:
-        InputError: it is none of them.
-    """
+    """Read the forms in which edges can be given."""
     if isinstance(block, Edges):
         return {"edges": block}
     if isinstance(block, tuple) and len(block) == 2:

@@ -81,10 +81,6 @@ class EditHook(PromptHook):
         """Return the hook for these prompts; without any, for whatever goes through the model.
 
         Of tokens that follow the prompts, as in generation, an edit of all positions changes each; others were made.
-
-        Raises:
-            InputError: the model has no such site, layer or head, a prompt no such positions; or the edit needs to know
-                the prompts and they are not known.
         """
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
@@ -199,11 +195,7 @@ def edit(
 
 
 def _layer_of(site: Site, layer: object) -> int:
-    """Return the layer of an edit; a dictionary brings its own.
-
-    Raises:
-        InputError: it is none, or another one than the dictionary's.
-    """
+    """Return the layer of an edit; a dictionary brings its own."""
     own = getattr(site, "layer", None)
     if own is None:
         return checked_count("layer", layer, least=0)

@@ -73,12 +73,7 @@ def run_sweep(
 
 
 def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
-    """Measure the cells of a sweep, a wave in a piece.
-
-    Raises:
-        InputError: a metric cannot be used.
-        InterventionError: values made of what stands there changed nothing anywhere.
-    """
+    """Measure the cells of a sweep, a wave in a piece."""
     found = Measured.empty(len(plan.cells), len(plan.metrics))
     measuring = _Measuring(plan, runner)
     planned, outcome = list(waves(plan)), NOT_WRITTEN

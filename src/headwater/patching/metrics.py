@@ -153,11 +153,7 @@ class _Last(Tensor):
 
 
 def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
-    """Return where an index puts the axis of positions; None where it is gone.
-
-    Raises:
-        InputError: the index asks for another position than the last.
-    """
+    """Return where an index puts the axis of positions; None where it is gone."""
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = [0 if one is None else one.ndim if str(getattr(one, "dtype", "")).endswith("bool") else 1 for one in parts]
     if (cut := next((i for i, one in enumerate(parts) if one is Ellipsis), None)) is not None:
@@ -236,21 +232,13 @@ for _maker in (logit_difference, log_probability, probability, rank, kl_divergen
 
 
 def answers_of(name: str) -> list[str]:
-    """Name the answers that a metric is made with, as its maker calls them.
-
-    Raises:
-        InputError: there is no such metric.
-    """
+    """Name the answers that a metric is made with, as its maker calls them."""
     parameters = inspect.signature(METRICS[name]).parameters.values()
     return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY and p.default is p.empty]
 
 
 def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Metric, ...]:
-    """Take a metric, the name of one that needs no answers, a function of the kept logits, or several of these.
-
-    Raises:
-        InputError: it is none of these, or two metrics share a name.
-    """
+    """Take a metric, the name of one that needs no answers, a function of the kept logits, or several of these."""
     metrics = []
     for one in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
         if isinstance(one, Metric):
@@ -279,11 +267,7 @@ def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Met
 
 
 def metric_of_a_claim(metric: Measures) -> Metric:
-    """Take the one metric that a claim is on.
-
-    Raises:
-        InputError: several were given, or none that can be used.
-    """
+    """Take the one metric that a claim is on."""
     metrics = as_metrics(metric)
     if len(metrics) > 1:
         raise InputError(f"A claim is on one metric; {len(metrics)} were given.")
@@ -296,11 +280,7 @@ def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
 
 
 def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_vocab: int) -> Int[Tensor, " example"]:
-    """Return the token id of an answer for each prompt.
-
-    Raises:
-        InputError: a text is not one token, an id is outside the vocabulary, or their number is not the prompts'.
-    """
+    """Return the token id of an answer for each prompt."""
     tokens = _each(answer, n_examples)
     if len(tokens) != n_examples:
         raise InputError(f"{len(tokens)} answer tokens were given for {n_examples} prompts.")
@@ -312,11 +292,7 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
 
 
 def _refuse_the_same(correct: Answer, wrong: Answer) -> None:
-    """Refuse answers by prompt that are one for some prompt; `Plan.answers` refuses one pair for all prompts.
-
-    Raises:
-        InputError: with the prompt and its answer.
-    """
+    """Refuse answers by prompt that are one for some prompt; `Plan.answers` refuses one pair for all prompts."""
     both = correct, wrong
     if all(map(is_one, both)) or any(has_no_order(one) or not (is_one(one) or isinstance(one, Sized)) for one in both):
         return  # what cannot be used is said where answers meet the prompts

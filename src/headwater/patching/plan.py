@@ -105,11 +105,7 @@ class Plan:
 
     @cached_property
     def other_positions(self) -> tuple[tuple[int, ...], ...]:
-        """By example: the positions of the other prompt that are read as those of `positions` are of the edited one.
-
-        Raises:
-            InputError: what two metrics read is one position of one prompt and two of the other.
-        """
+        """By example: the positions of the other prompt that are read as those of `positions` are of the edited one."""
         found = []
         for i, (spans, positions) in enumerate(zip(self.spans, self.positions, strict=True)):
             same: dict[int, int] = {}

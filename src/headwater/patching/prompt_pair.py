@@ -154,10 +154,6 @@ class PromptPair:
             spans: what may be edited.
             sites: where.
             keys: what the keys are that may be edited, where these are named by role.
-
-        Raises:
-            InputError: positions differ, and a site holds keys, for all of which there would have to be a match; or a
-                query comes before a key in one prompt of a pair and after it in the other.
         """
         others = self.others or [None] * len(self.prompts)
         keyed = [site.name for site in sites if site.has_keys]

@@ -54,9 +54,6 @@ def read_pairs(
         corrupted: the others.
         by_role: whether pairs may be of two lengths, since positions in them are named by role; None where naming them
             would not help.
-
-    Raises:
-        InputError: the numbers of prompts differ, a table lacks a column, or a pair does not align.
     """
     if corrupted is None and isinstance(clean, Path | pd.DataFrame):
         clean, corrupted = read_table(clean)
@@ -87,11 +84,7 @@ def read_pairs(
 
 
 def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
-    """Return the prompts in the columns `clean` and `corrupted` of a data frame, or of a file (`headwater.data.rows`).
-
-    Raises:
-        InputError: the file cannot be read, or a row lacks one of the two, or has something that is no prompt.
-    """
+    """Return the prompts in the columns `clean` and `corrupted` of a data frame or a file (`headwater.data.rows`)."""
     rows: Iterable[tuple[Any, Mapping[Any, Any]]]
     if isinstance(table, Path):
         where, rows = str(table), read_rows(table, "pairs of prompts")
@@ -135,11 +128,7 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
 def aligned_positions(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> tuple[int, ...]:
-    """Return the positions a name stands for in both prompts of a pair; a text may stand in one of them only.
-
-    Raises:
-        InputError: it stands for different positions in the two.
-    """
+    """Return the positions a name stands for in both prompts of a pair; a text may stand in one of them only."""
     if other is None:
         return positions_of(where, base, example, n)
     found = []
@@ -160,12 +149,7 @@ def aligned_positions(
 def aligned_span(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> AlignedSpan:
-    """Return the positions a name stands for in each prompt of a pair: in prompts of one length, the same ones.
-
-    Raises:
-        InputError: it stands for different positions in two prompts of one length, or for more tokens in one prompt
-            than in the other.
-    """
+    """Return the positions a name stands for in each prompt of a pair: in prompts of one length, the same ones."""
     if other is None or len(base) == len(other):
         at = aligned_positions(where, base, other, example, n, base_side)
         return AlignedSpan(at, at)
@@ -208,10 +192,6 @@ def spans_by_role(
     """Return, by role, its tokens in both prompts of a pair, each prompt resolved by itself.
 
     A word that is in one prompt only stands, in the other of one length, for the same positions.
-
-    Raises:
-        InputError: a role is not in a prompt, covers more tokens of one prompt than of the other, or shares a token
-            with another role that stands for another token of the other prompt.
     """
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
@@ -228,11 +208,7 @@ def spans_by_role(
 
 
 def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
-    """Return which token of the other prompt of a pair each token is, of positions and of keys, by role.
-
-    Raises:
-        InputError: one token is two of the other prompt.
-    """
+    """Return which token of the other prompt of a pair each token is, of positions and of keys, by role."""
     found: dict[int, tuple[str, int]] = {}
     for role, spot in (*spots.items(), *keys.items()):
         for here, there in zip(spot.base, spot.other, strict=True):
@@ -246,11 +222,7 @@ def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedS
 
 
 def refuse_other_order(queries: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> None:
-    """Refuse a pair in which a query can read a key in one prompt and comes before it in the other.
-
-    Raises:
-        InputError: there is such a query and key.
-    """
+    """Refuse a pair in which a query can read a key in one prompt and comes before it in the other."""
     for (reads, query), (read, key) in product(queries.items(), keys.items()):
         for here, there in zip(query.base, query.other, strict=True):
             if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):

@@ -141,11 +141,7 @@ class Readout:
         return found
 
     def apply(self, m: int, reading: Reading, read: Tensor, owners: Indices | Sequence[int]) -> Float[Tensor, " row"]:
-        """Apply one metric to rows that belong to these examples of the group.
-
-        Raises:
-            InputError: it makes NaN or infinity of finite values, or mixes the rows.
-        """
+        """Apply one metric to rows that belong to these examples of the group."""
         metric, owners = self.plan.metrics[m], np.asarray(owners)
         measured = torch.empty(len(owners), dtype=torch.float64)
         counts = self._places[m][1][owners]
@@ -197,11 +193,7 @@ class Readout:
     def _refuse_no_number(
         self, metric: Metric, values: Tensor, measured: Tensor, rows: Indices, owners: Indices
     ) -> None:
-        """Refuse NaN and infinity that a metric makes of finite values.
-
-        Raises:
-            InputError: with the metric and the example.
-        """
+        """Refuse NaN and infinity that a metric makes of finite values."""
         for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
             if bool(values[i].isfinite().all()):
                 raise InputError(

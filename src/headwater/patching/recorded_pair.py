@@ -132,11 +132,7 @@ class RecordedPair:
         return torch.stack([base[reading][0] for reading in self.plan.states])[:, self._columns]
 
     def look(self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]] = ()) -> NodeEffect:
-        """Change nodes together, and each of the other sets by itself, in one walk.
-
-        Raises:
-            InputError: the model has changed since its runs were recorded.
-        """
+        """Change nodes together, and each of the other sets by itself, in one walk."""
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
         runner, end = self._runner, (LOGITS, self.model.shape.n_layers)

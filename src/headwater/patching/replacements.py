@@ -209,11 +209,7 @@ class Zero(Replacement):
 
 
 def checked_tensor(option: str, value: Any) -> Tensor:
-    """Return a copy of a tensor, of an array of another library, or of a list of numbers.
-
-    Raises:
-        InputError: it is none of these, has no axis, or its numbers are not finite.
-    """
+    """Return a copy of a tensor, of an array of another library, or of a list of numbers."""
     try:
         tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         is_usable = tensor.ndim > 0 and tensor.numel() > 0 and not tensor.is_complex()
@@ -230,11 +226,7 @@ def checked_tensor(option: str, value: Any) -> Tensor:
 
 
 def replacement_spec(values: object) -> ReplacementSpec:
-    """Return what was given as values as a spec.
-
-    Raises:
-        InputError: it is nothing that values can be made of, or a name that needs more.
-    """
+    """Return what was given as values as a spec."""
     if isinstance(values, ReplacementSpec):
         return values
     if isinstance(values, list | tuple) or hasattr(values, "__array__"):
@@ -255,11 +247,7 @@ def build_replacement(
     *,
     positions: Where = "all",
 ) -> Replacement:
-    """Make what was asked for as `values=`, with `dataset=` and `seed=` beside it, for edits at these positions.
-
-    Raises:
-        InputError: it is nothing that values can be made of, or the prompts do not allow it.
-    """
+    """Make what was asked for as `values=`, with `dataset=` and `seed=` beside it, for edits at these positions."""
     spec = replacement_spec(values)
     kind, roles = VALUES[spec.kind], positions if isinstance(positions, Mapping) else None
     if "positions" in spec.arguments and roles is None and spec.kind == "resample":
@@ -490,9 +478,6 @@ def capture(
     """Run prompts; return the named activations and the logits at the kept columns (without any, the last residual).
 
     `before` are hooks that act before anything is kept.
-
-    Raises:
-        NumericsError: the model computes NaN or infinity anywhere, kept or not.
     """
     held: dict[str, Tensor] = {}
 

@@ -47,11 +47,7 @@ LISTED = 12
 
 
 def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
-    """Return what of a sweep is summarized: `effect`, `normalized_effect` (a mean of ratios) or `ratio of means`.
-
-    Raises:
-        InputError: there is no such column or way to normalize.
-    """
+    """Return what of a sweep is summarized: `effect`, `normalized_effect` (a mean of ratios) or `ratio of means`."""
     if normalize is not None and not (isinstance(normalize, str) and normalize in NORMALIZE):
         raise InputError(f"normalize={shown(normalize)} is none of {', '.join(map(repr, NORMALIZE))}.")
     column = checked_name("value", value, MEASURES)
@@ -128,11 +124,7 @@ def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.Da
 
 
 def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFrame:
-    """Return the rows of a sweep that have these values in these columns.
-
-    Raises:
-        InputError: there is no such column, or no such row.
-    """
+    """Return the rows of a sweep that have these values in these columns."""
     for column, wanted in fixed.items():
         known = table[column].tolist() if column in table.columns else []
         if not isinstance(wanted, str | Integral) or wanted not in known:
@@ -146,11 +138,7 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
 
 
 def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, columns: Any) -> tuple[str, str]:
-    """Return the two columns of a sweep that a grid runs over.
-
-    Raises:
-        InputError: they are no axes, or the same one, or the sweep runs over a third.
-    """
+    """Return the two columns of a sweep that a grid runs over."""
     runs = [name for name in coordinates if table[name].nunique() > 1]
     runs = [name for name in runs if name not in tokens_by_role(runs)]
     valid = [name for name in coordinates if table[name].notna().any()]
@@ -298,11 +286,7 @@ class CellEffects:
         self.effects[rows, cells] = means.to_numpy()
 
     def chosen(self, cells: object) -> list[int]:
-        """Return the numbers of the cells that were named.
-
-        Raises:
-            InputError: what is given does not name cells, or names one that the sweep has not.
-        """
+        """Return the numbers of the cells that were named."""
         if isinstance(cells, pd.DataFrame):
             named = [name for name in self.columns if name in cells.columns]
             cells = [
@@ -348,11 +332,7 @@ class CellEffects:
         return self.effects[:, list(cells)].mean(1)
 
     def same(self, other: CellEffects, cells: Sequence[int]) -> list[int]:
-        """Return the numbers that cells of another sweep have here.
-
-        Raises:
-            InputError: one of them is not here, or the metric is another.
-        """
+        """Return the numbers that cells of another sweep have here."""
         if other.metric != self.metric:
             raise InputError(f"The other sweep measures {self.metric}, this one {other.metric}: give the same metric.")
         left = [name for name in self.columns if name != "values"]

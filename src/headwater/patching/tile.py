@@ -265,11 +265,7 @@ class Masks:
         return severed
 
     def check_that_every_token_has_a_key(self) -> None:
-        """Look once, at the end, at all that severed edges left, so that no device is waited for on the way.
-
-        Raises:
-            InterventionError: a token was left without any key.
-        """
+        """Look once, at the end, at all that severed edges left, so that no device is waited for on the way."""
         if not self._keyless or not any(torch.stack([found.any() for *_, found in self._keyless]).tolist()):
             return
         layer, tile, keyless = next(one for one in self._keyless if bool(one[2].any()))

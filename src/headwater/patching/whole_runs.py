@@ -149,9 +149,6 @@ def written_into(
     """Return an activation of whole prompts, `batch position ...`, with edits of these rows written.
 
     With each edit comes the example whose values it writes. Without `rows`, the edits are those of every row in turn.
-
-    Raises:
-        InterventionError: a change returns what cannot stand there.
     """
     edited = activation.clone(memory_format=torch.contiguous_format)
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]

@@ -116,9 +116,6 @@ def write_tokens(
     """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
 
     What a site reads through a dictionary is read and written for all rows at once.
-
-    Raises:
-        InterventionError: a change returns what cannot be written there.
     """
     # One gather and one scatter for all edits of a kind: a launch for each edit would cost more than its rows.
     groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
@@ -210,9 +207,6 @@ def write_patterns(
     An offset of a stretch numbers the row. `columns` is -1 where a key belongs to no position of its row. A change is
     given the weights of all keys of the prompt in order, 0 where there is none. Rows are written together; edits of one
     row act in turn, each on what the one before it has left.
-
-    Raises:
-        InterventionError: a change returns what cannot be written there.
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}

@@ -310,11 +310,7 @@ def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted
 
 
 def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
-    """Return which coefficients measure each row: a fold of the probe, or -1 for its own.
-
-    Raises:
-        InputError: all of them were fitted on some of these answers.
-    """
+    """Return which coefficients measure each row: a fold of the probe, or -1 for its own."""
     if "question" not in answered.table:
         return np.full(len(answered.table), -1)
     places = [probe.reader(str(question)) for question in answered.table["question"]]

@@ -100,11 +100,7 @@ class Effects:
 
 
 def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
-    """Split a question set in two, once per seed.
-
-    Raises:
-        InputError: the halves would not hold enough right and wrong answers to fit probes and choose a layer.
-    """
+    """Split a question set in two, once per seed."""
     groups = answered.table["question"].tolist()
     half = np.empty((seeds, len(groups)), dtype=np.int64)
     for seed in range(seeds):

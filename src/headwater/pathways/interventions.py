@@ -59,10 +59,6 @@ def severed_states(
         positions: where, in each row.
         variant: `mask` or `zero`.
         batch_size: rows in one run.
-
-    Raises:
-        InputError: a row has no edge to sever.
-        InterventionError: a query is left without any key (`mask`).
     """
     cuts = [
         edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.looks_ahead) for i, row in enumerate(tokens)
@@ -233,11 +229,7 @@ def prompts_of(answered: AnsweredQuestions) -> list[str]:
 
 
 def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:
-    """Return what stood before the question and what after it.
-
-    Raises:
-        InputError: the run record does not say.
-    """
+    """Return what stood before the question and what after it."""
     prompt = answered.run.options.get("prompt", "")
     if prompt.count(SLOT) != 1:
         raise InputError("These answers do not record their prompt: make them with hw.answer, or pass controls=False.")

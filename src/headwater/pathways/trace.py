@@ -318,11 +318,7 @@ def _check(model: HookedModel, answered: object, setup: Setup, window: int | Non
 
 
 def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
-    """Split the question sets that can be split; say why the others cannot.
-
-    Raises:
-        InputError: none can.
-    """
+    """Split the question sets that can be split; say why the others cannot."""
     usable, causes = {}, []
     for name in answered.datasets:
         rows = answered.table["dataset"] == name

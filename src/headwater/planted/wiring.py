@@ -95,11 +95,7 @@ class Layout:
 
 
 def word_token(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
-    """Return the id of the one token that a word with its leading space is.
-
-    Raises:
-        ValueError: the word is not one token.
-    """
+    """Return the id of the one token that a word with its leading space is."""
     ids = tokenizer.encode(f" {word}", add_special_tokens=False)
     if len(ids) != 1:
         raise ValueError(f"' {word}' is {len(ids)} tokens: add it to the planted vocabulary.")
@@ -132,11 +128,7 @@ def llama(
     n_heads: int,
     n_kv_heads: int | None = None,
 ) -> PlantedModel:
-    """Write a Llama without norms and positions; heads that share a key-value head must match and read alike.
-
-    Raises:
-        ValueError: two heads of one group ask for different keys or values.
-    """
+    """Write a Llama without norms and positions; heads that share a key-value head must match and read alike."""
     d_vocab, written = embedding.shape
     n_kv_heads = n_kv_heads or n_heads
     d_head = _head_size(max([2] + [max(len(head.query), len(head.read)) for head in heads.values()]))

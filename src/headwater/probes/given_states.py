@@ -59,11 +59,7 @@ class GivenStates:
         return {"states": self.source}
 
     def of_layer(self, layer: int) -> Float[ndarray, "row feature"]:
-        """Return the states of a layer in float64.
-
-        Raises:
-            InputError: they are not finite, or not of a row for each.
-        """
+        """Return the states of a layer in float64."""
         array = self.states[layer]()
         if len(array) != self.rows or not array.size:
             raise InputError(f"Layer {layer} has states of shape {array.shape}; there are {self.rows} rows.")
@@ -73,11 +69,7 @@ class GivenStates:
 
 
 def given_states(given: object, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
-    """Read states and choose layers of them.
-
-    Raises:
-        InputError: they are no states, not finite, of unequal numbers of rows, or lack a layer or site.
-    """
+    """Read states and choose layers of them."""
     if hasattr(given, "to_numpy") and hasattr(given, "frame"):
         return _of_cache(given, site, layers)
     if site is not None and not isinstance(site, str):

@@ -207,9 +207,6 @@ def grouped_folds(
     """Split rows into folds that keep groups whole and classes even: (the others, the fold) of each.
 
     Groups are ordered by their share of wrong answers, at random where it is equal, and dealt out in turn.
-
-    Raises:
-        InputError: some fold, or what it leaves, would hold right or wrong answers only.
     """
     checked_count("folds", folds, least=2)
     codes = pd.factorize(pd.Series(list(groups), dtype=object))[0]

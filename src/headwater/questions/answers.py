@@ -261,11 +261,7 @@ def answer(
 
 
 def check_answered(model: HookedModel, answered: object) -> None:
-    """Refuse what are not the answers of this very model.
-
-    Raises:
-        InputError: says what they are.
-    """
+    """Refuse what are not the answers of this very model."""
     check_model(model)
     if not isinstance(answered, AnsweredQuestions):
         raise InputError(f"answered must be what hw.answer returns, found a {type(answered).__name__}.")
@@ -290,11 +286,7 @@ def _check_options(model: HookedModel, questions: object, batch_size: int) -> No
 
 
 def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_words: bool) -> dict[int, AskedQuestion]:
-    """Tokenize the prompts, by their place in the table: all, or those of questions with exact words.
-
-    Raises:
-        InputError: a question set has none.
-    """
+    """Tokenize the prompts, by their place in the table: all, or those of questions with exact words."""
     if must_have_words:
         _check_words(questions)
     prompts = {}
@@ -309,11 +301,7 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
 
 
 def _check_words(questions: Questions) -> None:
-    """Refuse a question set that says of none of its questions where subject and property stand.
-
-    Raises:
-        InputError: names the set, and its first row.
-    """
+    """Refuse a question set that says of none of its questions where subject and property stand."""
     table = questions.table
     has_words = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0)
     for name, rows in has_words.groupby(table["dataset"], sort=False):

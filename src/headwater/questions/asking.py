@@ -90,9 +90,6 @@ def question_frame(
         context: "raw" or "chat"; None for a chat where the tokenizer has a template and no prompt is given.
         prompt: of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
         examples: come before the question: each in the same prompt, or as turns of a chat that gives no messages.
-
-    Raises:
-        InputError: there is no such context, the prompt does not hold the question once, or there is no chat template.
     """
     if context is None:
         context = CHAT if prompt is None and getattr(model.tokenizer, "chat_template", None) else RAW
@@ -119,9 +116,6 @@ def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[E
         prompt: a text with one `{question}`; None for the default.
         examples: come first. None: none before a prompt that is given, else `EXAMPLES` where the model reads enough
             for them (`ROOM`).
-
-    Raises:
-        InputError: as `question_frame`, or examples are no pairs of a question and its answer.
     """
     if examples is not None or prompt is not None:
         return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))

@@ -75,12 +75,7 @@ class ChatEndpoint:
         return f"{self.model} at {self.url}"
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Send messages once, and return the reply.
-
-        Raises:
-            NoReplyError: it could not be served; another try may be.
-            InputError: it is refused.
-        """
+        """Send messages once, and return the reply."""
         body = {"model": self.model, "messages": list(messages), "temperature": 0}
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.key_from) if self.key_from is not None else self.api_key
@@ -109,10 +104,6 @@ class ChatEndpoint:
 
         Returns:
             What the last readable reply says.
-
-        Raises:
-            NoReplyError: no try brought any reply.
-            InputError: the endpoint refuses the request.
         """
         best: T | None = None
         asked, failure = list(messages), None
@@ -163,11 +154,7 @@ class FailureLimit:
         self._unheard = 0
 
     def each(self, ask: Callable[[T], U], things: Sequence[T], workers: int = 1) -> list[U | None]:
-        """Ask about each thing, `workers` at a time; None for what brought no reply.
-
-        Raises:
-            InputError: a request was refused, or nothing replied for `SILENT` things in a row.
-        """
+        """Ask about each thing, `workers` at a time; None for what brought no reply."""
         failures: list[NoReplyError] = []
 
         def one(thing: T) -> tuple[bool, Any]:

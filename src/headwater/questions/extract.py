@@ -56,11 +56,7 @@ class AsksModel(Protocol):
 
 
 def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
-    """Turn what an extractor returned into spans; a part with anything that is no substring is left out.
-
-    Raises:
-        InputError: it is no mapping.
-    """
+    """Turn what an extractor returned into spans; a part with anything that is no substring is left out."""
     if not isinstance(found, Mapping):
         raise InputError(
             f"The extractor returned a {type(found).__name__}; it must return a mapping with any of {', '.join(PARTS)}."
@@ -106,9 +102,6 @@ def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
     Args:
         given: a name, a callable of question and answer, or a loaded model.
         model: the model whose answers they are, which "model" means; None where there is none.
-
-    Raises:
-        InputError: it cannot be called, there is none of this name, or "model" means none.
     """
     if isinstance(given, str):
         given = EXTRACTORS[given]
@@ -122,12 +115,7 @@ def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
 
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
-    """Ask an extractor about one example.
-
-    Raises:
-        NoReplyError: it asks an endpoint that did not reply.
-        InputError: it raised an error, or returned no mapping.
-    """
+    """Ask an extractor about one example."""
     try:
         found = extractor(question, answer)
     except HeadwaterError:
@@ -147,9 +135,6 @@ def call_extractor_on(
 
     Returns:
         What it said of each; None where it did not reply.
-
-    Raises:
-        InputError: as `call_extractor`, or nothing has replied for long.
     """
     if isinstance(extractor, ReadsMany):
         found = extractor.many(pairs)

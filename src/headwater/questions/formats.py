@@ -129,9 +129,6 @@ def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]
         name: the format.
         row: the row as the file has it.
         where: the file and row, for messages.
-
-    Raises:
-        InputError: a field that the format always has is missing, or is of another kind.
     """
     fields = flat(row)
     return FORMATS[name](fields, where) | {key: fields[key] for key in ADDED if fields.get(key) not in (None, "", [])}

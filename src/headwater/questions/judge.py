@@ -41,11 +41,7 @@ Key: TypeAlias = tuple[str, Sequence[str], str | None]
 
 
 def check_judge(judge: object) -> None:
-    """Refuse what is no judge.
-
-    Raises:
-        InputError: it is neither a function nor "label" nor None.
-    """
+    """Refuse what is no judge."""
     if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
         raise InputError(
             f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
@@ -58,11 +54,7 @@ def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
 
 
 def checked_score(score: object, where: str) -> float:
-    """Return a judge's score as a number, NaN for none.
-
-    Raises:
-        InputError: it is neither a number from 1 to 5 nor nothing.
-    """
+    """Return a judge's score as a number, NaN for none."""
     if score is None or (isinstance(score, float) and math.isnan(score)):
         return math.nan
     if isinstance(score, bool) or not isinstance(score, int | float) or not LOWEST_SCORE <= score <= HIGHEST_SCORE:
@@ -105,11 +97,7 @@ def score_in(reply: str) -> float | None:
 
 
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
-    """Return the score of each key, NaN where there is none, or what an earlier run was told.
-
-    Raises:
-        InputError: the judge failed, gave no score, or an endpoint refuses requests or has not replied for long.
-    """
+    """Return the score of each key, NaN where there is none, or what an earlier run was told."""
     different, workers, silence = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), FailureLimit()
     size = workers if workers > 1 else JUDGED_AT_ONCE
     parts = [different[start : start + size] for start in range(0, len(different), size)]

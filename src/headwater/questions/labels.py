@@ -84,9 +84,6 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
         answer: the given answer.
         accepted: every accepted answer.
         rule: one of `RULES`. Of several that stand in the answer, the first to begin is taken, of these the longest.
-
-    Raises:
-        InputError: there is no such rule.
     """
     checked_name("rule", rule, RULES)
     found, aliases = list[Match](), tuple(accepted)
@@ -103,11 +100,7 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
 
 
 def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -> Verdict:
-    """Say by a rule, or by a judge, whether an answer is right.
-
-    Raises:
-        InputError: the judge failed, or returned something else than True, False or None.
-    """
+    """Say by a rule, or by a judge, whether an answer is right."""
     if isinstance(label, str):
         found = match(answer, accepted, label)
         return Verdict(found is not None, found.alias if found else "")
@@ -128,11 +121,7 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
 
 
 def check_label(label: object) -> None:
-    """Refuse what is neither a rule nor a judge.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Refuse what is neither a rule nor a judge."""
     if callable(label) or (isinstance(label, str) and label in RULES):
         return
     raise InputError(

@@ -77,11 +77,7 @@ class ModelExtractor:
         return "the model itself" if self.model is None else self.model.digest()
 
     def of_model(self, model: HookedModel | None) -> ModelExtractor:
-        """Return the extractor that asks `model` where this one names none.
-
-        Raises:
-            InputError: there is no model, or it has no tokenizer.
-        """
+        """Return the extractor that asks `model` where this one names none."""
         asked = self.model or model
         if asked is None:
             raise InputError("extractor='model' names no model: give model= too, or the loaded model in its place.")

@@ -55,21 +55,13 @@ class Questions:
         return tuple(dict.fromkeys(self.table["dataset"]))
 
     def select(self, dataset: str) -> "Questions":
-        """Return one of the sets.
-
-        Raises:
-            InputError: there is no set of that name.
-        """
+        """Return one of the sets."""
         if dataset not in self.datasets:
             raise InputError(f"There is no question set {dataset!r} here.{did_you_mean(dataset, self.datasets)}")
         return Questions(self.table[self.table["dataset"] == dataset].reset_index(drop=True), self.source)
 
     def sample(self, per_dataset: int, seed: int = 0) -> "Questions":
-        """Draw at most `per_dataset` questions of each set without replacement; they stay in the order of the table.
-
-        Raises:
-            InputError: `per_dataset` is not a whole number from 1 up, or `seed` not one from 0 up.
-        """
+        """Draw at most `per_dataset` questions of each set without replacement; they stay in the order of the table."""
         checked_count("sample", per_dataset)
         checked_seed(seed)
         shuffled = self.table.sample(frac=1, random_state=seed)
@@ -78,11 +70,7 @@ class Questions:
 
     @classmethod
     def joined(cls, parts: "Iterable[Questions]") -> "Questions":
-        """Put question sets one after another.
-
-        Raises:
-            InputError: two sets have one name.
-        """
+        """Put question sets one after another."""
         listed = list(parts)
         names = [name for questions in listed for name in questions.datasets]
         double = next((name for name in names if names.count(name) > 1), None)

@@ -55,11 +55,7 @@ def check_probe_options(site: str, token: str, batch_size: int) -> None:
 
 
 def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
-    """Return the position that a probe reads in each row's tokens.
-
-    Raises:
-        InputError: there is no such token.
-    """
+    """Return the position that a probe reads in each row's tokens."""
     table = answered.table
     exact, last = table["exact_answer_tokens"], table["tokens"].map(len) - 1
     found = {
@@ -77,11 +73,7 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
 
 
 def map_positions(answered: AnsweredQuestions, token: str) -> list[int]:
-    """Return the same, also of the last token of E_Q.
-
-    Raises:
-        InputError: there is no such token.
-    """
+    """Return the same, also of the last token of E_Q."""
     if token == "question_last":
         return [max(positions) for positions in answered.exact_question_tokens()]
     return probe_positions(answered, token)
@@ -105,9 +97,6 @@ def probe_states(
         token: where probes read, one of `PROBE_TOKENS`.
         batch_size: rows in one run; rows of about equal length run together.
         progress: show a bar.
-
-    Raises:
-        InputError: an option names nothing.
     """
     check_probe_options(site, token, batch_size)
     return states_at(

@@ -66,9 +66,6 @@ def load_joined_texts(source: str | Path) -> pd.DataFrame:
     Returns:
         A row per stretch: `row` (of the text, from 0), `text` (the whole one), `start, end` (characters of the
         stretch), `member`.
-
-    Raises:
-        InputError: the file cannot be read, or a row has no text or not a label of 1 or 0 for every 32 words.
     """
     path = checked_path("source", source)
     check_readable(path, "texts")
@@ -98,11 +95,7 @@ def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tupl
 
 
 def of_stretches(model: HookedModel, stats: TextStatistics, joined: pd.DataFrame) -> TextStatistics:
-    """Return the statistics of every stretch, out of those of the whole texts.
-
-    Raises:
-        InputError: the tokenizer does not say which characters its tokens hold.
-    """
+    """Return the statistics of every stretch, out of those of the whole texts."""
     by_text = dict(tuple(stats.table.groupby("text")))
     tables, texts = [], []
     for number, one in enumerate(joined.to_dict("records")):

@@ -46,9 +46,6 @@ class Published:
             model: the name or folder it was loaded from; its last part decides.
             shape: its shape, which must be the published one.
             asked: the published model to compare with, whatever `model` is called.
-
-        Raises:
-            InputError: there is no such published model, or its shape is another.
         """
         if asked is not None and asked not in self.models:
             raise InputError(f"There are no published numbers of {asked!r}.{did_you_mean(asked, self.models)}")
@@ -133,11 +130,7 @@ class Reproduction(Result):
 
 
 def published_numbers(kind: str) -> Published:
-    """Read the numbers of one publication: "maps", "pathways", "memorization" or "membership".
-
-    Raises:
-        InputError: there is no such file.
-    """
+    """Read the numbers of one publication: "maps", "pathways", "memorization" or "membership"."""
     if kind not in KINDS:
         raise InputError(f"There are no published numbers called {kind!r}.{did_you_mean(kind, KINDS)}")
     text = (files("headwater.reference") / f"{kind}.json").read_text(encoding="utf-8")

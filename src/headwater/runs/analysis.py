@@ -59,9 +59,6 @@ class Run:
             compute: makes a piece of an item: named tensors, from nothing that another piece makes.
             bar: what counts the items that are done.
             size: what an item counts.
-
-        Raises:
-            RunFolderError: a piece cannot be written, or cannot be read where another process wrote it.
         """
 
         def work() -> Iterator[tuple[str, Compute]]:
@@ -85,9 +82,6 @@ class Run:
         """Make pieces that stay as they are: in files where the run has a folder, of which none is held.
 
         The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
-
-        Raises:
-            RunFolderError: a piece cannot be written, or cannot be read where another process wrote it.
         """
         made = self.pieces(stage, items, compute, bar, size)
         if self.folder is None:

@@ -34,11 +34,7 @@ def hashed(kind: str, *parts: bytes | memoryview) -> bytes:
 
 
 def hash_of_tensor(tensor: Tensor) -> bytes:
-    """Hash the numbers of a tensor, with its dtype and shape.
-
-    Raises:
-        UnknownIdentityError: it has none, as one on the meta device.
-    """
+    """Hash the numbers of a tensor, with its dtype and shape."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         raise UnknownIdentityError(f"a tensor without plain numbers ({tensor.layout}, {tensor.device})")
     numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

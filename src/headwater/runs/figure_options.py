@@ -27,11 +27,7 @@ LARGEST = 100.0
 
 
 def checked_size(figsize: object, ax: Axes | None) -> Size | None:
-    """Return the size of a new figure, if one was given.
-
-    Raises:
-        InputError: it is no pair of numbers above 0, or what is drawn goes on axes of the caller's.
-    """
+    """Return the size of a new figure, if one was given."""
     if figsize is None:
         return None
     if ax is not None:
@@ -62,11 +58,7 @@ def asked_size() -> Size | None:
 
 
 def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | None) -> Axes | Figure:
-    """Give what was drawn a title and a size of the caller's, and break lines that are longer than there is room.
-
-    Raises:
-        InputError: the title is no text.
-    """
+    """Give what was drawn a title and a size of the caller's, and break lines that are longer than there is room."""
     if title is not None and not isinstance(title, str):
         raise InputError(f"title={shown(title)} must be a text.")
     whole = hasattr(drawn, "savefig")

@@ -57,10 +57,6 @@ class RunFolder:
             path: the folder.
             run: what is to be computed.
             kind: the class of the result that will be written.
-
-        Raises:
-            InputError: a value that the run computes with cannot be named.
-            RunFolderError: the folder holds another run, or files of others; or it cannot be written.
         """
         self.path = checked_path("out", path)
         if run.unknown:
@@ -85,20 +81,11 @@ class RunFolder:
         return bool(read_sealed(self.path / RUN_FILE).get("finished"))
 
     def piece(self, name: str, compute: Compute) -> dict[str, Tensor]:
-        """Return the named piece: from the folder if it is there, else computed and written now.
-
-        Raises:
-            RunFolderError: the piece cannot be written, for example because the disk is full.
-        """
+        """Return the named piece: from the folder if it is there, else computed and written now."""
         return next(self.pieces([(name, compute)]))
 
     def pieces(self, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
-        """Yield every piece in order; of several processes, each computes its own before it reads the others'.
-
-        Raises:
-            RunFolderError: a piece cannot be written, or cannot be read where another process wrote it.
-            HeadwaterError: another process has ended.
-        """
+        """Yield every piece in order; of several processes, each computes its own before it reads the others'."""
         if self._processes.count == 1:
             yield from (self._made(name, compute) for name, compute in work)
             return
@@ -117,11 +104,7 @@ class RunFolder:
         self._processes.on_main(f"writing the result of {self.run.analysis}", lambda: self._close(result))
 
     def _refuse_unless_shared(self) -> None:
-        """Check that every process finds what the main one has just written.
-
-        Raises:
-            RunFolderError: one does not, as on a machine with a disk of its own.
-        """
+        """Check that every process finds what the main one has just written."""
         written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
         seen = _await(lambda: self._record_is(written) or None)
         blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
@@ -234,11 +217,7 @@ def run_pieces(folder: RunFolder | None, work: Iterable[tuple[str, Compute]]) ->
 
 
 def _refuse_unless_alike(records: Sequence[RunRecord]) -> None:
-    """Check that every process asks for the same run.
-
-    Raises:
-        HeadwaterError: one does not.
-    """
+    """Check that every process asks for the same run."""
     for number, other in enumerate(records):
         if differences := records[0].differences(other):
             raise HeadwaterError(

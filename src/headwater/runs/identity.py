@@ -85,9 +85,6 @@ def describe(options: Any) -> Any:
 
     Equal meaning gives an equal record: a set in order, a tuple as a list, a number of any library as Python's own.
     An array is data, and so a digest. What has no identity becomes an object that says why under `UNKNOWN`.
-
-    Raises:
-        InputError: an option holds itself, or is nested too deep.
     """
     try:
         return _described(options)
@@ -129,11 +126,7 @@ def unknown_in(options: object) -> str | None:
 
 
 def digest(value: object) -> str:
-    """Hash a value: a frame, tensors, texts, lists and mappings of them, a tokenizer, a function, an object.
-
-    Raises:
-        UnknownIdentityError: it holds something whose state cannot be read.
-    """
+    """Hash a value: a frame, tensors, texts, lists and mappings of them, a tokenizer, a function, an object."""
     try:
         return _Digests().of(value).hex()[:DIGITS]
     except RecursionError:
@@ -165,9 +158,6 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     A fast one's vocabulary is written out once (a quarter of a million words take a second) and again when the object
     is another, or its other parts, its size or any of `SAMPLED` words are: its `model` must not be replaced in place by
     one that is the same in these.
-
-    Raises:
-        UnknownIdentityError: it is neither.
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise UnknownIdentityError(f"a {_name_of(tokenizer)}, no tokenizer of transformers")

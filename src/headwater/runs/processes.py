@@ -45,11 +45,7 @@ class Processes:
         return piece % self.count == self.index
 
     def together(self, step: str, value: Value) -> list[Value]:
-        """Wait until every process is at this step, and return the value that each brings, in their order.
-
-        Raises:
-            HeadwaterError: another process has ended, or is at another step.
-        """
+        """Wait until every process is at this step, and return the value that each brings, in their order."""
         if self.count == 1:
             return [value]
         brought: list[Any] = [None] * self.count
@@ -69,11 +65,7 @@ class Processes:
         return [value for _, value in brought]
 
     def on_main(self, step: str, work: Callable[[], Value]) -> Value:
-        """Do something in the main process while the others wait; every process returns its value or raises its error.
-
-        Raises:
-            HeadwaterError: what `work` raised in the main process.
-        """
+        """Do something in the main process while others wait; every process returns its value or raises its error."""
         if self.count == 1:
             return work()
         outcome: tuple[Any, HeadwaterError | None] = None, None

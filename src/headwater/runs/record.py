@@ -159,10 +159,6 @@ def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRec
         path: the folder.
         run: the run that is to be written there.
         names: of the files and folders that will be written.
-
-    Raises:
-        RunFolderError: the folder holds a different run, and the message names what differs; or it holds no run, and
-            something else under one of the names.
     """
     if not (path / RUN_FILE).exists():
         refuse_foreign(path, RUN_FILE, names)
@@ -180,11 +176,7 @@ def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRec
 
 
 def read_record(path: Path) -> tuple[RunRecord, dict[str, Any]]:
-    """Read the record of the run in a folder, and all else that its `run.json` says.
-
-    Raises:
-        RunFolderError: the file is damaged, was changed since it was written, or is not of this format.
-    """
+    """Read the record of the run in a folder, and all else that its `run.json` says."""
     if (written := read_json(path / RUN_FILE).get("format")) != FORMAT:
         raise RunFolderError(
             f"{path / RUN_FILE} is of format {written!r}; this headwater reads format {FORMAT}. Choose another folder."

@@ -187,11 +187,7 @@ def drawn_by(
 
 
 def shown_by(shown: Any, what: Mapping[str, object]) -> View:
-    """Return what the view registered for an object's class makes of it, with the options it offers.
-
-    Raises:
-        InputError: it offers no such choice, or refuses the one made.
-    """
+    """Return what the view registered for an object's class makes of it, with the options it offers."""
     show = VIEWS.of_class(type(shown))
     known = list(inspect.signature(show).parameters)[1:]
     if unknown := [name for name in what if name not in known]:

@@ -67,11 +67,7 @@ class Shards:
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return a part; of a file, tensors that are read when they are looked at, and must not be written into.
-
-        Raises:
-            RunFolderError: the file is missing, damaged, or changed since it was written.
-        """
+        """Return a part; of a file, tensors that are read when they are looked at, and must not be written into."""
         if self.in_memory:
             return self._parts[number]
         read = load_tensors if number in self._checked else read_tensors
@@ -88,11 +84,7 @@ class Shards:
         return f"Shards({len(self)} parts, {self.nbytes / 2**20:,.1f} MiB{'' if self.in_memory else ' in files'})"
 
     def write(self, folder: Path) -> list[str]:
-        """Write the parts into a folder and return the names of their files; what is there already stays.
-
-        Raises:
-            RunFolderError: they cannot be written, for example because the disk is full.
-        """
+        """Write the parts into a folder and return the names of their files; what is there already stays."""
         make_folder(folder)
         names = [shard_name(number) for number in range(len(self))]
         for number, name in enumerate(names):

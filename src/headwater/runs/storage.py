@@ -35,11 +35,7 @@ SEAL = "sha256"
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
-    """Write under a temporary name, then rename: readers see the old file or the whole new one, also after a crash.
-
-    Raises:
-        RunFolderError: the file cannot be written, for example because the disk is full.
-    """
+    """Write under a temporary name, then rename: readers see the old file or the whole new one, also after a crash."""
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}.tmp")
     try:
         write(temporary)
@@ -64,11 +60,7 @@ def write_json(file: Path, value: Mapping[str, object]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        RunFolderError: the file is damaged or cannot be read.
-    """
+    """Read a JSON object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -86,11 +78,7 @@ def write_sealed(file: Path, value: Mapping[str, object]) -> None:
 
 
 def read_sealed(file: Path) -> dict[str, Any]:
-    """Read a JSON object that `write_sealed` wrote.
-
-    Raises:
-        RunFolderError: the file is damaged or cannot be read, or was changed since.
-    """
+    """Read a JSON object that `write_sealed` wrote."""
     value = read_json(file)
     if value.pop(SEAL, None) != _hash_of_json(value):
         raise RunFolderError(f"{file} was changed since headwater wrote it. Delete the folder and run again.")
@@ -102,11 +90,7 @@ def _hash_of_json(value: Mapping[str, object]) -> str:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") -> None:
-    """Write named tensors atomically, with what they are and the hash of their content.
-
-    Raises:
-        RunFolderError: the file cannot be written, for example because the disk is full.
-    """
+    """Write named tensors atomically, with what they are and the hash of their content."""
     held = {name: tensor.contiguous() for name, tensor in tensors.items()}
     # One entry: safetensors writes several in an order that differs from process to process.
     seal = {SEAL: f"{about} {_hash_of_tensors(held)}"}
@@ -119,9 +103,6 @@ def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
     Args:
         file: the file.
         about: what the tensors must be; None for anything.
-
-    Raises:
-        RunFolderError: the file is damaged or cannot be read, was changed since, or holds something else.
     """
     tensors = load_tensors(file)
     written, _, content = seal_of(file).rpartition(" ")
@@ -133,21 +114,13 @@ def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
-    """Read named tensors as they are; see `read_tensors`.
-
-    Raises:
-        RunFolderError: the file is damaged or cannot be read.
-    """
+    """Read named tensors as they are; see `read_tensors`."""
     with _readable(file):
         return load_file(file)
 
 
 def seal_of(file: Path) -> str:
-    """Return what a file of tensors says that it is, and the hash of its content, from its header alone.
-
-    Raises:
-        RunFolderError: the file is damaged or cannot be read.
-    """
+    """Return what a file of tensors says that it is, and the hash of its content, from its header alone."""
     with _readable(file), safe_open(file, "pt") as opened:
         return (opened.metadata() or {}).get(SEAL, "")
 
@@ -172,9 +145,6 @@ def refuse_foreign(path: Path, own: str, names: Iterable[str]) -> None:
         path: the folder.
         own: the file that headwater's folders have.
         names: of what would be written.
-
-    Raises:
-        RunFolderError: it is so.
     """
     found = next((path / name for name in names if os.path.lexists(path / name)), None)
     if found is not None and not (path / own).exists():
@@ -184,11 +154,7 @@ def refuse_foreign(path: Path, own: str, names: Iterable[str]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it.
-
-    Raises:
-        RunFolderError: it cannot be made.
-    """
+    """Make a folder and those above it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

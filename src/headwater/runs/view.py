@@ -34,12 +34,7 @@ class View:
     """A PNG of the figure: what is seen where a notebook shows no frames, or a document no HTML."""
 
     def save_html(self, path: str | Path) -> Path:
-        """Write the page into a file; folders on the way are made.
-
-        Raises:
-            InputError: the path cannot be one.
-            RunFolderError: the file cannot be written.
-        """
+        """Write the page into a file; folders on the way are made."""
         file = checked_path("path", path)
         make_folder(file.parent)
         write_atomically(file, lambda temporary: temporary.write_text(self.page, encoding="utf-8"))

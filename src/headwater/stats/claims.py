@@ -113,9 +113,6 @@ def claim_of(
         level: of the interval.
         seed: of the bootstrap and the random halves.
         notes: what else is to be said.
-
-    Raises:
-        InputError: no prompt has an effect, or there are no placebos and no margin.
     """
     effects = _known(evidence.effects)
     if not len(effects):

@@ -70,9 +70,6 @@ class Bootstrap:
             draws: how many; none where no stratum has two units, since each would be the data again.
             seed: of the draws.
             within: of each example the stratum that its unit is drawn in; default: one of all.
-
-        Raises:
-            InputError: a unit has examples in two strata.
         """
         of_example, names = _numbered(units)
         stratum = np.zeros(len(names), dtype=np.int64)

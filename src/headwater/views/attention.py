@@ -46,9 +46,6 @@ def view_cache(
         example: which text, or several to choose among; default: the first ones, as many as make a small page.
         layers: which layers; all that are kept by default.
         values: the model the cache was made with: weights can then be multiplied by what each key writes.
-
-    Raises:
-        InputError: there is no such text or layer, its patterns are not kept whole, or the model is another one.
     """
     if "pattern" not in cache.kept:
         return picture(cache)
@@ -120,11 +117,7 @@ def weights_of(patterns: Float[np.ndarray, "layer head query key"]) -> dict[str,
 def written_norms(
     model: HookedModel, cache: Cache, example: int, layers: Sequence[int]
 ) -> Float[Tensor, "layer head key"]:
-    """Return the length of what each key would write alone through each head, `|v_j W_O|`.
-
-    Raises:
-        InputError: the cache is of another model.
-    """
+    """Return the length of what each key would write alone through each head, `|v_j W_O|`."""
     check_model(model, "values")
     if other := cache.run.mismatch(model):
         raise InputError(f"The cache was made with {cache.run.model}, and values= is another model: it has {other}.")

@@ -37,9 +37,6 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
         clicks: of which board.
         hows: the kinds of change that it knows already.
         live: whether it asks a kernel for what is clicked.
-
-    Raises:
-        InputError: the prompts are too long for a page.
     """
     tokens = clicks.tokens(hows[0])
     if len(tokens) > LONGEST:

@@ -29,11 +29,7 @@ def has_widgets() -> bool:
 
 
 def widget_of(clicks: Clicks) -> Any:
-    """Return a widget that shows a board and answers its clicks.
-
-    Raises:
-        InputError: `headwater[live]` is not installed.
-    """
+    """Return a widget that shows a board and answers its clicks."""
     if not has_widgets():
         raise InputError('A live board needs anywidget: pip install "headwater[live]". Without it: click(), view().')
     import anywidget

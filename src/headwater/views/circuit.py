@@ -44,9 +44,6 @@ def view_edges(
         n: how many edges the slider reaches; up to 200 by default.
         metric: on which metric; the first by default.
         runs: of `hw.run_circuits`: how faithful the strongest edges are alone, `edges.circuit(n)` of several sizes.
-
-    Raises:
-        InputError: there is no such metric, or there are not so many edges; or nothing in `runs` is of these edges.
     """
     most = min(MOST, len(edges.chosen))
     n = min(LARGEST, most) if n is None else checked_count("n", n, most=most)
@@ -108,11 +105,7 @@ def spec_of(
 
 
 def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> dict[str, object]:
-    """Return the interval and placebo of some edges, and whether their effects are runs.
-
-    Raises:
-        InputError: there is no such metric, or an edge is not among the effects.
-    """
+    """Return the interval and placebo of some edges, and whether their effects are runs."""
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     m = 0 if metric is None else list(edges.metrics).index(checked_name("metric", metric, tuple(edges.metrics)))
     exact, estimated = (one[:, 0, :, m].double().numpy() for one in (edges.effects, edges.estimates))
@@ -127,11 +120,7 @@ def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> d
 
 
 def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
-    """Return how faithful the strongest edges are alone, by how many, beside random circuits of their shape.
-
-    Raises:
-        InputError: no circuit of the runs is the strongest of these edges.
-    """
+    """Return how faithful the strongest edges are alone, by how many, beside random circuits of their shape."""
     checked_kind("runs", runs, CircuitRuns, "hw.run_circuits(...)")
     named = {name: one for name, one in runs.circuits.items() if 0 < len(one) <= len(numbers)}
     nested = [name for name, one in named.items() if set(one.edges.tolist()) == set(numbers[: len(one)].tolist())]

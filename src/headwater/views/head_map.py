@@ -43,10 +43,6 @@ def view_head_map(
         head_map: a result of `classify_heads`.
         model: the model of `head_map`: cards then say what its heads write, up to 64 of them.
         beside: other head maps, side by side with this one and linked.
-
-    Raises:
-        InputError: what stands in `beside` is no list of head maps.
-        ModelError: the model is another one.
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
     maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]

@@ -31,11 +31,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
-    """Return numbers as JSON: base64 of their little-endian bytes, deflated where that makes them smaller.
-
-    Raises:
-        InputError: a whole number does not fit its encoding.
-    """
+    """Return numbers as JSON: base64 of their little-endian bytes, deflated where that makes them smaller."""
     kind = np.dtype(f"<{encoding}")
     if kind.kind == "u" and values.size and not (values.min() >= 0 and values.max() <= np.iinfo(kind).max):
         raise InputError(f"Numbers from {values.min()} to {values.max()} do not fit {encoding}.")
@@ -56,9 +52,6 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
         spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads
             the page, that of the figure where one draws the same; its `note`, if there is one, stands below.
         height: of the frame in a notebook, in pixels.
-
-    Raises:
-        InputError: the page would be larger than 64 MB.
     """
     said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     below = f'{said}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
@@ -80,9 +73,6 @@ def page_around(
         figure: the picture that stands where scripts do not run, as PNG, or why there is none; and its caption.
         below: HTML that unfolds below the view.
         height: of the frame in a notebook, in pixels.
-
-    Raises:
-        InputError: the page would be larger than 64 MB.
     """
     held = json.dumps(spec, ensure_ascii=True, allow_nan=False)
     if len(held) > LARGEST:

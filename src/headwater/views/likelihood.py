@@ -29,9 +29,6 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
     Args:
         stats: a result of `token_statistics`.
         texts: which, by their index; the first ones by default, as many as a page takes.
-
-    Raises:
-        InputError: there is no such text.
     """
     chosen = _chosen(stats, texts)
     if not len(stats.table):

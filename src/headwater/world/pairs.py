@@ -62,9 +62,6 @@ class PairedTask:
         """Return the task's metric: the logit of the right word minus that of the wrong one.
 
         Of years it is the probability of all later years minus that of the others (Hanna et al. 2023).
-
-        Raises:
-            InputError: the model has no tokenizer, or an answer is not one token of it.
         """
         if self.name != "greater_than":
             return logit_difference(self.correct, self.wrong)

@@ -70,9 +70,6 @@ def read_words(world: Path | None = None) -> Words:
 
     Args:
         world: the folder of a trained world; None for the embedded model's.
-
-    Raises:
-        InputError: the folder is of no world, or its words are not such.
     """
     folder = world or world_folder()
     if not (folder / WORDS).is_file():

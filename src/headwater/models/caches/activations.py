@@ -93,9 +93,6 @@ def activations_named(asked: Sequence[Any], layers: Sequence[int], model: Model)
         asked: short names of sites, names of hooks, and sites themselves, such as features of a dictionary.
         layers: for names that leave their layer open.
         model: the model.
-
-    Raises:
-        InputError: there is no such activation, or it is not one per token of a text.
     """
     if not asked or not all(isinstance(name, str | Site) for name in asked):
         raise InputError(f"sites={shown(asked)} names no activation: give names of sites or of hooks.")
@@ -202,11 +199,7 @@ def _seen(wanted: dict[str, list[int]], model: Model) -> dict[str, tuple[tuple[s
 
 
 def _axes(hook: str, shapes: list[tuple[int, ...]], model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Tell the axes of an activation by its shapes in the two runs.
-
-    Raises:
-        InputError: it is not one per token, or per query and key, of each text.
-    """
+    """Tell the axes of an activation by its shapes in the two runs."""
     (texts, one), (_, other) = PROBES
     short, long = shapes
     axes = ["batch" if n == 0 and size == texts else "" for n, size in enumerate(short)]
@@ -242,11 +235,7 @@ def layers_needed(activations: Sequence[Activation], model: Model) -> int | None
 
 
 def refuse_misread_heads(activations: Sequence[Activation], heads: object, model: Model) -> None:
-    """Refuse query heads for activations that have none, or that have key-value heads.
-
-    Raises:
-        InputError: naming the activation.
-    """
+    """Refuse query heads for activations that have none, or that have key-value heads."""
     shape = model.shape
     if heads is None:
         return
@@ -290,11 +279,7 @@ class Names:
         return short + full
 
     def found(self, key: object, any_layer: bool = False) -> tuple[Activation, int]:
-        """Return what a key means, and which of its places.
-
-        Raises:
-            InputError: nothing of that name and layer is kept.
-        """
+        """Return what a key means, and which of its places."""
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         if not isinstance(name, str):
             raise InputError(f"The cache holds no {shown(name)}: ask for one of cache.keys().")

@@ -136,11 +136,7 @@ class Cache(Result):
     # The numbers
 
     def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
-        """Return an activation of all texts: `batch position ...`, or `batch head query key`.
-
-        Raises:
-            InputError: nothing of that name and layer is kept, or the texts differ in what is kept of them.
-        """
+        """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
         one, place = self._names.found(key)
         what = f"{one.name!r}, {one.layers[place]}" if one.layers else repr(one.name)
         if not self._layout.same_counts or (one.has_keys and not self._layout.same_lengths):
@@ -382,11 +378,7 @@ class Cache(Result):
         return ", ".join(one.name for one in self._in_order())
 
     def _of_role(self, role: str | None) -> Bool[Tensor, " token"] | None:
-        """Return which rows are of a role; None for all of them.
-
-        Raises:
-            InputError: there is no such role.
-        """
+        """Return which rows are of a role; None for all of them."""
         if role is None:
             return None
         known = list(dict.fromkeys(self.table["role"])) if "role" in self.table else []

@@ -78,11 +78,7 @@ class Sequences:
 
 
 def sequences_of(inputs: Inputs, model: Model) -> Sequences:
-    """Tokenize inputs without padding.
-
-    Raises:
-        InputError: see `headwater.models.tokens.make_batch`.
-    """
+    """Tokenize inputs without padding."""
     refuse_what_has_no_order(inputs)
     pad = pad_id(model.tokenizer)
     if isinstance(inputs, Batch | Tensor) or is_one(inputs):
@@ -150,11 +146,7 @@ class Chosen:
 
 
 def seen_tokens(chosen: Chosen, sequences: Sequences, sites: Sequence[Site]) -> Chosen:
-    """Leave out tokens that some of the sites leaves out.
-
-    Raises:
-        InputError: nothing is left of a text.
-    """
+    """Leave out tokens that some of the sites leaves out."""
     if not any(site.leaves_out for site in sites):
         return chosen
     kept: list[list[bool]] = []
@@ -178,9 +170,6 @@ def chosen_tokens(positions: object, sequences: Sequences, model: Model) -> Chos
 
     A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left out
     there.
-
-    Raises:
-        InputError: it names nothing, or what some text has not got.
     """
     lengths = sequences.lengths
     if positions is None:

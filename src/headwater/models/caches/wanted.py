@@ -82,11 +82,7 @@ class Wanted:
 
 
 def names_asked(sites: object, residual: Any, attention: object, model: Model) -> list[Any]:
-    """Return the names of what is kept, whichever way it was asked for.
-
-    Raises:
-        InputError: it was asked for in both ways, or in none that names something.
-    """
+    """Return the names of what is kept, whichever way it was asked for."""
     if sites is not None:
         if residual is not None or attention is not None:
             raise InputError("sites= says all that is kept: leave residual= and attention= away.")
@@ -118,11 +114,7 @@ def wanted_of(
     positions: Where | Sequence[int] | None,
     heads: Heads,
 ) -> Wanted:
-    """Check what was asked for, and say what it comes to.
-
-    Raises:
-        InputError: an option names nothing of this model or of these texts.
-    """
+    """Check what was asked for, and say what it comes to."""
     shape = model.shape
     of_layers, numbers = layers_and_heads(layers, heads, shape)
     chosen_layers = resolve_indices(of_layers, shape.n_layers, "layer")

@@ -276,11 +276,7 @@ class Features(Site):
         return fitting._of_rows(rows, f"{self.at} of {model.shape.architecture}, {width} wide,")
 
     def _of_rows(self, rows: Tensor, what: str) -> Features:
-        """Return it with the number of its features, as it is seen on these rows.
-
-        Raises:
-            InputError: see `fitted`.
-        """
+        """Return it with the number of its features, as it is seen on these rows."""
         standard, *_ = self._standardized(rows)
         try:
             features = self._encoded(standard)

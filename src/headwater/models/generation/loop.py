@@ -113,9 +113,6 @@ def generate(
         choose: chooses the next tokens.
         wrote: told of every token as it is written; says whether its row ends there. Where memory runs out and rows go
             on in halves, they begin again with step 0.
-
-    Raises:
-        InputError: a prompt and its new tokens do not fit into what the model reads, or hooks cannot be used.
     """
     max_new_tokens, listed = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
     check_room(model, prompts, max_new_tokens)
@@ -135,11 +132,7 @@ def generate(
 
 
 def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
-    """Refuse prompts that with their new tokens do not fit into what the model reads.
-
-    Raises:
-        InputError: with both numbers.
-    """
+    """Refuse prompts that with their new tokens do not fit into what the model reads."""
     longest = int(prompts.lengths.max()) + max_new_tokens
     if longest > model.shape.n_ctx:
         raise InputError(
@@ -262,11 +255,7 @@ class Sampling:
 def checked_sampling(
     do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
 ) -> Sampling | None:
-    """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes.
-
-    Raises:
-        InputError: an option cannot be used, or would do nothing without `do_sample`.
-    """
+    """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes."""
     given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
         checked_flag("do_sample", do_sample)
@@ -293,9 +282,6 @@ def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[T
         seed: of the call.
         prompts: the token ids of each.
         steps: how many; fewer are the beginning of more.
-
-    Raises:
-        InputError: the seed is none.
     """
     seed, before, rows = checked_seed(seed), Counter[tuple[int, ...]](), []
     for prompt in map(tuple, prompts):

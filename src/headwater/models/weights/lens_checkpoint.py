@@ -63,9 +63,6 @@ def read_lens_checkpoint(
 
     Returns:
         A TransformerBridge around TransformerLens's native model; under transformer-lens 3.9 a HookedTransformer.
-
-    Raises:
-        ModelError: config or weights are missing, damaged, do not fit together, or need what cannot be built.
     """
     config_file = _config_file(path)
     if config_file is None:

@@ -106,11 +106,7 @@ class LayersAhead:
             self._reader.shutdown(cancel_futures=True)
 
     def __call__(self, layer: int) -> OVWeights:
-        """Return one layer's factors, ready for the current stream.
-
-        Raises:
-            ModelError: the checkpoint cannot be read.
-        """
+        """Return one layer's factors, ready for the current stream."""
         if self._reader is None:
             return self.weights.ov(layer)
         if self._coming is None or self._coming[0] != layer:

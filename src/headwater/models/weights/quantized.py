@@ -37,11 +37,7 @@ def quantization_of(config: object) -> str | None:
 
 
 def refuse_odd_quantization(file: Path) -> None:
-    """Refuse a config file whose entry on quantization is no object: transformers fails on it in words of its own.
-
-    Raises:
-        ModelError: with the file and the entry.
-    """
+    """Refuse a config file whose entry on quantization is no object: transformers fails on it in words of its own."""
     try:
         said = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -54,11 +50,7 @@ def refuse_odd_quantization(file: Path) -> None:
 
 
 def refuse_packed(folder: Path, config: object) -> None:
-    """Refuse quantized weights that are not read here.
-
-    Raises:
-        ModelError: naming the method.
-    """
+    """Refuse quantized weights that are not read here."""
     method = quantization_of(config)
     if method not in (None, "fp8"):
         raise ModelError(
@@ -68,11 +60,7 @@ def refuse_packed(folder: Path, config: object) -> None:
 
 
 def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
-    """Refuse a tensor that stands for other numbers than it holds, where the config does not say so.
-
-    Raises:
-        ModelError: with the tensor and its file.
-    """
+    """Refuse a tensor that stands for other numbers than it holds, where the config does not say so."""
     copy = "headwater reads float weights: save a dequantized copy."
     if name.endswith(".qweight"):
         raise ModelError(f"Tensor {name!r} in {file} is packed as GPTQ and AWQ pack weights; {copy}")
@@ -82,11 +70,7 @@ def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
 
 
 def refuse_to_run(folder: Path, config: object) -> None:
-    """Refuse to load a model of quantized weights.
-
-    Raises:
-        ModelError: naming the method, and what reads them.
-    """
+    """Refuse to load a model of quantized weights."""
     refuse_packed(folder, config)
     if method := quantization_of(config):
         raise ModelError(
@@ -105,11 +89,7 @@ def without_quantization(config: Any) -> Any:
 
 
 def block_size(config: object) -> tuple[int, int]:
-    """How many rows and columns share a scale, as the config says it.
-
-    Raises:
-        ModelError: it says no two sizes.
-    """
+    """How many rows and columns share a scale, as the config says it."""
     said = getattr(config, "quantization_config", None) or {}
     found = said.get("weight_block_size") if isinstance(said, dict) else getattr(said, "weight_block_size", None)
     sizes = found or (128, 128)
@@ -124,11 +104,7 @@ def block_size(config: object) -> tuple[int, int]:
 def dequantized(
     stored: Float[Tensor, "rows out"], scale: Tensor, block: tuple[int, int], name: str
 ) -> Float[Tensor, "rows out"]:
-    """Return what a weight in float8 stands for, in float32.
-
-    Raises:
-        ModelError: there are not as many scales as it has blocks.
-    """
+    """Return what a weight in float8 stands for, in float32."""
     if scale.numel() == 1:
         return stored.float() * scale.float().reshape(())
     wanted = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))

@@ -155,21 +155,13 @@ class WeightSource(ABC):
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:
-    """The tensor itself.
-
-    Raises:
-        ModelError: it holds NaN or infinite values.
-    """
+    """The tensor itself."""
     check_finite({name: tensor})
     return tensor
 
 
 def check_finite(named: Mapping[str, Tensor]) -> None:
-    """Look for NaN and infinite values in some tensors of one device, for which a GPU's host waits once.
-
-    Raises:
-        ModelError: one holds some; its name is said.
-    """
+    """Look for NaN and infinite values in some tensors of one device, for which a GPU's host waits once."""
     if not named:
         return
     ends = torch.stack([end.double() for tensor in named.values() for end in torch.aminmax(tensor.detach())])
