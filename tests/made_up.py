@@ -48,8 +48,8 @@ def made_up_saliency(datasets=("TriviaQA", "NQ"), n=60, model="org/tiny", scale=
             values = flow * (0.5 if target == "cross_entropy" else 1)
             parts.append(
                 pd.DataFrame(
-                    {"dataset": name, "example": range(n), "target": target, "z": 1, "logit": 0.0, "probability": 0.5}
-                    | {COLUMNS[0]: values, COLUMNS[1]: 4 * values}
+                    {"dataset": name, "example": range(n), "target": target, "z": np.arange(n) % 2, "probability": 0.5}
+                    | {"logit": np.arange(n) % 2 - 0.5, COLUMNS[0]: values, COLUMNS[1]: 4 * values}
                 )
             )
     run = RunRecord("saliency", model, "0", "float32", "cpu", {"probe": {}})

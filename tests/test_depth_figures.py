@@ -38,7 +38,7 @@ def test_several_models_have_a_panel_of_boxes_above_one_of_densities_each(rng):
     assert boxes[0].get_ylabel() == "Depthwise Average\nMIN-K% (nats)"
     assert len({ax.get_ylim() for ax in boxes}) == 1
     densities = [ax for ax in figure.axes if ax not in boxes]
-    assert [ax.get_xlabel() for ax in densities] == ["Score Gap (D3 − D2)"] * 3
+    assert [ax.get_xlabel() for ax in densities] == ["Score Gap (D3 − D2)\nof the answers in the data"] * 3
     assert all(ax.get_xlim() == (-1.5, 1.5) for ax in densities)
     figure.draw_without_rendering()
     places = [(a.get_window_extent().y0, b.get_window_extent().y1) for a, b in zip(boxes, densities, strict=True)]
@@ -167,3 +167,9 @@ def test_every_likelihood_result_has_a_figure_of_its_table(checkpoint, rng, tmp_
     file.write_text("\n".join(texts))
     scored = hw.score_file(model, file, progress=False)
     assert sum(patch.get_height() for patch in scored.plot().patches) == len(texts)
+
+
+def test_the_axis_of_the_score_gap_says_whether_answers_in_the_data_are_judged(rng):
+    profile = made_up_profile(rng)
+    profile.run.options["answers"] = "model"
+    assert profile.plot().axes[1].get_xlabel() == "Score Gap (D3 − D2)"

@@ -10,7 +10,7 @@ import headwater as hw
 from headwater.heads.relations import load_relations
 from headwater.models.weights.opening import open_weights
 from headwater.reference import maps
-from headwater.reference.maps import OPENING, multi_token_correlations, multi_token_prompts
+from headwater.reference.maps import OPENING, multi_token_prompts, multi_token_scores
 from headwater.reference.published import Published
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
@@ -63,7 +63,7 @@ def test_prompts_are_the_opening_and_the_source_tokenized_apart(model, datasets)
 @pytest.mark.oracle
 def test_correlations_are_those_of_a_plain_loop(model, datasets):
     head_map = hw.classify_heads(model, relations=datasets, rule="published", progress=False)
-    found = multi_token_correlations(model, head_map, datasets, progress=False)
+    found = multi_token_scores(model, head_map, datasets, progress=False).correlations
     assert set(found["relation"]) == {RELATION}  # the other was not published
     k = int(head_map.relations.set_index("relation").at[RELATION, "k"])
     weights, shape = open_weights(model), model.shape

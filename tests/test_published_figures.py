@@ -101,7 +101,7 @@ def test_memorization_has_lettered_panels_half_ticks_and_no_density_without_scor
     boxes, densities = (figure.axes[titles.index(title)] for title in ("(a) A", "(e) C"))
     assert boxes.get_ylabel().replace("\n", " ") == "Depthwise Average MIN-K%"
     assert [tick.get_text() for tick in boxes.get_xticklabels()] == ["Depth 1", "Depth 2", "Depth 3"]
-    assert densities.get_xlabel() == "Score Gap (D3 − D2)"
+    assert densities.get_xlabel() == "Score Gap (D3 − D2)\nof the answers in the data"
     assert np.allclose(densities.get_xticks(), np.arange(-1.5, 1.6, 0.5))
     assert [text.get_text() for text in densities.get_legend().get_texts()] == ["25%", "75%"]
 

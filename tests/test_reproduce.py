@@ -31,7 +31,7 @@ from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from tests import chance
 from tests.naive_heads import default_k, naive_scores
-from tests.tiny import WORDS, tiny_model, tiny_tokenizer
+from tests.tiny import WORDS, counted_runs, tiny_model, tiny_tokenizer
 
 NAMES = ("adj_antonym", "name_copying")
 SENTENCES = ("the capital of {source} is", "see {source} in")
@@ -243,6 +243,19 @@ def test_the_command_refuses_what_cannot_be_compared(run, checkpoint, datasets):
     code, _, error = run("reproduce", "maps", checkpoint("gpt2"), "--datasets", "no/such/folder")
     assert code == 2
     assert "no/such/folder" in error
+
+
+def test_an_interrupted_run_of_maps_goes_on_where_it_stopped(checkpoint, datasets, monkeypatch, tmp_path):
+    options = {"templates": SENTENCES, "multi_token": True, "progress": False}
+    model, runs = load(checkpoint("gpt2")), counted_runs(monkeypatch)
+    whole, total = reproduce_maps(model, datasets, **options), runs["made"]
+    runs |= {"made": 0, "at_most": total - 1}
+    with pytest.raises(KeyboardInterrupt, match=r"reproduce_maps was interrupted\. The same call with out="):
+        reproduce_maps(model, datasets, **options, out=tmp_path)
+    runs |= {"made": 0, "at_most": total}
+    again = reproduce_maps(model, datasets, **options, out=tmp_path)
+    pd.testing.assert_frame_equal(again.table, whole.table)
+    assert 0 < runs["made"] <= total / 2  # of the longer sources, with which it was interrupted
 
 
 def test_nothing_is_left_on_the_callers_model(checkpoint, datasets):

@@ -15,7 +15,7 @@ from headwater.heads.validation import DynamicScores, correlate, dynamic_scores,
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import TEMPLATES, random_words, relation
-from tests.tiny import embedded, tiny_model
+from tests.tiny import counted_runs, embedded, tiny_model
 
 CAPITAL = relation("capital", "knowledge", 32)
 PAST = relation("past", "linguistic", 30, accepted=2)
@@ -265,6 +265,28 @@ def test_the_same_seed_gives_the_same_table_and_results_survive_the_disk(planted
     assert first.plot().get_title(loc="left") == "LlamaForCausalLM: heads removed,\npast (30 items)"
     assert len(scores.plot().get_yticklabels()) == 3
     assert set(first.summary()["removed"]) == {"none", "relation heads", "random heads"}
+
+
+@pytest.mark.parametrize("call", ["dynamic scores", "ablation"])
+def test_an_interrupted_call_goes_on_where_it_stopped(call, planted, monkeypatch, tmp_path):
+    (model, head_map), runs = planted, counted_runs(monkeypatch)
+    suite = {"relations": [CAPITAL, PAST, PLURAL], "progress": False}
+    ablation = {"template": TEMPLATES[1], "shots": 1, "top": 3, "draws": 2}
+
+    def made(out=None):
+        runs["made"] = 0
+        if call == "ablation":
+            return ablate_heads(model, head_map, "past", **suite, **ablation, out=out)
+        return dynamic_scores(model, head_map, **suite, templates=TEMPLATES, out=out)
+
+    whole, total = made(), runs["made"]
+    runs["at_most"] = total - 1
+    with pytest.raises(KeyboardInterrupt, match="continues from what is kept there"):
+        made(tmp_path)
+    assert made(tmp_path).table.equals(whole.table)
+    assert 0 < runs["made"] <= total / 2
+    assert made(tmp_path).table.equals(whole.table)
+    assert runs["made"] == 0
 
 
 def test_what_does_not_fit_together_is_refused(planted):

@@ -128,3 +128,17 @@ def padded_batch(model):
     n_ctx = min(30, model.shape.n_ctx)
     tokens = torch.randint(model.shape.d_vocab, (3, n_ctx))
     return model.tokenize(tokens, mask=torch.arange(n_ctx) < torch.tensor([[n_ctx], [n_ctx // 2], [2]]))
+
+
+def counted_runs(monkeypatch: Any) -> dict[str, int]:
+    """Count the runs of models as `made`; the one beyond `at_most` is interrupted."""
+    runs, run = {"made": 0, "at_most": 10**9}, hw.HookedModel.run
+
+    def counted(*args, **options):
+        runs["made"] += 1
+        if runs["made"] > runs["at_most"]:
+            raise KeyboardInterrupt
+        return run(*args, **options)
+
+    monkeypatch.setattr(hw.HookedModel, "run", counted)
+    return runs

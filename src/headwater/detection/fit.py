@@ -71,8 +71,7 @@ class AnswerSet:
     def of(cls, model: HookedModel, answered: AnsweredQuestions, dataset: str, recipe: DetectorSetup) -> AnswerSet:
         """Pick one of the question sets."""
         rows = np.flatnonzero(answered.table["dataset"] == dataset)
-        table = answered.table.iloc[rows].reset_index(drop=True)
-        return cls(model, replace(answered, table=table), dataset, rows, relations_of(answered.table), recipe)
+        return cls(model, answered.select(dataset), dataset, rows, relations_of(answered.table), recipe)
 
     @cached_property
     def states(self) -> States:

@@ -224,7 +224,8 @@ def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
         ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
         ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
         shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
-        ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower})")
+        whose = "\nof the answers in the data" if drawn and profile.run.options["answers"] == DATA else ""
+        ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower}){whose}")
         ax.set_ylim(bottom=0)
         if drawn:
             legend_above(ax, 1, "", handlelength=2.2)

@@ -2,9 +2,10 @@
 
 A panel per model; ΔP in percentage points against the layer whose probe is read. A question set has its colour and
 mark; Q-anchored examples are drawn solid, A-anchored ones dashed with open marks. 95 % bands over examples; one legend
-below all panels, with the number of examples in each mode at l*. The published form (Luo et al., ACL 2026, Figure 2)
-has no marks, and A-anchored examples in colours of their own: orange, red, brown and grey; how many examples there are
-and what the probe tells is said below its legend. A curve of fewer than ten examples is thin, with open marks.
+below all panels, with the number of examples in each mode at l*, and a star where the probe is not above chance. The
+published form (Luo et al., ACL 2026, Figure 2) has no marks, and A-anchored examples in colours of their own: orange,
+red, brown and grey; how many examples there are and what the probe tells is said below its legend. A curve of fewer
+than ten examples is thin, with open marks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from headwater.figures.published import StyleName, in_order, is_published, model
 from headwater.figures.style import (
     BANDS_ARE,
     DASHED,
+    STAR,
+    STARRED,
     checked_place,
     entitle,
     label,
@@ -125,7 +128,7 @@ def delta_p(
             ax.set_title(titles[0])
         return apply_title_and_size(ax, title, None)
     with shared_look(ax):
-        below = LINE * (len(names) + (1 + len(shown) * len(names) if as_published else 4)) + 0.1
+        below = LINE * (len(names) + (1 + len(shown) * len(names) if as_published else 5)) + 0.1
         figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
@@ -258,7 +261,7 @@ def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | Non
         handles.append(Line2D([], [], linestyle="none"))
         labels.append(mode)
         for name in names:
-            counts = ", ".join(_count(one, name, mode, split_by) for one in shown)
+            counts = ", ".join(_count(one, name, mode, split_by) + STAR * _at_chance(one, name) for one in shown)
             handles.append(Line2D([], [], **look_of(name, mode, names)))
             labels.append(f"{label(name)} ({counts})")
     return handles, labels
@@ -286,17 +289,18 @@ def _what_is_told(shown: Sequence[Pathways]) -> str:
 
 def chance_note(shown: Sequence[Pathways]) -> str:
     """Name the runs and question sets whose probe is not above chance: their curves are about nothing; "" without."""
-    found = [
-        f"{short_name(one.run.model)}, {name}"
-        for one in shown
-        for name in one.datasets
-        if not SetAtBest(one, name).baseline(WRONG_ANSWER, PROBE)[1] > 0.5
-    ]
+    found = [f"{short_name(one.run.model)}, {name}" for one in shown for name in one.datasets if _at_chance(one, name)]
     return f"The probe is not above chance, so that its curves say nothing: {'; '.join(found)}." if found else ""
 
 
+def _at_chance(pathways: Pathways, name: str) -> bool:
+    """Whether the probe of a question set is not above chance."""
+    return name in pathways.datasets and not SetAtBest(pathways, name).baseline(WRONG_ANSWER, PROBE)[1] > 0.5
+
+
 def _counted(shown: Sequence[Pathways]) -> str:
-    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}"
+    starred = f"\n{STARRED}" if chance_note(shown) else ""
+    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}{starred}"
 
 
 def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:

@@ -10,7 +10,7 @@ density. Beyond two sets, each further two get a row of panels of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,17 @@ from headwater.calls import checked_call
 from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
-from headwater.figures.style import DASHED, checked_place, entitle, label, model_title, new_figure, short_name
+from headwater.figures.style import (
+    DASHED,
+    STAR,
+    STARRED,
+    checked_place,
+    entitle,
+    label,
+    model_title,
+    new_figure,
+    short_name,
+)
 from headwater.figures.style import style as shared_look
 from headwater.options import checked_name
 from headwater.pathways.attention_saliency import Saliency
@@ -36,7 +46,7 @@ from headwater.runs.figure_options import Size, apply_title_and_size
 from headwater.runs.findings import said_number
 from headwater.runs.result import DRAWINGS
 from headwater.stats.discrimination import auc
-from headwater.stats.resample import Bootstrap, interval
+from headwater.stats.resample import Bootstrap, Interval, interval
 
 KINDS = {"saliency_exact_answer": "$E_Q$→$E_A$", "saliency_all": "$E_Q$→*"}
 ARROWS = {"saliency_exact_answer": "E_Q \\to E_A", "saliency_all": "E_Q \\to *"}
@@ -146,7 +156,7 @@ def saliency(
             loc="outside lower center",
             ncols=ncols,
             handlelength=2.4,
-            title=None if as_published else SPELLED,
+            title=None if as_published else _spelled(entries),
             title_fontsize=7,
         )
         if len(tables) > 1 and not as_published:
@@ -179,7 +189,13 @@ def _alone(
     ax.set(ylabel="Density")
     ax.set_title(title)
     entries = _in_order(handles)
-    ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4)
+    starred = STARRED if _spelled(entries) != SPELLED else None
+    ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=starred, title_fontsize=7)
+
+
+def _spelled(entries: Iterable[str]) -> str:
+    """Say what a legend's signs mean."""
+    return f"{SPELLED}\n{STARRED}" if any(entry.endswith(f"{STAR})") for entry in entries) else SPELLED
 
 
 def _in_order(handles: dict[str, Any]) -> dict[str, Any]:
@@ -212,9 +228,8 @@ def _panel(
         area, line = _looks(kind, name, names, as_published)
         ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
-        entry = (
-            _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} (n = {len(values):,})"
-        )
+        counted = f"n = {len(values):,}{STAR * bool(_at_chance(table[table['dataset'] == name]))}"
+        entry = _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} ({counted})"
         swatch = Patch(**area)
         handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
     ax.set_xlim(places[0], places[-1])
@@ -288,13 +303,18 @@ def _density(values: NDArray[np.float64], grid: NDArray[np.float64], reflect: bo
     return np.asarray(density(grid) + density(-grid) if reflect else density(grid))
 
 
+def _at_chance(rows: pd.DataFrame) -> Interval | None:
+    """Return the AUC of the probe that a question set's saliency is of, where it is not above chance."""
+    counts = Bootstrap.of(rows["example"]).counts
+    told = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
+    return None if told.low > 0.5 else told
+
+
 def chance_note(shown: Sequence[Saliency]) -> str:
     """Name the runs and question sets whose probe is not above chance: their saliency is of nothing; "" without."""
     found = []
     for one in shown:
         for name, rows in one.of().groupby("dataset", sort=False):
-            counts = Bootstrap.of(rows["example"]).counts
-            told = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
-            if not told.low > 0.5:
+            if told := _at_chance(rows):
                 found.append(f"{short_name(one.run.model)}, {name} ({said_number(*told)})")
     return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(found)}." if found else ""

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -37,7 +38,7 @@ from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
-from headwater.progress import progress_bar
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -135,6 +136,7 @@ def ablate_heads(
     seed: int = 0,
     batch_size: int = 64,
     progress: bool = True,
+    out: str | Path | None = None,
 ) -> HeadAblation:
     """Remove a relation's heads and see what that costs, on the relation and elsewhere.
 
@@ -153,10 +155,12 @@ def ablate_heads(
         seed: of examples, foils and random heads.
         batch_size: prompts in a run.
         progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
 
     Raises:
         ModelError: the map is of another model.
         InputError: the relation is not in the map, no head implements it, or an option does not exist.
+        RunFolderError: `out` holds another run.
 
     Warns:
         UserWarning: with no head removed, no item is answered rightly.
@@ -173,37 +177,35 @@ def ablate_heads(
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
     tasks = {name: task_prompts(model, known[name][0], template, shots, seed) for name in names}
     bench = _Bench(model, method, batch_size)
-    base = {name: bench.measure(task) for name, task in tasks.items()}
-    if base[relation][0] == 0:
-        warnings.warn(
-            f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} rightly when asked "
-            f"{template!r} after {shots} examples: no accuracy is left to lose. Give a template= that it understands.",
-            stacklevel=2,
-        )
-    chosen = list(controls) if controls is not None else _comparable(base, relation)
     rng = np.random.default_rng(seed)
     random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
-    rows = [_row(name, relation, "none", 0, 0, base[name], tasks[name]) for name in (relation, *chosen)]
-    for task, removed, draw, part in progress_bar(
-        progress, list(_runs(relation, chosen, heads, random)), desc="Ablating heads", unit="run"
-    ):
-        rows.append(_row(task, relation, removed, draw, len(part), bench.measure(tasks[task], part), tasks[task]))
-    run = RunRecord.of(
-        "ablate_heads",
-        model,
-        options={
-            "relation": relation,
-            "top": top,
-            "method": method,
-            "template": template,
-            "shots": shots,
-            "draws": draws,
-            "controls": chosen,
-            "head_map": head_map.run.options,
-        },
-        seed=seed,
-    )
-    return HeadAblation(pd.DataFrame(rows), ranked, relation, run)
+    options: dict[str, Any] = {"relation": relation, "top": top, "method": method, "template": template, "shots": shots}
+    options |= {"draws": draws, "controls": controls, "head_map": head_map.run.options}
+
+    def work(run: Run) -> HeadAblation:
+        def compute(one: tuple[str, str, int, Heads]) -> dict[str, Tensor]:
+            return {"measured": torch.tensor(bench.measure(tasks[one[0]], one[3]), dtype=torch.float64)}
+
+        def measured(stage: str, runs: Sequence[tuple[str, str, int, Heads]]) -> list[tuple[float, float]]:
+            with run.bar("Ablating heads", "run", len(runs)) as bar:
+                return [tuple(piece["measured"].tolist()) for piece in run.pieces(stage, runs, compute, bar)]
+
+        base = dict(zip(names, measured("whole", [(name, "none", 0, ()) for name in names]), strict=True))
+        if base[relation][0] == 0:
+            warnings.warn(
+                f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} rightly when "
+                f"asked {template!r} after {shots} examples: no accuracy is left to lose. Give a template= that it "
+                "understands.",
+                stacklevel=6,
+            )
+        chosen = list(controls) if controls is not None else _comparable(base, relation)
+        runs = list(_runs(relation, chosen, heads, random))
+        rows = [_row(name, relation, "none", 0, 0, base[name], tasks[name]) for name in (relation, *chosen)]
+        for (task, removed, draw, part), found in zip(runs, measured("removed", runs), strict=True):
+            rows.append(_row(task, relation, removed, draw, len(part), found, tasks[task]))
+        return HeadAblation(pd.DataFrame(rows), ranked, relation, run.record)
+
+    return run_or_resume(HeadAblation, "ablate_heads", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[tuple[int, int]]:

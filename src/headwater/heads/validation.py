@@ -14,9 +14,10 @@ Elhelo & Geva (ACL 2025), first experiment. For a relation's items, each put int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pandas as pd
@@ -39,7 +40,7 @@ from headwater.models.sites import hook_name
 from headwater.models.tokenizers import Bos
 from headwater.models.weights.opening import open_weights
 from headwater.options import checked_count
-from headwater.progress import progress_bar
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -119,6 +120,7 @@ def dynamic_scores(
     bos: Bos = None,
     batch_size: int = 64,
     progress: bool = True,
+    out: str | Path | None = None,
 ) -> DynamicScores:
     """Score heads by what they write while the model runs, and correlate that with a head map.
 
@@ -132,55 +134,66 @@ def dynamic_scores(
             first position give other scores.
         batch_size: sentences in a run.
         progress: show a bar.
+        out: a folder to write to; an interrupted run goes on where it stopped.
 
     Raises:
         ModelError: the map is of another model.
         InputError: a relation of the map is not among `relations`, or a template cannot be used.
+        RunFolderError: `out` holds another run.
     """
     templates = checked_templates(templates)
     batch_size = checked_count("batch_size", batch_size)
     known = relations_of(model, checked_map(head_map), relations)
-    bar = progress_bar(progress, known.values(), desc="Dynamic scores", unit="relation")
-    asked = ((source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in bar)
-    table = scored_prompts(model, head_map, asked, templates, batch_size)
-    run = RunRecord.of(
-        "dynamic_scores",
-        model,
-        options={"templates": templates, "bos": bos, "head_map": head_map.run.options},
-    )
-    return DynamicScores(table, correlate(table), run)
+    asked = [(source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in known.values()]
+    options = {"templates": templates, "bos": bos, "head_map": head_map.run.options}
+
+    def work(run: Run) -> DynamicScores:
+        return scored_prompts(run, model, head_map, asked, templates, batch_size)
+
+    return run_or_resume(DynamicScores, "dynamic_scores", model, options, work, out=out, progress=progress)
 
 
 def scored_prompts(
+    run: Run,
     model: HookedModel,
     head_map: HeadMap,
-    asked: Iterable[tuple[SourcePrompts, TokenRelation, int]],
+    asked: Sequence[tuple[SourcePrompts, TokenRelation, int]],
     templates: Sequence[str],
     batch_size: int,
-) -> pd.DataFrame:
-    """Return the dynamic scores of prompts beside the map's static ones: the table of `DynamicScores`.
+) -> DynamicScores:
+    """Return the dynamic scores of prompts beside the map's static ones.
 
     Args:
+        run: the analysis that asks; a relation is a piece of it.
         model: the model.
         head_map: of that model.
-        asked: of each relation the prompts, the items that they are of, and k; at least one relation.
+        asked: of each relation the prompts, the items that they are of, and k.
         templates: what the prompts stand in.
         batch_size: sentences in a run.
     """
     weights = open_weights(model)
-    W_U, pieces = weights.unembedding(), []
+    W_U = weights.unembedding()
     longest = longest_column(W_U)
-    with torch.inference_mode():
-        for prompts, tokens, k in asked:
-            values = last_values(model, prompts, batch_size)
-            scores = [
-                score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
-                for layer in range(model.shape.n_layers)
-            ]
-            pieces.append(laid_out(torch.stack(scores, dim=2), tokens.relation.name, prompts, templates))
-    static = head_map.table[["layer", "head", "relation", "category", "score", "suppression"]]
-    static = static.rename(columns={"score": "static", "suppression": "static_suppression"})
-    return pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
+
+    @torch.inference_mode()
+    def compute(one: tuple[SourcePrompts, TokenRelation, int]) -> dict[str, Tensor]:
+        prompts, tokens, k = one
+        values = last_values(model, prompts, batch_size)
+        scores = [
+            score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
+            for layer in range(model.shape.n_layers)
+        ]
+        return {"scores": torch.stack(scores, dim=2)}
+
+    with run.bar("Dynamic scores", "relation", len(asked)) as bar:
+        pieces = [
+            laid_out(piece["scores"], tokens.relation.name, prompts, templates)
+            for (prompts, tokens, _), piece in zip(asked, run.pieces("scores", asked, compute, bar), strict=True)
+        ]
+    names = {"score": "static", "suppression": "static_suppression"}
+    static = head_map.table[["layer", "head", "relation", "category", *names]].rename(columns=names)
+    table = pd.concat(pieces).merge(static, on=["layer", "head", "relation"], validate="many_to_one")
+    return DynamicScores(table, correlate(table), run.record)
 
 
 def last_values(

@@ -137,7 +137,7 @@ def probe_map(
     options = {"answered": answered, "tokens": names, "site": site, "seeds": seeds, "controls": controls}
 
     def work(run: Run) -> ProbeMap:
-        sets = {name: _of_set(answered, name) for name in answered.datasets}
+        sets = {name: answered.select(name) for name in answered.datasets}
         split = {name: halves(one, seeds) for name, one in sets.items()}
         parts = [(name, token) for name in sets for token in names]
 
@@ -157,11 +157,6 @@ def probe_map(
         return ProbeMap(pd.concat(tables, ignore_index=True), spans, run.record)
 
     return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
-
-
-def _of_set(answered: AnsweredQuestions, name: str) -> AnsweredQuestions:
-    rows = answered.table["dataset"] == name
-    return AnsweredQuestions(answered.table[rows].reset_index(drop=True), answered.dropped, answered.run)
 
 
 def _logits(

@@ -287,9 +287,8 @@ def trace_pathways(
         parts, fits, pooled = [], [], []
         half_of: dict[str, int] = {}
         for number, (name, half) in enumerate(usable.items()):
-            rows = np.flatnonzero(answered.table["dataset"] == name)
-            own = AnsweredQuestions(answered.table.iloc[rows].reset_index(drop=True), answered.dropped, answered.run)
-            measured = measure(run.part(f"{number:02d}"), model, own, half, setup, window=window, controls=controls)
+            rows, part = np.flatnonzero(answered.table["dataset"] == name), run.part(f"{number:02d}")
+            measured = measure(part, model, answered.select(name), half, setup, window=window, controls=controls)
             parts.append(tables_of(measured, rows.tolist(), controls))
             fits.append(measured.fits)
             pooled.append(_sampled(measured, half_of))
@@ -321,8 +320,7 @@ def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves],
     """Split the question sets that can be split; say why the others cannot."""
     usable, causes = {}, []
     for name in answered.datasets:
-        rows = answered.table["dataset"] == name
-        own = AnsweredQuestions(answered.table[rows].reset_index(drop=True), answered.dropped, answered.run)
+        own = answered.select(name)
         try:
             usable[name] = halves(own, seeds)
         except InputError:

@@ -35,7 +35,7 @@ from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, encode, said_of_chats
-from headwater.options import checked_count
+from headwater.options import checked_count, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
@@ -98,6 +98,15 @@ class AnsweredQuestions(Result):
     def z(self) -> NDArray[np.int64]:
         """1 where the answer is wrong, 0 where it is right."""
         return self.table["z"].to_numpy(dtype=np.int64)
+
+    def select(self, dataset: str) -> AnsweredQuestions:
+        """Return the answers to one question set.
+
+        Raises:
+            InputError: there is no such set.
+        """
+        checked_name("dataset", dataset, self.datasets)
+        return replace(self, table=self.table[self.table["dataset"] == dataset].reset_index(drop=True))
 
     def batch(self) -> Batch:
         """Return the tokens of all rows, prompts and answers, right-padded."""

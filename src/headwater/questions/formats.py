@@ -175,7 +175,7 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
             raise InputError(f"{where}: {name} is not a text: {row[name]!r}.")
     accepted = next((name for name in ("possible_answers", *ANSWER_COLUMNS) if name in row), "possible_answers")
     kept: dict[str, object] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
-    kept |= {name: _number(row[name], where, name) for name in POPULARITY if name in row}
+    kept |= {name: number_of(row[name], where, name) for name in POPULARITY if name in row}
     if "s_pop" in kept:
         kept["popularity"] = kept["s_pop"]
     match = match_wording(question, relation) if isinstance(question, str) else None
@@ -273,7 +273,8 @@ def _answers(value: object, where: str, name: str) -> object:
     return value.split(" | ")
 
 
-def _number(value: Any, where: str, name: str) -> float:
+def number_of(value: Any, where: str, name: str) -> float:
+    """Read a number, or say in which row and column there is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

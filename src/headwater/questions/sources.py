@@ -30,7 +30,7 @@ from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_count, checked_path, checked_seed
-from headwater.questions.formats import adapt, check_format, columns_found, detect_format
+from headwater.questions.formats import adapt, check_format, columns_found, detect_format, number_of
 from headwater.questions.words import Span, find_words
 from headwater.runs.result import table_html
 
@@ -191,7 +191,7 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
         "dataset": str(row.get("dataset") or dataset),
         "id": f"{dataset}-{number}" if given in (None, "") else str(given),
     }
-    number_columns = {} if popularity is None else {"popularity": _number(where, "popularity", popularity)}
+    number_columns = {} if popularity is None else {"popularity": number_of(popularity, where, "popularity")}
     return {**row, **names, "question": question, "answers": tuple(answers), **spans, **number_columns}
 
 
@@ -219,13 +219,6 @@ def _span(where: str, name: str, part: Any, question: str) -> Span:
             f"{where}: {name} {part!r} is not a span [start, end] of the question ({len(question)} characters)."
         )
     return part[0], part[1]
-
-
-def _number(where: str, name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{where}: {name} is not a number: {value!r}.") from None
 
 
 def _tidy(table: pd.DataFrame) -> pd.DataFrame:

@@ -16,15 +16,11 @@ Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters
 Intervals: Wilson's over the items of a relation; of the best score they are those of the head that reached it, which
 was the best of all heads on these very items. Fisher's for correlations.
 
-The published correlation of static scores with what heads write behind sources of several tokens.
-
-Elhelo & Geva, ACL 2025: static scores are about sources of one token; do they tell what a head does at the last token
-of a longer one?
+Sources of several tokens: do static scores, which are about one token, tell what a head does at the last of several?
 
 1. Items: a source of several tokens, without a space in front, and a target of one, with it.
 2. Prompt: the opening, which ends in a space, and the source; both tokenized apart, as the published code does.
-3. Dynamic scores at the prompt's last token, which is the source's last, with context and without (`dynamic_scores`);
-   their correlation with the static scores over heads.
+3. Dynamic scores at the prompt's last token, which is the source's last, with context and without.
 
 Eleven relations were published, of models for which they have enough items of single tokens.
 """
@@ -49,12 +45,11 @@ from headwater.heads.prompts import SourcePrompts, relations_of
 from headwater.heads.relation_tokens import TokenRelation, word_tokens
 from headwater.heads.relations import Relation, Relations, load_relations
 from headwater.heads.scoring import relations_digest
-from headwater.heads.validation import TEMPLATES, correlate, dynamic_scores, scored_prompts
+from headwater.heads.validation import TEMPLATES, DynamicScores, dynamic_scores, scored_prompts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights.opening import open_weights
-from headwater.progress import progress_bar
 from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
 from headwater.reference.steps import Steps, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
@@ -68,10 +63,16 @@ RELATIONS = (
 )  # fmt: skip
 
 
-def multi_token_correlations(
-    model: HookedModel, head_map: HeadMap, relations: Relations, *, batch_size: int = 64, progress: bool = True
-) -> pd.DataFrame:
-    """Correlate a head map with dynamic scores of sources of several tokens.
+def multi_token_scores(
+    model: HookedModel,
+    head_map: HeadMap,
+    relations: Relations,
+    *,
+    batch_size: int = 64,
+    progress: bool = True,
+    out: str | Path | None = None,
+) -> DynamicScores | None:
+    """Score the heads of a map behind sources of several tokens, of the published relations; None without a source.
 
     Args:
         model: the model that was classified.
@@ -79,18 +80,19 @@ def multi_token_correlations(
         relations: what `classify_heads` was given.
         batch_size: sentences in a run.
         progress: show a bar.
-
-    Returns:
-        A row per published relation that the map has, sign and context: `relation, sign, context, pearson, low, high,
-        heads`; none of a relation without such an item.
+        out: a folder to write to; an interrupted run goes on where it stopped.
     """
     known = {name: one for name, one in relations_of(model, head_map, relations).items() if name in RELATIONS}
     asked = [(*multi_token_prompts(model, tokens.relation), k) for tokens, k in known.values()]
     asked = [one for one in asked if one[1].targets]
     if not asked:
-        return pd.DataFrame(columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
-    bar = progress_bar(progress, asked, desc="Longer sources", unit="relation")
-    return correlate(scored_prompts(model, head_map, bar, [OPENING], batch_size))
+        return None
+
+    def work(run: Run) -> DynamicScores:
+        return scored_prompts(run, model, head_map, asked, [OPENING], batch_size)
+
+    options = {"templates": [OPENING], "head_map": head_map.run.options}
+    return run_or_resume(DynamicScores, "multi_token_scores", model, options, work, out=out, progress=progress)
 
 
 def multi_token_prompts(model: HookedModel, relation: Relation) -> tuple[SourcePrompts, TokenRelation]:
@@ -187,16 +189,15 @@ def reproduce_maps(
             return
         if correlations:
             asked: dict[str, Any] = {"relations": of, "templates": templates, "bos": "tokenizer"}
-            measured = steps.unkept("correlations", dynamic_scores, model, head_map, **asked)
+            measured = steps("correlations", dynamic_scores, model, head_map, **asked)
             yield compare_correlations(measured.correlations, numbers)
-        if multi_token:
-            longer = steps.unkept("longer sources", multi_token_correlations, model, head_map, of)
-            yield compare_correlations(longer, numbers, LONGER)
+        if multi_token and (longer := steps("longer_sources", multi_token_scores, model, head_map, of)) is not None:
+            yield compare_correlations(longer.correlations, numbers, LONGER)
         known = [one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})]
         for relation in known if ablations else ():
             heads = numbers[relation]["ablation"]["heads"]
             kept: dict[str, Any] = {"relations": of, "top": heads, "controls": []}
-            removed = steps.unkept(f"ablation, {relation}", ablate_heads, model, head_map, relation, **kept)
+            removed = steps(f"ablation_{relation}", ablate_heads, model, head_map, relation, **kept)
             yield compare_ablation(removed, numbers[relation]["ablation"])
 
     def work(run: Run) -> Reproduction:

@@ -33,12 +33,8 @@ class Steps:
 
     def __call__(self, name: str, function: Callable[..., R], *given: Any, **options: Any) -> R:
         """Return what a function makes, in the folder of this name."""
-        return self.unkept(name, function, *given, out=self.run.below(name), **options)
-
-    def unkept(self, name: str, function: Callable[..., R], *given: Any, **options: Any) -> R:
-        """Return what a function makes that keeps nothing in a folder."""
         begun = time.perf_counter()
-        made = function(*given, progress=self.run.progress, **options)
+        made = function(*given, progress=self.run.progress, out=self.run.below(name), **options)
         self.took[name] = time.perf_counter() - begun
         expected = f" of about {said_time(self.expected[name])}" if name in self.expected else ""
         say(self.run.progress, f"{name}: done in {said_time(self.took[name])}{expected}.", anywhere=True)
