@@ -302,23 +302,26 @@ def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(em
         pathways.reproduce_pathways(embedded, "natural", methods=("question",))
 
 
-def test_what_a_run_takes_is_what_some_items_take_and_more_of_the_same(monkeypatch, capsys):
+def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_call_does(monkeypatch, capsys):
     clock, run = [0.0], Run(None)
     monkeypatch.setattr(reproduction_steps.time, "perf_counter", lambda: clock[0])
 
     def make(steps, places):
         def piece(progress, out):
-            clock[0] += 5 + 2 * len(places)
+            clock[0] += 5 + 2 * len(places) + 100 * (not clock[0])
 
         steps("piece", piece)
 
     steps = reproduction_steps.timed_steps(run, make, 1000, "things")
-    assert steps.expected == {"piece": 5 + 2 * 1000}
+    assert steps.expected == {"piece": 5 + 2 * 1000}  # the first call alone took 100 seconds more
     make(steps, range(1000))
     assert capsys.readouterr().err.splitlines() == [
         "headwater: 1,000 things take about 33 minutes on this machine: piece 33 minutes.",
         "headwater: piece: done in 33 minutes of about 33 minutes.",
     ]
+
+    assert reproduction_steps.timed_steps(run, make, 1000, "things", sets=4).expected == {"piece": 4 * 5 + 2 * 1000}
+    capsys.readouterr()
 
     def refuse(steps, places):
         raise InputError("Nothing can be timed.")

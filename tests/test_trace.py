@@ -20,6 +20,7 @@ from headwater.pathways.interventions import (
 )
 from headwater.pathways.summary import survives
 from headwater.probes.linear import fit_linear
+from headwater.questions import states
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_states
 from headwater.runs.record import RunRecord
@@ -209,6 +210,35 @@ def test_states_of_a_run_severed_in_every_layer_equal_those_of_the_walk(family, 
     found = after_states(model, one, setup)
     torch.testing.assert_close(found, after[site], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(found, before[site], atol=1e-4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("keys", [(), (22, 23)], ids=["untouched", "severed"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3", "mixtral"])
+def test_what_all_rows_begin_with_is_run_once_and_states_are_those_of_whole_rows(family, keys, monkeypatch):
+    model, rng = tiny_hooked(family, seed=chance.seed_of(family)), chance.rng()
+    begin = rng.integers(3, 30, 20).tolist()
+    rows = [[*begin, 3 + i, *rng.integers(3, 30, 6 + i).tolist()] for i in range(5)]
+    one = interventions.Intervention(
+        "x", np.arange(5), rows, [len(row) - 1 for row in rows], [keys] * 5 if keys else None
+    )
+    expected = [torch.stack([blocked_state(model, row, keys, layer, "mlp_out") for layer in range(3)]) for row in rows]
+    run, batches = type(model).run, []
+    monkeypatch.setattr(type(model), "run", lambda own, one, *a, **b: batches.append(one) or run(own, one, *a, **b))
+    found = after_states(model, one, Setup("mlp_out", "answer_last", "mask", "after", 2))
+    torch.testing.assert_close(found, torch.stack(expected, 1), atol=1e-5, rtol=1e-4)
+    assert sum(batch.tokens.shape[1] > 20 for batch in batches) == 1  # of the row by which this is checked
+
+
+def test_a_model_that_gives_other_states_on_top_of_what_rows_begin_with_runs_them_whole(monkeypatch):
+    model = tiny_hooked("llama")
+    rows = [[*range(3, 23), 23 + i, 4, 5] for i in range(4)]
+    one = interventions.Intervention("x", np.arange(4), rows, [22] * 4)
+    setup = Setup("mlp_out", "answer_last", "mask", "after", 4)
+    expected = after_states(model, one, setup)
+    begin = states.keys_values
+    monkeypatch.setattr(states, "keys_values", lambda *given: {n: (2 * k, v) for n, (k, v) in begin(*given).items()})
+    torch.testing.assert_close(after_states(model, one, setup), expected, atol=1e-6, rtol=1e-5)
 
 
 def test_where_an_edit_of_attention_has_no_effect_the_walk_severs(monkeypatch):

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -24,10 +23,7 @@ from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions
-from headwater.questions.states import probe_positions
-
-WORTH_A_RUN = 16
-"""Fewer tokens than this are not run by themselves first."""
+from headwater.questions.states import WORTH_A_RUN, probe_positions
 
 
 @dataclass(frozen=True)
@@ -131,11 +127,3 @@ def _edges(
     asks = torch.tensor([[q in row.queries for q in range(first, width)] for row in rows], device=device)
     kinds = {"exact_answer": sees & asks[:, :, None], "all": sees}
     return keys, {name: kinds[name] for name in names}
-
-
-def common_start(rows: Sequence[SaliencyRow]) -> int:
-    """How many tokens all rows begin with, before the first position of any at which a gradient is wanted."""
-    first = min(row.first for row in rows)
-    starts = np.array([row.tokens[:first] for row in rows])
-    differs = (starts != starts[0]).any(0)
-    return int(differs.argmax()) if differs.any() else first

@@ -64,11 +64,13 @@ def severed_states(
         edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.looks_ahead) for i, row in enumerate(tokens)
     ]
 
-    def cutting(rows: Sequence[int]) -> Iterator[Hook]:
-        return _hooks(to_device(_stacked([cuts[row] for row in rows]), model.device), model.shape.n_layers, variant)
+    def cutting(rows: Sequence[int], first: int) -> Iterator[Hook]:
+        cut = _stacked([cuts[row] for row in rows])[:, :, first:]
+        return _hooks(to_device(cut, model.device), model.shape.n_layers, variant)
 
+    cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
     try:
-        return states_at(model, tokens, positions, site, batch_size, progress=False, editing=cutting)
+        return states_at(model, tokens, positions, site, batch_size, False, editing=cutting, edited_from=cut_from)
     except InterventionError:  # its edits of attention are thrown away, or a query has no key: the walk says which
         given = [list(row) for row in tokens]
         options = {"sites": site, "variant": variant, "batch_size": batch_size, "progress": False}

@@ -133,15 +133,17 @@ def reproduce_pathways(
         if practice:
             answered = _for_practice(answered, len(asked))
         traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
-        steps("saliency", saliency, model, answered, traced.probe)
+        middle = model.shape.n_layers // 2  # l* of few answers is any layer, and what is run ends there
+        steps("saliency", saliency, model, answered, traced.probes[middle] if practice else traced.probe)
         steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
-        return steps("detection", detect, model, answered, methods=methods, **probing)
+        layer = middle if practice else None
+        return steps("detection", detect, model, answered, methods=methods, layer=layer, **probing)
 
     def practise(trial: Steps, places: Sequence[int]) -> None:
         detected(trial, Questions(drawn.table.iloc[list(places)].reset_index(drop=True)), practice=True)
 
     def work(run: Run) -> Reproduction:
-        found = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE), drawn)
+        found = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
         notes = [] if name else [no_numbers(model.name, reference)]
         notes += [not_held(name)] if name and not numbers.keys() & {"detection", "mode"} else []
         table = compared(compare_detection(found, numbers))

@@ -1,8 +1,7 @@
 """The pieces of a reproduction: what is done and how long it takes, said before it starts; then a line for each.
 
-How long: all pieces are made of a few items first, twice of other sizes, without a folder. What the larger took, and as
-often as need be what it took more than the smaller, is what all items will take: what a first call does once, such as
-reading weights, does not count for every item.
+How long: all pieces are made of a few items of one set, without a folder: once so that what a first call does is done,
+then by the clock, of two sizes. What more items took more is what an item takes, and the rest what a set takes.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ def timed_steps(
     items: int,
     called: str,
     sizes: tuple[int, int] = (4, 12),
+    sets: int = 1,
 ) -> Steps:
     """Say what a run will do and how long, where it shows progress; return what makes its pieces.
 
@@ -56,6 +56,7 @@ def timed_steps(
         items: how many there are.
         called: what they are.
         sizes: of how many the pieces are timed.
+        sets: how many sets the items are of.
     """
     steps, (few, dozen) = Steps(run), sizes
     if not run.progress or items <= dozen:
@@ -63,7 +64,7 @@ def timed_steps(
     say(True, f"timing {dozen} of {items:,} {called} ...")
     took = []
     try:
-        for size in sizes:
+        for size in (few, *sizes):
             trial = Steps(replace(run, folder=None, progress=False))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -72,11 +73,11 @@ def timed_steps(
     except InputError as error:
         say(True, f"how long {items:,} {called} take cannot be told: {error}", anywhere=True)
         return steps
-    for name, seconds in took[1].items():
-        more = max(seconds - took[0].get(name, seconds), 0.0) / (dozen - few)
-        steps.expected[name] = seconds + more * (items - dozen)
-    each = ", ".join(f"{name} {said_time(seconds)}" for name, seconds in steps.expected.items())
+    for name, seconds in took[2].items():
+        each = max(seconds - took[1].get(name, seconds), 0.0) / (dozen - few)
+        steps.expected[name] = sets * max(seconds - dozen * each, 0.0) + items * each
+    listed = ", ".join(f"{name} {said_time(seconds)}" for name, seconds in steps.expected.items())
     total = said_time(sum(steps.expected.values()))
     kept = "; what the folder holds already is not made again" if run.folder is not None else ""
-    say(True, f"{items:,} {called} take about {total} on this machine: {each}{kept}.", anywhere=True)
+    say(True, f"{items:,} {called} take about {total} on this machine: {listed}{kept}.", anywhere=True)
     return steps
