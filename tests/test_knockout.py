@@ -201,9 +201,9 @@ def test_cumulative_knockouts_of_residual_metrics_take_one_row_per_prompt(twins,
     model, _ = twins("llama")
     rows, plain = [], Blocks.attention
 
-    def counting(self, layer, residual, *rest):
+    def counting(self, layer, residual, *rest, **call):
         rows.append((layer, len(residual)))
-        return plain(self, layer, residual, *rest)
+        return plain(self, layer, residual, *rest, **call)
 
     prompts = [random_prompt(8) for _ in range(4)]
     options = {"block": ("after", (1, 3)), "window": "cumulative", "progress": False}

@@ -102,8 +102,8 @@ def test_edges_are_what_they_were_without_it(monkeypatch):
     trimmed = hw.edges(model, [CLEAN], [CORRUPTED], **QUIET)
     plain = Blocks.attention
 
-    def everywhere(self, layer, residual, call, positions, mask, prefix, kept=None):
-        added = plain(self, layer, residual, call, positions, mask, prefix)
+    def everywhere(self, layer, residual, positions, mask, prefix, kept=None, **call):
+        added = plain(self, layer, residual, positions, mask, prefix, **call)
         return added if kept is None else added[:, kept[0]]
 
     monkeypatch.setattr(Blocks, "attention", everywhere)

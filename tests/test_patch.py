@@ -507,10 +507,10 @@ def test_tiles_are_halved_when_memory_runs_out_and_the_result_is_the_same(models
     expected = hw.patch(model, clean, corrupted, **options).table
     plain = Blocks.attention
 
-    def small(self, layer, residual, *rest):
+    def small(self, layer, residual, *rest, **call):
         if residual.shape[0] * residual.shape[1] > 24:
             raise torch.OutOfMemoryError("out of memory")
-        return plain(self, layer, residual, *rest)
+        return plain(self, layer, residual, *rest, **call)
 
     monkeypatch.setattr(Blocks, "attention", small)
     found = hw.patch(model, clean, corrupted, **options).table

@@ -8,9 +8,10 @@ import torch
 
 import headwater as hw
 from headwater.patching import whole_runs
+from headwater.patching.tile import FoldedRows
 from tests.random_models import random_model
 from tests.same_table import assert_same_table
-from tests.tiny import tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_hooked, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*swept with whole runs")
 CLOSE = 1e-5
@@ -114,3 +115,16 @@ def test_a_run_has_half_of_its_rows_where_memory_runs_out(models, forwards, monk
     monkeypatch.setattr(whole_runs, "run_variants", too_large)
     assert_same_table(hw.patch(model, clean, corrupted, **options).table, expected.table, CLOSE)
     assert forwards == [5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_side_by_side_in_attention_give_what_each_gives_alone(family, monkeypatch):
+    model, (clean, corrupted) = tiny_hooked(family), pairs([9, 9, 7])
+    sites = ("z", "resid_pre", "mlp_out")
+    asked = {"sites": sites, "positions": {4, 6}, "metric": hw.logit_difference(5, 9), **QUIET}
+    folded, fold = [], FoldedRows.of
+    monkeypatch.setattr(FoldedRows, "of", lambda tile: folded.append(fold(tile)) or folded[-1])
+    side_by_side = hw.patch(model, clean, corrupted, **asked)
+    assert any(one is not None and len(one.examples) < len(one.tile.rows) for one in folded)
+    monkeypatch.setattr(FoldedRows, "of", lambda tile: None)
+    assert_same_table(side_by_side.table, hw.patch(model, clean, corrupted, **asked).table, CLOSE)

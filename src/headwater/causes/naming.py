@@ -89,7 +89,7 @@ def judged(
     Args:
         choice: the relation.
         named: what `names_of` returned for it.
-        effects: of every head.
+        effects: of the heads that are named and those that may be strongest; NaN of others.
         sources: of each pair, which source it asks for.
         seed: of the bootstrap.
 
@@ -102,10 +102,10 @@ def judged(
     heads = [(int(layer), int(head)) for layer, head in np.ndindex(effects.shape[1:])]
     # draw × head; the first row is the data
     means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
-    largest = means.max(1, keepdims=True)
+    largest = np.nanmax(means, 1, keepdims=True)
     shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
     place = {head: number for number, head in enumerate(heads)}
-    rank = np.argsort(np.argsort(-means[0], kind="stable"), kind="stable") + 1
+    rank = np.argsort(np.argsort(-means[0], kind="stable"), kind="stable") + 1  # NaN comes last
     of_way = {way: np.array([place[head] for head in some], dtype=int) for way, some in named.items()}
     rows: list[dict[str, object]] = []
     ours = shares[:, of_way[NAMED]].mean(1)

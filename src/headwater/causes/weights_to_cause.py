@@ -7,7 +7,8 @@ For each relation, on items split once by source (`prompts`):
 2. can it      the gap of the logit difference on the second half. Where its interval is not above 0 the model does not
                tell the targets apart, and nothing more is measured.
 3. who looks   each head's attention from the last position to the source, on the first half.
-4. who moves   the exact effect of each head's z at the last position, on both halves.
+4. who moves   the exact effect of each head's z at the last position, on both halves; on the second half of a suite
+               that of the strongest ones on the first half and of all that step 5 names.
 5. the test    margin × attention names one head. Is it the one that moves most, and what share of the largest effect
                has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
 
@@ -39,7 +40,7 @@ from headwater.causes.prompts import (
     mean_of,
     measured_candidates,
 )
-from headwater.causes.relation import Head, attention_to_source, head_effects
+from headwater.causes.relation import Head, attention_to_source, head_effects, strongest
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import InputError
 from headwater.heads.margins import layer_margins
@@ -54,6 +55,8 @@ from headwater.options import checked_count, checked_seed
 from headwater.patching.duration import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 
+LEADERS = 30
+"""Of a suite, so many heads are measured on the second half, the strongest on the first, beside all that are named."""
 OTHERS = 8
 """So many further relations, for the baselines, where one alone is asked for."""
 MOST_DRAWS = 10_000
@@ -152,11 +155,21 @@ def _measure(
         if not some or (stage == "others" and not any("share" in piece for piece in known.values())):
             continue
         with run.bar("Can it, who looks, who moves it", "relation", len(some)) as bar:
-            pieces = run.pieces(stage, some, lambda i: _of_relation(model, tokenized[i], tried[i], i < n), bar)
+            pieces = run.pieces(stage, some, lambda i: _of_relation(model, tokenized[i], tried[i]), bar)
             known |= dict(zip(some, pieces, strict=True))
     prompts = {i: chosen_prompts(tokenized[i], tried[i], known[i]["candidates"]) for i in known}
     choices = _choices(model, tokenized, known, options, seed, run)
     named = {i: names_of(one, [choices[j] for j in choices if j != i]) for i, one in choices.items() if i < n}
+    single = options["one"] is not None
+    with run.bar("Who moves it, on the second half", "relation", len(named)) as bar:
+
+        def second(i: int) -> dict[str, Tensor]:
+            leaders = strongest(choices[i].share, LEADERS)
+            heads = None if single else {*leaders, *(head for some in named[i].values() for head in some)}
+            return {"effects": torch.from_numpy(head_effects(model, prompts[i].second, heads).effect)}
+
+        for i, piece in zip(named, run.pieces("second", list(named), second, bar), strict=True):
+            known[i] = {**known[i], **piece}
     ways, rows, strength = [], [], torch.full((n, 1 + options["draws"]), torch.nan, dtype=torch.float64)
     for i in range(n):
         if i in named:
@@ -167,7 +180,7 @@ def _measure(
         family = choices[i].family if i in choices else None
         rows.append(_row(tokenized[i], prompts.get(i), known.get(i), family, reasons.get(i, "")))
     suite = EvidenceSuite.of(rows, ways, strength, run.record)
-    if options["one"] is None:
+    if not single:
         return suite
     others = [prompts[i] for i in choices if i >= n]
     parts = prompts.get(0), choices.get(0), known.get(0)
@@ -187,19 +200,15 @@ def _say_how_long(
         tokens += sum(one.first.clean.numel() for one in some)
         first, second = (max(some, key=lambda one: getattr(one, half).clean.numel()) for half in HALVES)
         tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
-        for pairs_of in (first.first, second.second):  # both sides, and of every head one token through half the layers
-            tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * heads // 2
+        measured = min(heads, 2 * LEADERS) if len(asked) > 1 else heads
+        for pairs_of, n in ((first.first, heads), (second.second, measured)):
+            tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * n // 2  # both sides; a token through half the layers
     what = f"{len(tried):,} relations" if len(asked) > 1 else f"{asked[0].relation.name} and what it is compared with"
     say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
 
 
-def _of_relation(
-    model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate], asked_for: bool
-) -> dict[str, Tensor]:
-    """Choose the prompt; and where the model can do the relation, see who looks and who moves it.
-
-    Of a relation that others are compared with, rather than one that was asked for, the second half is not measured.
-    """
+def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
+    """Choose the prompt; and where the model can do the relation, see who looks and who moves it on the first half."""
     measured = measured_candidates(model, tried)
     prompts = chosen_prompts(tokens, tried, measured)
     second = prompts.second
@@ -210,7 +219,7 @@ def _of_relation(
         return found
     found["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
     found["attention"] = torch.from_numpy(attention_to_source(model, prompts.first))
-    return found | ({"effects": torch.from_numpy(head_effects(model, second).effect)} if asked_for else {})
+    return found
 
 
 def _choices(

@@ -95,7 +95,8 @@ class EdgeRows:
         at, kept = self.leaving(layer), None
         if not whole and not isinstance(at, slice):
             kept = at.expand(n_rows, -1)
-        return self.blocks.attention(layer, residual, self.recording.calls[layer], positions, mask, shared, kept)
+        call = self.recording.calls[layer]
+        return self.blocks.attention(layer, residual, positions, mask, shared, kept, call=call)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
         """Return what a layer's MLP adds to rows."""

@@ -125,11 +125,12 @@ class Blocks:
         self,
         layer: int,
         residual: Float[Tensor, "row position d_model"],
-        call: tuple[tuple[Any, ...], dict[str, Any]],
         positions: Int[Tensor, "row position"],
         mask: Float[Tensor, "row head_or_one position key"],
         prefix: SharedPrefix | None,
         kept: Int[Tensor, "row kept"] | None = None,
+        *,
+        call: tuple[tuple[Any, ...], dict[str, Any]],
         recorded: Int[Tensor, " row"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
         """What a layer's attention adds to the residual stream of rows that hold these positions.
@@ -141,7 +142,8 @@ class Blocks:
         """
         block = self._blocks[layer]
         if kept is not None and _is_watched(block.attn):
-            return _taken(self.attention(layer, residual, call, positions, mask, prefix, None, recorded), kept)
+            whole = self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded)
+            return _taken(whole, kept)
         normed = _through(block, "ln1", residual)
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))

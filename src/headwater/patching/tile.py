@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from headwater.errors import InterventionError
@@ -26,10 +26,14 @@ from headwater.models.blocks import Recording, SharedPrefix
 from headwater.models.sites import Stage, main_site
 from headwater.patching.edits import Indices, Variants
 
-PREFIX_SHARE = 4
-"""A key before a row counts as this part of a token of its own."""
+PREFIX_SHARE, FOLDED_PREFIX_SHARE = 4, 64
+"""A key before a row counts as this part of a token of its own: copied for the row alone, or there for many rows."""
 PADDING_SHARE = 16
 """At most this part of a large tile is padding."""
+FOLDED_PLACES = 128
+"""Of a folded row, at most: masked keys of its other rows cost less than copies of the prefix."""
+FOLDED_PADDING = 1.25
+"""At most so many places for each that holds a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,6 +163,71 @@ class Tile:
         return torch.minimum(self._columns, self.lengths[:, None] - 1)
 
 
+class FoldedRows:
+    """A tile's rows side by side, several of one example in one row of attention, which a mask keeps apart.
+
+    The recorded keys and values of an example are then there once for a group of its rows. Side by side with each row
+    alone they are copied for every row, and where heads share keys once more for every head: a third of the time of a
+    sweep whose rows are of one token.
+
+    Args:
+        tile: the rows.
+        index: by group and slot, which row of the tile; the last one of a group is repeated where others hold more.
+    """
+
+    def __init__(self, tile: Tile, index: Int[np.ndarray, "group slot"]):
+        self.tile, self.n_slots = tile, index.shape[1]
+        place = np.empty(len(tile.rows), dtype=np.int64)
+        place[index[:, ::-1]] = np.arange(index.size).reshape(index.shape)[:, ::-1]
+        self._index, self._place = (to_device(one, tile.starts.device) for one in (index, place))
+        self.examples = tile.examples[self._index[:, 0]]
+
+    @classmethod
+    def of(cls, tile: Tile) -> FoldedRows | None:
+        """Fold a tile; None where there is nothing to gain."""
+        _, which, counts = np.unique(tile.rows.example, return_inverse=True, return_counts=True)
+        most = FOLDED_PLACES // tile.width if tile.prefix_length else 0
+        while most > 1:
+            n_slots = -(-counts.max() // -(-counts.max() // most))  # groups of the largest example are of one size
+            n_groups = -(-counts // n_slots)
+            if n_groups.sum() * n_slots <= FOLDED_PADDING * len(tile.rows):
+                example = np.repeat(np.arange(len(counts)), n_groups)
+                group = np.arange(len(example)) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
+                row = np.minimum(group[:, None] * n_slots + np.arange(n_slots), counts[example][:, None] - 1)
+                by_example, first = np.argsort(which, kind="stable"), np.cumsum(counts) - counts
+                return cls(tile, by_example[first[example][:, None] + row])
+            most //= 2
+        return None
+
+    def laid_out(self, rows: Shaped[Tensor, "row position *d"]) -> Shaped[Tensor, "group place *d"]:
+        """Lay the rows of the tile side by side."""
+        return rows[self._index].flatten(1, 2)
+
+    def taken_apart(self, folded: Float[Tensor, "group place d"]) -> Float[Tensor, "row position d"]:
+        """Return the rows of the tile again."""
+        return folded.unflatten(1, (self.n_slots, -1)).flatten(0, 1)[self._place]
+
+    @cached_property
+    def positions(self) -> Int[Tensor, "group place"]:
+        """The position of each token."""
+        return self.laid_out(self.tile.positions)
+
+    @cached_property
+    def key_positions(self) -> Int[Tensor, "group place key"]:
+        """The position of each key as a place sees it; -1 where it is none of its row's."""
+        tile, slot = self.tile, torch.arange(self.n_slots, device=self._index.device).repeat_interleave(self.tile.width)
+        own = torch.where(tile.held, tile.positions, -1)
+        own = torch.where(slot[:, None] == slot, self.laid_out(own)[:, None], -1)
+        before = torch.arange(tile.prefix_length, device=own.device)
+        starts = self.laid_out(tile.starts[:, None].expand(-1, tile.width))[:, :, None]
+        return torch.cat([torch.where(before < starts, before, -1), own], -1)
+
+    def prefix(self, recording: Recording, layer: int) -> SharedPrefix:
+        """Return the recorded keys and values of the positions before the rows, those of an example once a group."""
+        caches = recording.keys[layer], recording.values[layer]
+        return SharedPrefix(*(cache[:, :, : self.tile.prefix_length][self.examples] for cache in caches))
+
+
 def rows_of(variants: Variants) -> RowTable:
     """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
     followed = variants.trunk
@@ -181,29 +250,30 @@ def rows_of(variants: Variants) -> RowTable:
     return RowTable(index, variants.which[index], variants.example[index], *joined)
 
 
-def tiled(rows: RowTable, taken: Indices, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
+def tiled(rows: RowTable, taken: Indices, folded: bool, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
     """Edit rows into tiles that take the same as recorded and are of similar length.
 
     Args:
         rows: all rows of a layer.
         taken: by row, a number for what of the layer it takes as it was recorded.
+        folded: whether rows of one example will share its recorded keys.
         tile_tokens: the size of the next tile; it shrinks where memory runs out.
     """
     for same in np.unique(taken):
         waiting = rows[np.flatnonzero(taken == same)]
         # The longest first: neighbours differ least in length, and where memory is too small the first tile shows it.
-        waiting = waiting[np.lexsort((waiting.start, waiting.length))[::-1]]
+        waiting = waiting[np.lexsort((waiting.example, waiting.start, waiting.length))[::-1]]
         while len(waiting):
-            n = _how_many_fit(waiting, tile_tokens())
+            n = _how_many_fit(waiting, tile_tokens(), FOLDED_PREFIX_SHARE if folded else PREFIX_SHARE)
             yield waiting[:n]
             waiting = waiting[n:]
 
 
-def _how_many_fit(rows: RowTable, tile_tokens: int) -> int:
+def _how_many_fit(rows: RowTable, tile_tokens: int, prefix_share: int) -> int:
     """Return how many rows, the longest first, go into a tile: within its size, with little padding if it is large."""
     length, start = rows.length[: max(1, tile_tokens)], rows.start[: max(1, tile_tokens)]
     width, count = int(length[0]), np.arange(1, len(length) + 1)
-    size = count * (width + start // PREFIX_SHARE)
+    size = count * (width + start // prefix_share)
     padding = count * width - np.cumsum(length)
     fits = ((padding <= count * width // PADDING_SHARE) | (size <= tile_tokens // 8)) & (size <= tile_tokens)
     fits[0] = True
@@ -241,6 +311,14 @@ class Masks:
             mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
             self._keyless.append((layer, tile, (mask != 0).all(-1)))
         return mask
+
+    def folded_mask(self, layer: int, folded: FoldedRows) -> Float[Tensor, "group 1 place key"]:
+        """Say which keys each token may read, of rows side by side of which nothing is severed before the softmax."""
+        return self._of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
+
+    def severs_any(self, layer: int) -> bool:
+        """Whether edges of some row are severed before the softmax."""
+        return any(change.severs_in(layer, False) for change in self.variants.changes)
 
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
         """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""

@@ -44,7 +44,7 @@ from headwater.patching.edits import (
     Variants,
     padded_kept,
 )
-from headwater.patching.tile import Masks, RowTable, Tile, rows_of, tiled
+from headwater.patching.tile import FoldedRows, Masks, RowTable, Tile, rows_of, tiled
 from headwater.patching.writing import ReplacementValues, TokenSpanEdit, write_patterns, write_tokens
 
 
@@ -109,7 +109,7 @@ class Walk:
                 self._join(layer)
                 self._busy = self._busy_at(layer)
                 # The size is read for each tile: it shrinks where memory runs out in the middle of a layer.
-                for rows in tiled(self.rows, self._alike(layer), lambda: self.tile_tokens):
+                for rows in tiled(self.rows, self._alike(layer), self._folds(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
         self._masks.check_that_every_token_has_a_key()
         self._check_that_all_is_finite()
@@ -175,17 +175,24 @@ class Walk:
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
                     write_tokens(z, self._stretches(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
-        mask, prefix = self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
-        call, rows = self.recording.calls[layer], tile.padded(residual)
+        rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
+        if (folded := FoldedRows.of(tile) if self._folds(layer) else None) is not None:
+            mask, keys_before = self._masks.folded_mask(layer, folded), folded.prefix(self.recording, layer)
+            read = attention(folded.laid_out(rows), folded.positions, mask, keys_before, recorded=folded.examples)
+            return tile.packed(folded.taken_apart(read))
+        own = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
         if self._needs_all(layer, tile, "attention"):
             with self._inside(layer, tile):
-                return tile.packed(
-                    self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, None, tile.examples)
-                )
+                return tile.packed(attention(rows, *own, recorded=tile.examples))
         # In the last layer only the positions that are read attend. The others hold zeros, which nothing reads.
         kept = self._kept_columns(tile)
-        read = self.blocks.attention(layer, rows, call, tile.positions, mask, prefix, kept, tile.examples)
+        read = attention(rows, *own, kept, recorded=tile.examples)
         return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(read), read))
+
+    def _folds(self, layer: int) -> bool:
+        """Whether rows go through a layer's attention side by side: nothing in it may ask which row a token is of."""
+        alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or self._masks.severs_any(layer)
+        return layer < self.last_layer and not alone
 
     @contextlib.contextmanager
     def _inside(self, layer: int, tile: Tile) -> Iterator[None]:
