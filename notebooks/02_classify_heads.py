@@ -9,7 +9,7 @@
 # **Method.** For a head with value and output matrices W_V and W_O, the row x_s W_V W_O W_U says how strongly a source
 # word s pushes every word of the vocabulary (Elhelo & Geva, ACL 2025). The score of a relation is the share of its
 # pairs whose target is among the ten largest entries. We score the heads of SmolLM2-135M-Instruct (notebook 1 says
-# where it comes from), vary what heads are assumed to read, and compare with patching, attention and ablation.
+# where it comes from), vary what heads are assumed to read, and silence the heads that are found.
 #
 # **Result and what would change one's mind** are at the end.
 
@@ -52,34 +52,9 @@ sensitivity = heads.sensitivity(model, relations=relations, vary="embedding")
 _ = sensitivity.plot(figsize=(7.6, 2.4))
 
 # %% [markdown]
-# ## What does patching say?
-# The weights speak of what a head *can* write. What it *does* also depends on where it looks. For eight pairs of
-# countries: the effect of writing one head's output at the last token into the other country's run (1 would be the
-# whole answer), and the attention of the last token on the country. `margin` is by how many logits the head's
-# parameters put a capital above the capitals of other countries: it ranks heads also where the score is 0.
-
-# %%
-capital = {
-    "France": "Paris", "Japan": "Tokyo", "Russia": "Moscow", "Germany": "Berlin", "Peru": "Lima", "Norway": "Oslo",
-    "Portugal": "Lisbon", "Iraq": "Baghdad", "Italy": "Rome", "Egypt": "Cairo", "Spain": "Madrid", "Greece": "Athens",
-    "Cuba": "Havana", "Ireland": "Dublin", "Iran": "Tehran", "Austria": "Vienna",
-}  # fmt: skip
-prompts, answers = [f"The capital of {one} is" for one in capital], [f" {one}" for one in capital.values()]
-metric = hw.logit_difference(answers[:8], answers[8:])
-sweep = hw.patch(model, prompts[:8], prompts[8:], sites="z", positions="last", metric=metric, layers=range(20, 30))
-effects = sweep.summary(value="normalized_effect").rename(columns={"mean": "effect"})
-attention = model.cache(prompts[:8], layers=range(20, 30)).attention[..., -1, -2].mean(1)  # layer head
-effects["attention"] = [
-    attention[layer - 20, head].item() for layer, head in zip(effects.layer, effects["head"], strict=True)
-]
-capitals = heads.table.query("relation == 'country_to_capital'")[["layer", "head", "score", "excess", "margin"]]
-both = capitals.merge(effects[["layer", "head", "attention", "effect", "low", "high"]], on=["layer", "head"])
-both.sort_values("effect", ascending=False).head(8).round(2)
-
-# %% [markdown]
 # ## Does the model need them?
-# All capitals that are one token, not the eight alone. The relation's heads write nothing at the last position,
-# strongest first, beside as many random heads of the same layers.
+# The weights speak of what a head *can* write. Here the relation's heads write nothing at the last position of a
+# prompt, strongest first, beside as many random heads of the same layers, for all capitals that are one token.
 
 # %%
 from headwater.heads.ablation import ablate_heads
@@ -94,32 +69,25 @@ ablation = ablate_heads(
     controls=[],
     draws=3,
 )
-print(*ablation.report(), sep="\n")
+ablation.summary().round(2)
 
 # %% [markdown]
 # ## Result
 
 # %%
-for what, by in (("effect", both["effect"]), ("margin", both["margin"]), ("score", both["score"])):
-    best = both.iloc[by.argmax()]
-    print(f"Head {best['layer']:.0f}.{best['head']:.0f} has the largest {what} of the heads in layers 20 to 29.")
-for what, by in (
-    ("margin", both["margin"]), ("attention", both["attention"]),
-    ("margin times attention", both["margin"] * both["attention"]),
-):  # fmt: skip
-    print(f"Correlation of {what} with the effect, over these {len(both)} heads: {by.corr(both['effect']):.2f}.")
+named = heads.table.query("implemented & relation == 'country_to_capital'").sort_values("score", ascending=False)
+found = ", ".join(f"{row.layer}.{row.head}" for row in named.itertuples())
+print(f"Heads whose parameters turn countries into capitals: {found}.")
+print(*ablation.report()[:2], sep="\n")
 
 # %%
 _ = ablation.plot()
 
 # %% [markdown]
-# Score, margin and patching name the same head, 23.4, and without it and 23.5 the model gets no capital right. What a
-# head writes predicts its effect better when multiplied by how much it looks at the country. Head 29.1 comes second in
-# patching, writes no capitals by its parameters, and hardly looks at the country: it may read what layer 23 has
-# written, which paths (notebook 10) would show.
+# Parameters alone name heads 23.4 and 23.5 for capitals, and without these two the model gets no capital right; without
+# as many random heads of the same layer it gets as many right as before.
 #
-# **What would change one's mind.** The weights name the strongest head and rank the others poorly; one head makes most
-# of the correlations, and the product was first tried on this very model. With `embedding="raw"` none of these heads is
-# found. Capitals and nationalities share a head, so that they are one finding, not two. The control of the ablation is
-# other heads, not another relation: whether the loss is this relation's own is not shown. For comparatives no head is
-# found; that does not say that there is none.
+# **What would change one's mind.** With `embedding="raw"` neither head is found. Capitals and nationalities share a
+# head, so that they are one finding, not two. The control of the ablation is other heads, not another relation: whether
+# the loss is this relation's own is not shown here. For comparatives no head is found; that does not say that there is
+# none. Whether the head that the parameters name is also the one that moves the answer is the question of notebook 11.
