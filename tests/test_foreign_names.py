@@ -130,7 +130,7 @@ def public_calls():
         for name in getattr(room, "__all__", ()):
             if inspect.isfunction(one := getattr(room, name)):
                 yield f"{room.__name__}.{name}", one
-    classes = [hw.HookedModel, hw.HookedModel.__mro__[2], hw.Circuit, *Result.__subclasses__()]
+    classes = [*hw.HookedModel.__mro__, hw.Circuit, *Result.__subclasses__()]
     for kind in (kind for kind in classes if kind.__module__.startswith("headwater.")):
         for name, member in vars(kind).items():
             if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod)):

@@ -246,13 +246,13 @@ def test_a_file_that_is_damaged_is_refused_in_one_line(llama, tmp_path):
     file = tmp_path / "model.gguf"
     for length in (0, 3, 4, 20, 30, 100, 2000, 6000, len(content) // 2, len(content) - 40):
         file.write_bytes(content[:length])
-        refused(file, "cut short|no GGUF file")
+        refused(file, "cut short|not a GGUF file")
     file.write_bytes(b"GGUF" + b"\xff" * 100)
     refused(file, "version 4294967295 of GGUF")
     file.write_bytes(content[:16] + b"\xff" * 8 + content[24:])
     refused(file, "damaged")
     file.write_text("no model at all")
-    refused(file, "is no GGUF file")
+    refused(file, "is not a GGUF file")
     file.write_text("version https://git-lfs.github.com/spec/v1\n")
     refused(file, "is a Git LFS pointer")
     refused(tmp_path / "absent.gguf", "There is no file")

@@ -17,8 +17,8 @@ from transformers import core_model_loading as core
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.models import pretrained
-from headwater.models.skip_weight_init import SkipWeightInit
 from headwater.models.weights.checkpoint import read_config
+from headwater.models.weights.conversion import SkipWeightInit
 from headwater.models.weights.opening import open_weights
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, FEW, WORDS, tiny_folder, tiny_model, tiny_tokenizer, tokenizer_of

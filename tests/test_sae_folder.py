@@ -181,11 +181,11 @@ def test_the_place_is_read_by_the_key_names_of_every_version(config, place, tmp_
         ({"hook_name_out": "blocks.1.hook_mlp_out"}, {}, "is of a transcoder"),
         ({"architecture": "batchtopk"}, {}, "batchtopk', which is that of training"),
         ({"architecture": "temporal"}, {}, "'temporal'; known are standard, gated, jumprelu, topk, abstopk"),
-        ({"hook_name": f"blocks.{'1' * 5000}.hook_resid_post"}, {}, "which is no site here"),
+        ({"hook_name": f"blocks.{'1' * 5000}.hook_resid_post"}, {}, "which is not a site here"),
         ({"apply_b_dec_to_input": "false"}, {}, "apply_b_dec_to_input 'false'; it must be true or false"),
         ({"seqpos_slice": [5, -5]}, {}, "with context_size where one counts from the end"),
         ({"exclude_special_tokens": "all"}, {}, "must be true, false or token ids"),
-        ({"hook_name": "blocks.1.ln2.hook_normalized"}, {}, "which is no site here"),
+        ({"hook_name": "blocks.1.ln2.hook_normalized"}, {}, "which is not a site here"),
         ({"hook_name": None}, {}, "names no hook_name"),
         ({"hook_head_index": 3}, {}, "of a single head"),
         ({"normalize_activations": "batch"}, {}, "normalize_activations 'batch'; known are"),
@@ -220,7 +220,7 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot be read: unable to mmap"):
         load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text("{")
-    with pytest.raises(InputError, match=r"cfg\.json is no JSON: line 1"):
+    with pytest.raises(InputError, match=r"cfg\.json is not JSON: line 1"):
         load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text("[]")
     with pytest.raises(InputError, match="must hold an object"):

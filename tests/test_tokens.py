@@ -439,10 +439,10 @@ def test_a_last_message_of_the_assistant_is_continued(chatty):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ([CHATS[0], " cat"], "is no chat and no list of chats"),
-        ([{"role": "user"}], "is no chat and no list of chats"),
+        ([CHATS[0], " cat"], "is neither a chat nor a list of chats"),
+        ([{"role": "user"}], "is neither a chat nor a list of chats"),
         (CHATS[0][0], "give texts, or messages in a list"),
-        ([[{"role": "user", "content": {}}, {"role": "user"}]], "is no chat"),
+        ([[{"role": "user", "content": {}}, {"role": "user"}]], "is neither a chat"),
     ],
 )
 def test_what_is_no_chat_is_refused(chatty, inputs, message):

@@ -12,8 +12,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import NumericsError
-from headwater.models.caches import transfer
-from headwater.models.caches.transfer import Transfer
+from headwater.models.caches import transfer as transfers
+from headwater.models.caches.transfer import CudaLane, Transfer
 
 QUIET = {"progress": False}
 TEXTS = [[5 + (7 * i + j) % 30 for j in range(2 + (5 * i) % 6)] for i in range(9)]
@@ -24,7 +24,7 @@ ASKED = {
 }
 
 
-class LateLane:
+class LateLane(CudaLane):
     """Copies when it is waited for, and keeps account."""
 
     def __init__(self, waits=True):
@@ -57,7 +57,7 @@ class LateLane:
 def lane(monkeypatch):
     """The way that every device's activations take."""
     made = LateLane()
-    monkeypatch.setattr(transfer, "lane_from", lambda device: made)
+    monkeypatch.setattr(transfers, "lane_from", lambda device: made)
     return made
 
 
@@ -67,7 +67,7 @@ def through(monkeypatch):
 
     def done(lane, work):
         with monkeypatch.context() as patch:
-            patch.setattr(transfer, "lane_from", lambda device: lane)
+            patch.setattr(transfers, "lane_from", lambda device: lane)
             return work()
 
     return done
@@ -108,7 +108,7 @@ def test_a_bfloat16_model_sends_bfloat16_and_the_host_widens_it(checkpoint, thro
 def test_files_and_buffers_smaller_than_an_activation_change_nothing(checkpoint, through, monkeypatch, tmp_path):
     model, lane = hw.load(checkpoint("llama")), LateLane()
     plain = through(None, lambda: model.cache(TEXTS, **ASKED["everything"], **QUIET))
-    monkeypatch.setattr(transfer, "BUFFER_BYTES", 600)
+    monkeypatch.setattr(transfers, "BUFFER_BYTES", 600)
     found = through(lane, lambda: model.cache(TEXTS, **ASKED["everything"], out=tmp_path / "out", **QUIET))
     assert_same(found, plain)
     assert max(len(buffer) for buffer in lane.buffers) < 4096
@@ -124,9 +124,9 @@ def test_these_tests_notice_who_does_not_wait(checkpoint, through):
 
 def test_what_the_model_writes_into_an_activation_later_does_not_reach_the_cache(lane):
     target, activations = torch.zeros(5, 4), [torch.full((4,), float(i)) for i in range(5)]
-    with Transfer() as bringing:
+    with Transfer() as transfer:
         for i, activation in enumerate(activations):
-            bringing.bring(activation[None], target, lambda rows, arrived, i=i: target[i].copy_(arrived[0]))
+            transfer.write(activation[None], target[i : i + 1])
             activation.fill_(-1)
     assert target[:, 0].tolist() == [0, 1, 2, 3, 4]
     assert lane.most == 2
@@ -135,51 +135,59 @@ def test_what_the_model_writes_into_an_activation_later_does_not_reach_the_cache
 def test_two_activations_for_one_place_arrive_in_their_order(lane):
     target = torch.zeros(3)
     for count in range(1, 6):
-        with Transfer() as bringing:
+        with Transfer() as transfer:
             for i in range(count):
-                bringing.bring(torch.full((3,), float(i)), target, lambda rows, arrived: target[rows].copy_(arrived))
+                transfer.write(torch.full((3,), float(i)), target)
         assert target.tolist() == [count - 1] * 3
 
 
 def test_nothing_and_what_stays_on_its_device_is_written_at_once(lane):
-    seen = []
-    with Transfer() as bringing:
-        bringing.bring(torch.zeros(0, 4), torch.zeros(0, 4), lambda rows, arrived: seen.append(tuple(arrived.shape)))
-        assert seen == [(0, 4)]
-        bringing.bring(torch.zeros(2, 4), torch.zeros(2, device="meta"), lambda rows, arrived: seen.append("there"))
-    assert seen == [(0, 4), "there"]
+    target = torch.zeros(2, 4)
+    with Transfer() as transfer:
+        transfer.write(torch.zeros(0, 4), target[:0])
+        transfer.write(torch.zeros(0, 4), target, torch.zeros(0, dtype=torch.long))
+        transfer.write(torch.zeros(2, 4), torch.zeros(2, 4, device="meta"))
+        assert not lane.unfinished
     assert not lane.buffers
 
 
+def test_rows_that_are_scattered_arrive_in_their_places_in_parts(lane, monkeypatch):
+    activation, where = torch.arange(10.0).reshape(5, 2), torch.tensor([6, 0, 2, 5, 1])
+    monkeypatch.setattr(transfers, "BUFFER_BYTES", 16)  # two rows
+    target = torch.zeros(7, 2)
+    with Transfer() as transfer:
+        transfer.write(activation, target, where)
+    assert torch.equal(target[where], activation)
+    assert target.count_nonzero() == 9
+    assert lane.most == 2
+
+
 def test_an_error_is_raised_after_everything_on_its_way_was_waited_for_and_nothing_more_is_written(lane):
-    target, bringing = torch.zeros(4, 2), Transfer()
+    target, transfer = torch.zeros(4, 2), Transfer()
 
     def stops_after_four():
-        with bringing:
+        with transfer:
             for i in range(4):
-                bringing.bring(torch.ones(1, 2), target, lambda rows, arrived, i=i: target[i].copy_(arrived[0]))
+                transfer.write(torch.ones(1, 2), target[i : i + 1])
             raise KeyError
 
     with pytest.raises(KeyError):
         stops_after_four()
     assert not lane.unfinished
     assert target[:, 0].tolist() == [1, 1, 0, 0]
-    with bringing:  # and goes on with the next batch
-        bringing.bring(torch.full((1, 2), 7.0), target, lambda rows, arrived: target[3].copy_(arrived[0]))
+    with transfer:  # and goes on with the next batch
+        transfer.write(torch.full((1, 2), 7.0), target[3:])
     assert target[3].tolist() == [7, 7]
     assert len(lane.buffers) == 2
 
 
 def test_an_error_while_things_are_put_into_their_places_leaves_nothing_on_its_way(lane):
-    def fails(rows, arrived):
-        raise MemoryError
-
     def both():
-        with Transfer() as bringing:
-            bringing.bring(torch.ones(2, 2), torch.zeros(2, 2), fails)
-            bringing.bring(torch.ones(2, 2), torch.zeros(2, 2), fails)
+        with Transfer() as transfer:
+            for _ in range(2):
+                transfer.write(torch.ones(2, 2), torch.zeros(2, 3))
 
-    with pytest.raises(MemoryError):
+    with pytest.raises(RuntimeError, match="size"):
         both()
     assert not lane.unfinished
 
@@ -240,7 +248,7 @@ def test_on_a_cuda_device_the_copy_comes_after_the_models_operations_and_the_eve
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", within)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
-    lane = transfer.lane_from(torch.device("cuda", 1))
+    lane = transfers.lane_from(torch.device("cuda", 1))
     wait = lane.copy(torch.zeros(3).as_subclass(Buffer), torch.zeros(3))
     assert done == [
         "stream of cuda:1",
@@ -252,7 +260,7 @@ def test_on_a_cuda_device_the_copy_comes_after_the_models_operations_and_the_eve
     ]
     wait()
     assert done[-1] == "waited for"
-    assert transfer.lane_from(torch.device("cpu")) is None
+    assert transfers.lane_from(torch.device("cpu")) is None
 
 
 @pytest.mark.gpu
@@ -261,5 +269,5 @@ def test_on_the_card_a_cache_through_pinned_buffers_is_the_plain_one(dtype, chec
     model = hw.load(checkpoint("llama"), device="cuda", dtype=dtype)
     plain = through(None, lambda: model.cache(TEXTS, **ASKED["everything"], **QUIET))
     for size in (600, 2**26):
-        monkeypatch.setattr(transfer, "BUFFER_BYTES", size)
+        monkeypatch.setattr(transfers, "BUFFER_BYTES", size)
         assert_same(model.cache(TEXTS, **ASKED["everything"], **QUIET), plain)

@@ -1,8 +1,8 @@
-"""The attention of TransformerLens's own models, computed for rows that stand at any positions.
+"""Attention computed in another way than a bridge's: step by step for rows at any positions, or in one pass.
 
-Native models and HookedTransformers compute attention of whole prompts: they take no keys and values of positions
-before, or count positions from the first token they are given. So that a row can begin anywhere, the steps are taken
-one by one, through the model's own projections and hooks:
+Step by step (`OwnAttention`). TransformerLens's own models and HookedTransformers compute attention of whole prompts:
+they take no keys and values of positions before, or count positions from the first token they are given. So that a row
+can begin anywhere, the steps are taken one by one, through the model's own projections and hooks:
 
     q, k, v = projections of the normed residual stream           hook_q, hook_k, hook_v
     q, k    = rotated by their own positions                      where positions are rotary
@@ -14,20 +14,16 @@ one by one, through the model's own projections and hooks:
 What a model does besides is seen by comparison: a sweep sends a row without edits through, whose logits must be those
 of the model's own run.
 
-The mask that an attention of transformers has of its own, when it is called with rows that begin anywhere.
+Without a mask of its own (`without_own_mask`). GPT-Neo keeps a matrix of which key each query may see (causal, local in
+every second layer) and reads it by the count of keys. Rows that share recorded keys count otherwise: what the matrix
+says goes into the mask that such rows are given, and while they pass it says nothing.
 
-GPT-Neo keeps a matrix of which key each query may see (causal, local in every second layer) and reads it by the count
-of keys. Rows that share recorded keys count otherwise: what the matrix says goes into the mask that such rows are
-given, and while they pass it says nothing.
-
-Attention in one pass, `scaled_dot_product_attention`, where nothing inside it is watched.
-
-TransformerLens's bridge computes scores, softmax and weighted values one after the other, so that hooks can read and
-edit each: `batch head query key` numbers several times over. Inside `one_pass_attention` every block calls the
-transformers module that the bridge wraps, with its scaled-dot-product form: the same weights, rotation, window and
-mask, and no pattern. The bridge's own attention stays where this cannot be: a soft cap (Gemma 2), attention sinks
-(gpt-oss), layers on several devices, a hook inside attention, folded weights, architectures that headwater does not
-know.
+In one pass (`one_pass_attention`), by `scaled_dot_product_attention`, where nothing inside is watched. A bridge
+computes scores, softmax and weighted values one after the other, so that hooks can read and edit each: `batch head
+query key` numbers several times over. Inside `one_pass_attention` every block calls the transformers module that the
+bridge wraps, with its scaled-dot-product form: the same weights, rotation, window and mask, and no pattern. The
+bridge's own attention stays where this cannot be: a soft cap (Gemma 2), attention sinks (gpt-oss), layers on several
+devices, a hook inside attention, folded weights, architectures that headwater does not know.
 
 Both round differently, so runs that are compared with one another (a patch, a knockout) must not be mixed.
 """
@@ -36,9 +32,9 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -46,25 +42,15 @@ from torch import Tensor
 
 from headwater.kernels.softmax import softmax
 from headwater.models.families import family_named
+from headwater.models.forward import forward_replaced
 from headwater.models.model import is_bridge
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-@runtime_checkable
-class Prefix(Protocol):
-    """The keys and values of the positions before a row."""
-
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return them followed by new ones."""
-
-
 class OwnAttention(ABC):
     """The attention of one layer.
-
-    Args:
-        attention: the module of TransformerLens.
 
     Attributes:
         module: what computes attention when the model runs: the same, or what a bridge wraps.
@@ -81,17 +67,20 @@ class OwnAttention(ABC):
         normed: Float[Tensor, "row position d_model"],
         positions: Int[Tensor, "row position"],
         mask: Float[Tensor, "row head_or_one position key"],
-        prefix: Prefix | None,
+        prefix: Any,
         kept: Int[Tensor, "row kept"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
-        """Return what attention gives, before a norm behind it; with `kept` at these of a row's places only."""
-        asking, asked_at = normed, positions
+        """Return what attention gives, before a norm behind it; with `kept` at these of a row's places only.
+
+        `prefix` is the keys and values of the positions before a row (`headwater.models.blocks.SharedPrefix`), if any.
+        """
+        queries_of, queries_at = normed, positions
         if kept is not None:
-            asking = normed.gather(1, kept[:, :, None].expand(-1, -1, normed.shape[2]))
-            asked_at = positions.gather(1, kept)
+            queries_of = normed.gather(1, kept[:, :, None].expand(-1, -1, normed.shape[2]))
+            queries_at = positions.gather(1, kept)
             mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
-        q, k, v = self.project(asking, normed)
-        q, keys, values = self.turned(q, asked_at).transpose(1, 2), *self.remembered(k, v, positions)
+        q, k, v = self.project(queries_of, normed)
+        q, keys, values = self.turned(q, queries_at).transpose(1, 2), *self.remembered(k, v, positions)
         n_before = 0
         if prefix is not None:
             n_new = keys.shape[2]
@@ -106,7 +95,7 @@ class OwnAttention(ABC):
         if (slopes := self.slopes()) is not None:
             before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
-            scores = scores + slopes[:, None, None] * (keys_at - asked_at[:, None, :, None]).clamp_max(0)
+            scores = scores + slopes[:, None, None] * (keys_at - queries_at[:, None, :, None]).clamp_max(0)
         pattern = self.attention.hook_pattern(softmax(scores + mask)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
 
@@ -133,9 +122,9 @@ class OwnAttention(ABC):
 
     @abstractmethod
     def project(
-        self, asking: Float[Tensor, "row kept d_model"], normed: Float[Tensor, "row position d_model"]
+        self, queries_of: Float[Tensor, "row kept d_model"], normed: Float[Tensor, "row position d_model"]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries of the one, keys and values of the other, `row position head d_head`, through their hooks."""
+        """Return queries, and keys and values of all places, `row position head d_head`, through their hooks."""
 
     @abstractmethod
     def turned(self, x: Float[Tensor, "row position head d_head"], positions: Int[Tensor, "row position"]) -> Tensor:
@@ -158,7 +147,7 @@ class OwnAttention(ABC):
         """Which keys each query of a prompt sees."""
 
 
-class NativeAttention(OwnAttention):
+class _NativeAttention(OwnAttention):
     """Attention of a TransformerLens-native model, behind its bridge."""
 
     def __init__(self, attention: Any):
@@ -167,33 +156,28 @@ class NativeAttention(OwnAttention):
         self.scale, self.soft_cap = float(self.inner.scale), float(self.inner.attn_scores_soft_cap)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> Any:
-        """See `OwnAttention`; beside the output stands the pattern, at which nobody looks there."""
-        return self.of_prompts(hidden_states), None
+        return self.of_prompts(hidden_states), None  # in place of the pattern, at which nobody looks there
 
-    def project(self, asking: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `OwnAttention`."""
-        q, k, v = self.attention.q(asking), self.attention.k(normed), self.attention.v(normed)
+    def project(self, queries_of: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.attention.q(queries_of), self.attention.k(normed), self.attention.v(normed)
         split = (*normed.shape[:2], -1, self.inner.d_head)
-        return q.view(*asking.shape[:2], -1, self.inner.d_head), k.view(split), v.view(split)
+        return q.view(*queries_of.shape[:2], -1, self.inner.d_head), k.view(split), v.view(split)
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """See `OwnAttention`."""
         if self.inner.rotary is None:
             return x
         turned = x.transpose(1, 2)
         return self.inner.rotary.apply_rope(turned, turned, position_ids=positions)[0].transpose(1, 2)
 
     def output(self, z: Tensor) -> Tensor:
-        """See `OwnAttention`."""
         return self.attention.o(z.flatten(2))
 
     def visible(self, length: int) -> Tensor:
-        """See `OwnAttention`."""
         seen = torch.ones(length, length, dtype=torch.bool, device=self.inner.causal_mask.device)
         return ~self.inner.causal_mask[:length, :length] if self.inner.causal else seen
 
 
-class HookedAttention(OwnAttention):
+class _HookedAttention(OwnAttention):
     """Attention of a HookedTransformer (transformer-lens 3.9)."""
 
     def __init__(self, attention: Any):
@@ -204,19 +188,15 @@ class HookedAttention(OwnAttention):
         self._output = attention.W_O.flatten(0, 1).T.contiguous()
 
     def forward(self, query_input: Tensor, *_: Any, **__: Any) -> Any:
-        """See `OwnAttention`."""
         return self.of_prompts(query_input)
 
-    def project(self, asking: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `OwnAttention`."""
-        return self.attention.calculate_qkv_matrices(asking, normed, normed)
+    def project(self, queries_of: Tensor, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attention.calculate_qkv_matrices(queries_of, normed, normed)
 
     def past_hook(self, k: Tensor) -> Tensor:
-        """See `OwnAttention`."""
         return self.attention._apply_qk_norm(k, self.attention.k_norm) if self.attention.cfg.use_qk_norm else k
 
     def turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        """See `OwnAttention`."""
         if not self._rotary:
             return x
         n = self.attention.cfg.rotary_dim
@@ -225,44 +205,29 @@ class HookedAttention(OwnAttention):
         return torch.cat([part * cos + self.attention.rotate_every_two(part) * sin, x[..., n:]], -1)
 
     def slopes(self) -> Tensor | None:
-        """See `OwnAttention`."""
         if not self._alibi:
             return None
         bias = self.attention.create_alibi_bias(self.attention.cfg.n_heads, 2, self._output.device)
         return -bias[:, 1, 0]
 
     def output(self, z: Tensor) -> Tensor:
-        """See `OwnAttention`."""
         z = self.attention.hook_z(z)
         return torch.nn.functional.linear(z.flatten(2), self._output, self.attention.b_O)
 
     def visible(self, length: int) -> Tensor:
-        """See `OwnAttention`."""
         seen = torch.ones(length, length, dtype=torch.bool, device=self._output.device)
         if self.attention.cfg.attention_dir != "causal":
             return seen
         return self.attention._make_causal_mask(length, length, 0, self._output.device)[0, 0]
 
 
-@contextlib.contextmanager
-def of_prompts_too(attention: Sequence[OwnAttention]) -> Iterator[None]:
-    """Let whole prompts, right-padded and looking back only, go through the same steps as rows do."""
-    try:
-        for own in attention:
-            own.module.__dict__["forward"] = own.forward
-        yield
-    finally:
-        for own in attention:
-            own.module.__dict__.pop("forward", None)
-
-
 def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:
     """Return the attention of each block of a model of TransformerLens's own; None for any other model."""
     inner = [getattr(block.attn, "original_component", None) for block in blocks]
     if all(getattr(attention, "accepts_pattern_fn", False) for attention in inner):
-        return [NativeAttention(block.attn) for block in blocks]
+        return [_NativeAttention(block.attn) for block in blocks]
     if all(hasattr(block.attn, "calculate_qkv_matrices") for block in blocks):
-        return [HookedAttention(block.attn) for block in blocks]
+        return [_HookedAttention(block.attn) for block in blocks]
     return None
 
 
@@ -299,35 +264,26 @@ def one_pass_attention(model: Model) -> Iterator[bool]:
         whether it does; if not, the model runs as ever.
     """
     with model.lock:
-        if not _can(model):
+        raw = model.raw
+        can = is_bridge(raw) and not model.spread and not getattr(raw, "compatibility_mode", False)
+        if can:
+            hooked = (point for name, point in raw.hook_dict.items() if ".attn." in name)
+            can = not any(point.fwd_hooks or point.bwd_hooks for point in hooked) and is_the_same_in_one_pass(model)
+        if not can:
             yield False
             return
         from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
 
-        bridges = [block.attn for block in model.raw.blocks]
+        bridges = [block.attn for block in raw.blocks]
         configs = {id(config): config for config in (bridge.original_component.config for bridge in bridges)}
-        configs[id(model.raw.original_model.config)] = model.raw.original_model.config
-        before = {key: config._attn_implementation for key, config in configs.items()}
-        try:
+        configs[id(raw.original_model.config)] = raw.original_model.config
+        with contextlib.ExitStack() as stack:
             for config in configs.values():
+                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = "sdpa"
-            for bridge in bridges:
-                bridge.__dict__["forward"] = partial(AttentionBridge.forward, bridge)
+            calls = [(bridge, partial(AttentionBridge.forward, bridge)) for bridge in bridges]
+            stack.enter_context(forward_replaced(calls))
             yield True
-        finally:
-            for bridge in bridges:
-                bridge.__dict__.pop("forward", None)
-            for key, config in configs.items():
-                config._attn_implementation = before[key]
-
-
-def _can(model: Model) -> bool:
-    """Whether the wrapped modules compute what the bridge's attention computes, and nobody looks inside."""
-    raw = model.raw
-    if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False):
-        return False
-    watched = any(point.fwd_hooks or point.bwd_hooks for name, point in raw.hook_dict.items() if ".attn." in name)
-    return not watched and is_the_same_in_one_pass(model)
 
 
 def is_the_same_in_one_pass(model: Model) -> bool:

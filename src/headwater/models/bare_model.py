@@ -36,9 +36,9 @@ from headwater.models.bridge_check import few_tokens, same_but_for_rounding
 from headwater.models.cache_names import name_of_cache, reached
 from headwater.models.edits import points_of
 from headwater.models.families import family_named
-from headwater.models.foreign_modules import SameModules, SameObjects
-from headwater.models.forward import LAST, rotary_by_length
-from headwater.models.model import is_bridge
+from headwater.models.foreign_modules import SameObjects
+from headwater.models.forward import LAST
+from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.weights.fingerprint import parameter_reader
 
 if TYPE_CHECKING:
@@ -59,30 +59,25 @@ class BareModel:
     Attributes:
         model: the transformers model.
         kept: the wrappers that stay.
+        firing: the modules, hook points among them, that the model still calls.
         rotary_by_length: what in it makes rotary embeddings that depend on a text's length.
         configs: what the configs held that were copied.
     """
 
     def __init__(self, raw: Any, attention: str, points: AbstractSet[int] = frozenset()):
-        self.kept: list[torch.nn.Module] = []
-        self._firing: set[int] = set()
+        self.attention, self.kept, self.firing = attention, list[torch.nn.Module](), set[int]()
         self._made: dict[int, torch.nn.Module] = {}
-        configs: dict[int, tuple[Any, Any]] = {}
-        self.model = self._without_wrappers(raw.original_model, attention, points, self._made, configs)
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self.model = self._without_wrappers(raw.original_model, points)
         self.rotary_by_length = rotary_by_length(self.model)
-        self.configs = SameObjects(vars(original) for original, _ in configs.values())
-        whole = [kept for kept in self.kept if not _is_block(kept)]
-        self._attentions = [one for kept in whole for one in kept.modules() if _is_attention(one)]
+        self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
+        whole = [wrapper for wrapper in self.kept if not _is(wrapper, "BlockBridge")]
+        self._attentions = [part for wrapper in whole for part in wrapper.modules() if _is(part, "AttentionBridge")]
         takes = inspect.signature(self.model.forward).parameters
         self._last = {"logits_to_keep": LAST} if "logits_to_keep" in takes else {}
 
     def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
-        """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model.
-
-        Args:
-            tokens: on the device of the model.
-            **options: passed on, such as `attention_mask`.
-        """
+        """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model."""
         body: Any = self.model.base_model
         if body is self.model:
             self.last_logits(tokens, **options)
@@ -109,61 +104,40 @@ class BareModel:
 
     def in_place_of(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return what takes the place of a module, or of what a wrapper wraps."""
-        return self._made[id(_innermost(module))]
+        while (inner := module._modules.get("_original_component")) is not None:
+            module = inner
+        return self._made[id(module)]
 
-    def fires(self, points: AbstractSet[int]) -> bool:
-        """Whether hook points stand in wrappers that stay."""
-        return points <= self._firing
-
-    def _without_wrappers(
-        self,
-        module: torch.nn.Module,
-        attention: str,
-        points: AbstractSet[int],
-        made: dict[int, torch.nn.Module],
-        configs: dict[int, tuple[Any, Any]],
-    ) -> torch.nn.Module:
+    def _without_wrappers(self, module: torch.nn.Module, points: AbstractSet[int]) -> torch.nn.Module:
         """Copy a module and those within it, not what they hold; a wrapper is replaced by what it wraps."""
         while (inner := module._modules.get("_original_component")) is not None:
-            if points and any(id(one) in points for one in module.modules()):
+            if points and any(id(part) in points for part in module.modules()):
                 self.kept.append(module)
                 break
             module = inner
-        if inner is not None and not _is_block(module):
-            self._firing |= {id(one) for one in module.modules()}
+        if inner is not None and not _is(module, "BlockBridge"):  # all within it stays as the bridge computes it
+            self.firing |= {id(part) for part in module.modules()}
             return module
-        if id(module) not in made:
-            twin = made[id(module)] = object.__new__(type(module))
+        if id(module) not in self._made:
+            twin = self._made[id(module)] = object.__new__(type(module))
             held = dict(vars(module))
             if inner is None and "config" in held:
-                held["config"] = _with_attention(held["config"], attention, configs)
+                held["config"] = self._with_attention(held["config"])
+            # a block's wrapper calls what it wraps between two hook points of its own
             within = module._modules if inner is None else {"_original_component": inner}
-            held["_modules"] = module._modules | {
-                name: one and self._without_wrappers(one, attention, points, made, configs)
-                for name, one in within.items()
-            }
-            self._firing |= {id(one) for one in held["_modules"].values()}
+            copies = {name: part and self._without_wrappers(part, points) for name, part in within.items()}
+            held["_modules"] = module._modules | copies
+            self.firing |= {id(part) for part in held["_modules"].values()}
             vars(twin).update(held)
-        return made[id(module)]
+        return self._made[id(module)]
 
-
-class CachedBareModel:
-    """A model without any wrapper, and what it was made of.
-
-    Attributes:
-        bare: the model.
-        shares_weights: whether the bridge computes with the very same parameters, and none of its own.
-    """
-
-    def __init__(self, model: Model, modules: SameModules, attention: str):
-        self.bare = BareModel(model.raw, attention)
-        held = {id(parameter) for parameter in self.bare.model.parameters()}
-        self.shares_weights = all(id(parameter) in held for parameter in model.raw.parameters())
-        self._modules, self._attention = modules, attention
-
-    def is_valid_for(self, modules: SameModules, attention: str) -> bool:
-        """Whether modules and configs hold the very objects that it was made of."""
-        return modules is self._modules and attention == self._attention and self.bare.configs.are_there()
+    def _with_attention(self, config: Any) -> Any:
+        """Copy a config, which is asked for its attention when the model runs."""
+        if id(config) not in self._copies:
+            copied = copy.copy(config)
+            copied._attn_implementation = self.attention
+            self._copies[id(config)] = config, copied
+        return self._copies[id(config)][1]
 
 
 def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
@@ -184,17 +158,21 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     if not all(name in known for name in names):
         return None
     attention = "sdpa" if is_the_same_in_one_pass(model) else "eager"
-    kept: CachedBareModel | None = model.without_wrappers
-    if kept is None or not kept.is_valid_for(modules, attention):
-        kept = model.without_wrappers = CachedBareModel(model, modules, attention)
-    if not kept.shares_weights and not _holds_the_same_weights(model, kept.bare.model):
+    bare, made_of, shares_weights = model.without_wrappers or (None, None, False)
+    if bare is None or made_of is not modules or bare.attention != attention or not bare.configs.are_there():
+        bare = BareModel(raw, attention)
+        own = set(map(id, bare.model.parameters()))
+        shares_weights = all(id(parameter) in own for parameter in raw.parameters())
+        model.without_wrappers = bare, modules, shares_weights
+    if not shares_weights and not _holds_the_same_weights(model, bare.model):
         return None
-    bare = kept.bare
     if points := {id(known[name]) for name in names}:
         bare = BareModel(raw, attention, points)
-        if attention != "eager" and not all(map(_takes_states_alone, bare.kept)):
+        # a wrapper of attention that stays takes masks of one kind
+        masked = [one for one in bare.kept if not _is(one, "BlockBridge", "MLPBridge", "NormalizationBridge")]
+        if masked and attention != "eager":
             bare = BareModel(raw, "eager", points)
-    if not bare.fires(points):
+    if not points <= bare.firing:
         return None
     wrappers = frozenset(map(id, bare.kept))
     if wrappers not in model.unwrapped_checked:
@@ -202,35 +180,9 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     return bare if model.unwrapped_checked[wrappers] else None
 
 
-def _innermost(module: torch.nn.Module) -> torch.nn.Module:
-    while (inner := module._modules.get("_original_component")) is not None:
-        module = inner
-    return module
-
-
-def _is_attention(module: torch.nn.Module) -> bool:
-    """Whether a wrapper stands in the place of attention."""
-    return any(kind.__name__ == "AttentionBridge" for kind in type(module).__mro__)
-
-
-def _is_block(module: torch.nn.Module) -> bool:
-    """Whether a wrapper calls what it wraps between two hook points of its own, and nothing within it."""
-    return any(kind.__name__ == "BlockBridge" for kind in type(module).__mro__)
-
-
-def _takes_states_alone(module: torch.nn.Module) -> bool:
-    """Whether a wrapper that stays computes no attention."""
-    names = [kind.__name__ for kind in type(module).__mro__]
-    return _is_block(module) or any(name.endswith(("MLPBridge", "NormalizationBridge")) for name in names)
-
-
-def _with_attention(config: object, attention: str, copies: dict[int, tuple[Any, Any]]) -> Any:
-    """Copy a config, which is then asked for its attention when the model runs."""
-    if id(config) not in copies:
-        copied = copy.copy(config)
-        copied._attn_implementation = attention  # type: ignore[attr-defined]
-        copies[id(config)] = config, copied
-    return copies[id(config)][1]
+def _is(module: torch.nn.Module, *names: str) -> bool:
+    """Whether a module is a wrapper of one of these classes of TransformerLens."""
+    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
 def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:

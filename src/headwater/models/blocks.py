@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,15 +32,15 @@ from transformers.activations import NewGELUActivation
 
 from headwater.kernels.devices import to_device
 from headwater.kernels.gelu import tanh_gelu
-from headwater.models.attention_paths import of_prompts_too, own_attention, own_mask, without_own_mask
-from headwater.models.cache_names import with_cache
+from headwater.models.attention_paths import own_attention, own_mask, without_own_mask
+from headwater.models.cache_names import keeps_an_index, with_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.forward import angles_by_row, last_logits_only, padding_option
+from headwater.models.families import FAMILIES, family_of
+from headwater.models.forward import angles_by_row, forward_replaced, last_logits_only, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.reading import Reading, reads
-from headwater.models.sites import hook_name
-from headwater.models.steppable import has_part
+from headwater.models.sites import STATES, hook_name
 from headwater.models.unembedding import logit_scale, residual_scale
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
+WIRING = "transformer_lens.model_bridge.component_setup"
+"""Where TransformerLens makes the hooks by which those of an MLP fire whose parts stand in the block itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,8 +192,7 @@ class Blocks:
         written = block.attn.o(z.flatten(1)[None]) if self._own is None else self._own[layer].output(z[None])
         return self._added(block, "ln1_post", written)[0]
 
-    @contextlib.contextmanager
-    def fused(self) -> Iterator[None]:
+    def fused(self) -> contextlib.AbstractContextManager[None]:
         """Compute the tanh form of GELU and LayerNorms in as few passes over memory as torch can.
 
         The model (GPT-2, Phi) takes eight passes for the one, its bridge seven for the other, so that hooks may look
@@ -199,13 +200,7 @@ class Blocks:
         """
         faster: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]] = [(gelu, tanh_gelu) for gelu in self._gelus]
         faster += [(norm, norm.original_component) for norm in self._layer_norms if not _is_watched(norm)]
-        try:
-            for module, forward in faster:
-                module.__dict__["forward"] = forward
-            yield
-        finally:
-            for module, _ in faster:
-                module.__dict__.pop("forward", None)
+        return forward_replaced(faster)
 
     @functools.cached_property
     def _gelus(self) -> list[torch.nn.Module]:
@@ -221,8 +216,8 @@ class Blocks:
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
         block = self._blocks[layer]
-        own = has_part(block, "ln2") or not self.parallel
-        return _through(block, "ln2" if mlp and own else "ln1", residual)
+        has_own_norm = has_part(block, "ln2") or not self.parallel
+        return _through(block, "ln2" if mlp and has_own_norm else "ln1", residual)
 
     def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
         """What a layer's MLP adds, given the residual stream it reads (before its norm); 0 where it has none."""
@@ -304,9 +299,9 @@ class Blocks:
             return before
 
         k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
-        wanted = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
+        kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
         hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in held]
-        hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in wanted]
+        hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in kept_names]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
         options |= last_logits_only(self.model.raw)
         options |= padding_option(self.model, batch)
@@ -319,9 +314,10 @@ class Blocks:
             stack.enter_context(self.fused())
             stack.enter_context(torch.enable_grad() if held else contextlib.nullcontext())
             if self._own is not None and self.model.steps_checked and not (held or self.model.looks_ahead):
-                stack.enter_context(of_prompts_too(self._own))
+                # whole prompts, right-padded and looking back only, go through the same steps as rows do
+                stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
             if skipped := not (unembed or _has_hooks(self.model.raw.unembed)):
-                stack.enter_context(_nothing_unembedded(self.model.raw.unembed))
+                stack.enter_context(forward_replaced([(self.model.raw.unembed, _one_logit)]))
             stack.enter_context(angles_by_row(self.model.rotary_by_length, batch.lengths))
             logits = self.model.raw(tokens, **options).detach()
         last_logits = None if skipped else logits[:, -1]
@@ -333,7 +329,7 @@ class Blocks:
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
-        keys, values = ({layer: one.detach() for layer, one in made.items()} for made in (tap.keys, tap.values))
+        keys, values = ({layer: one.detach() for layer, one in offered.items()} for offered in (tap.keys, tap.values))
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
 
     def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor | None) -> Recording:
@@ -348,6 +344,38 @@ class Blocks:
         return recording
 
 
+def cannot_step(model: HookedModel) -> str | None:
+    """Say why a model's blocks cannot be stepped through, or None when they can (as far as its structure shows)."""
+    raw = model.raw
+    blocks = getattr(raw, "blocks", None)
+    if blocks is None or not all(hasattr(block, "submodules") or not is_bridge(raw) for block in blocks):
+        return "it is not a stack of blocks"
+    if model.spread:
+        return "its layers are spread over several devices"
+    for block in blocks:
+        needed = ("attn", "mlp") if model.shape.d_mlp else ("attn",)
+        if missing := [part for part in needed if not has_part(block, part)]:
+            return f"its blocks have no {' or '.join(missing)}"
+    handles = [handle for point in raw.hook_dict.values() for handle in point.fwd_hooks]
+    if any(getattr(getattr(handle, "user_hook", None), "__module__", "") != WIRING for handle in handles):
+        return "it carries hooks of its own"
+    if keeps_an_index(raw):
+        return "its attention keeps an index of tokens beside keys and values"
+    known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
+    if known and family_of(model.config).positions_by_place:
+        return "its attention reads positions from where tokens stand (ALiBi), and is given them for whole rows"
+    if any(site in STATES and site != "resid_mid" for site, _ in model.misfits):
+        return "what its blocks add to the residual stream is not what attention and MLP write"
+    if is_bridge(raw) and hasattr(raw, "project_out"):
+        return "its residual stream is projected before the unembedding"
+    return None
+
+
+def has_part(block: Any, part: str) -> bool:
+    """Whether a block has a part of this name itself; a bridge's block finds those of the module it wraps, too."""
+    return part in getattr(block, "submodules", block._modules)
+
+
 def _is_layer_norm(norm: Any) -> bool:
     return type(norm) is NormalizationBridge and type(norm.original_component) is torch.nn.LayerNorm
 
@@ -357,14 +385,9 @@ def _has_hooks(part: torch.nn.Module) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
 
 
-@contextlib.contextmanager
-def _nothing_unembedded(unembed: torch.nn.Module) -> Iterator[None]:
+def _one_logit(residual: Tensor) -> Tensor:
     """Give one logit of 0 in place of a vocabulary of them."""
-    unembed.__dict__["forward"] = lambda residual: residual.new_zeros(*residual.shape[:-1], 1)
-    try:
-        yield
-    finally:
-        unembed.__dict__.pop("forward", None)
+    return residual.new_zeros(*residual.shape[:-1], 1)
 
 
 def _is_watched(part: torch.nn.Module) -> bool:
@@ -372,23 +395,18 @@ def _is_watched(part: torch.nn.Module) -> bool:
     return any(point.fwd_hooks or point.bwd_hooks for point in part.modules() if isinstance(point, HookPoint))
 
 
-@contextlib.contextmanager
-def _first_alone(attention: torch.nn.Module, axis: int, names: Sequence[str]) -> Iterator[None]:
+def _first_alone(
+    attention: torch.nn.Module, axis: int, names: Sequence[str]
+) -> contextlib.AbstractContextManager[None]:
     """Let projections of an attention compute the first of an axis (rows 0, positions 1) and repeat it along all."""
-    modules = [getattr(attention, name) for name in names if has_part(attention, name)]
-    own = [module for module in modules if isinstance(module, torch.nn.Module) and "forward" not in module.__dict__]
 
     def first(x: Tensor, *, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        made = forward(x.narrow(axis, 0, 1))
-        return made.expand(*x.shape[:2], *made.shape[2:]) if made.shape[axis] == 1 else made
+        projected = forward(x.narrow(axis, 0, 1))
+        return projected.expand(*x.shape[:2], *projected.shape[2:]) if projected.shape[axis] == 1 else projected
 
-    try:
-        for module in own:
-            module.__dict__["forward"] = functools.partial(first, forward=module.forward)
-        yield
-    finally:
-        for module in own:
-            module.__dict__.pop("forward", None)
+    modules = [getattr(attention, name) for name in names if has_part(attention, name)]
+    free = [module for module in modules if isinstance(module, torch.nn.Module) and "forward" not in module.__dict__]
+    return forward_replaced([(module, functools.partial(first, forward=module.forward)) for module in free])
 
 
 def _taken(rows: Float[Tensor, "row position d"], kept: Int[Tensor, "row kept"]) -> Float[Tensor, "row kept d"]:
@@ -424,5 +442,5 @@ def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"], longest
     length = tokens.shape[1]
     if mask is None or mask.ndim < 4:
         return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    own = mask[min(longest, len(mask) - 1), 0, :length, :length]
-    return own if own.dtype == torch.bool else own == 0
+    row_mask = mask[min(longest, len(mask) - 1), 0, :length, :length]
+    return row_mask if row_mask.dtype == torch.bool else row_mask == 0

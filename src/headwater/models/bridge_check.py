@@ -97,19 +97,12 @@ def watched(hf: Any) -> Iterator[Calls]:
 
 
 @torch.no_grad()
-def compare_with_reference(model: Model, seen: Reference | None) -> None:
-    """Run the same tokens through the bridge; note how the model can be used, and compare the logits.
-
-    Args:
-        model: the model, whose `misfits`, `read_only`, `looks_ahead` and `takes_padding` are filled.
-        seen: what the wrapped model gave; None where there is none.
-    """
-    tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if seen is None else seen.tokens
+def compare_with_reference(model: Model, reference: Reference | None) -> None:
+    """Run the same tokens through the bridge; note how the model can be used, and compare the logits."""
+    tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if reference is None else reference.tokens
     blocks = list(getattr(model.raw, "blocks", ()))
-    experts, beside = (
-        {layer for layer, part in enumerate(parts) if _has_experts(part)}
-        for parts in ([getattr(block, "mlp", None) for block in blocks], blocks)
-    )
+    beside = {layer for layer, block in enumerate(blocks) if _has_experts(block)}
+    experts = {layer for layer in beside if _has_experts(getattr(blocks[layer], "mlp", None))}
     n_first = max(1, tokens.shape[1] - 2)
     rows = tokens.repeat(2, 1)
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
@@ -120,18 +113,28 @@ def compare_with_reference(model: Model, seen: Reference | None) -> None:
             f"{model.name} ({model.shape.architecture}) has no residual stream that goes from block to block here: "
             f"there is no activation named {last!r}. Run it with transformers."
         )
-    with watched(model.raw.original_model if seen else torch.nn.Module()) as calls:
+    with watched(model.raw.original_model if reference else torch.nn.Module()) as calls:
         try:
             logits = _logits(model, rows, [hook for hook in sites.hooks() if hook[0] in known])
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     sites.judge()
     model.misfits, model.read_only = sites.misfits, sites.read_only
-    if seen is not None and not same_but_for_rounding(seen.logits, logits[:1]):
-        difference = float((seen.logits - logits[:1]).abs().max())
+    if reference is not None and not same_but_for_rounding(reference.logits, logits[:1]):
+        difference = float((reference.logits - logits[:1]).abs().max())
+        differing = (
+            name
+            for name, (taken, given) in reference.calls.items()
+            if name in calls  # where more rows come after the same ones
+            and same_but_for_rounding(taken, calls[name][0][: len(taken)])
+            and not same_but_for_rounding(given, calls[name][1][: len(given)])
+        )
+        first = next(differing, None)
+        none = "no single module gives something else for the same input"
         raise ModelError(
             f"TransformerLens computes other logits than {model.name} itself, by up to {difference:.2g}: "
-            f"{_first_difference(model, seen.calls, calls)} Load the model without what is special there."
+            f"{f'the first module that differs is {first}' if first else none}. Load the model without what is special "
+            "there."
         )
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
         model.looks_ahead, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
@@ -178,18 +181,6 @@ def _takes_padding(
     return same_but_for_rounding(whole, logits) and same_but_for_rounding(short[:n_first], alone)
 
 
-def _first_difference(model: Model, whole: Calls, bridged: Calls) -> str:
-    """Say which module gives something else for the same input."""
-    for name, (taken, given) in whole.items():
-        if (
-            name in bridged  # where more rows come after the same ones
-            and same_but_for_rounding(taken, bridged[name][0][: len(taken)])
-            and not same_but_for_rounding(given, bridged[name][1][: len(given)])
-        ):
-            return f"the first module that differs is {name}."
-    return "no single module gives something else for the same input."
-
-
 def _has_experts(part: object) -> bool:
     """Whether there are experts within a block or its MLP."""
     modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
@@ -228,13 +219,13 @@ class SiteCheck:
         ]
 
     def _look(self, activation: Any, hook: object, site: Site, layer: int) -> None:
-        found = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
-        wanted = (self._n_rows, *site.size(self._shape, self._n_tokens))
+        size = tuple(activation.shape) if isinstance(activation, Tensor) else type(activation).__name__
+        expected = (self._n_rows, *site.size(self._shape, self._n_tokens))
         if "d_mlp" in site.axes and layer in self._experts:
             self._misfits(site, layer, "its MLP is a mixture of experts and has no single row of neurons. Use mlp_out.")
-        elif found != wanted:
-            said = f"{site.hook_name(layer)} holds {found} for {self._n_rows} rows of {self._n_tokens} tokens"
-            self._misfits(site, layer, f"{said}, where the sizes of this model make it {wanted}.")
+        elif size != expected:
+            holds = f"{site.hook_name(layer)} holds {size} for {self._n_rows} rows of {self._n_tokens} tokens"
+            self._misfits(site, layer, f"{holds}, where the sizes of this model make it {expected}.")
         else:
             self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
 
@@ -250,13 +241,13 @@ class SiteCheck:
 
     def _add_up(self, layer: int) -> None:
         before, middle, after, attended, added = (self._passed.get((name, layer)) for name in STATES)
-        known = layer in self._beside and middle is not None and added is not None
-        if known and not _is_sum(after, middle, added):
+        has_both = layer in self._beside and middle is not None and added is not None
+        if has_both and not _is_sum(after, middle, added):
             self._misfits(SITES["mlp_out"], layer, "experts beside this MLP add to the residual stream, too.")
         if SITES["resid_mid"].absent(self._shape) is not None:
             writing = ("attn_out", "mlp_out") if self._shape.d_mlp else ("attn_out",)
             written = [self._passed.get((name, layer)) for name in writing]
-            if all(one is not None for one in written) and not _is_sum(after, before, *written):
+            if all(part is not None for part in written) and not _is_sum(after, before, *written):
                 for name in writing:
                     self._misfits(SITES[name], layer, "it is not all that is added between resid_pre and resid_post.")
         elif middle is not None and not _is_sum(middle, before, attended):

@@ -84,15 +84,31 @@ def cache_options(model: Model, cache: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def reached(attentions: Iterable[Any]) -> Iterator[None]:
     """Hand attentions the caches that their blocks give them as they read them, for as long as the context lasts."""
+    caches: dict[Any, _WatchedCache | None] = {}
+
+    def before(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        cache = options.get(name_of_cache(_wrapped(attention)) or "")
+        caches[attention] = None if cache is None else _WatchedCache(cache)
+        return args, options if cache is None else with_cache(attention, options, caches[attention])
+
+    def after(attention: Any, args: object, out: object) -> None:
+        cache = caches.pop(attention, None)
+        if cache is None or not cache.updated:
+            raise ModelError(
+                f"{attention.name} of {type(_wrapped(attention)).__name__} was asked to go on from keys and values of "
+                f"earlier tokens, but {type(attention).__name__} of TransformerLens did not take them as "
+                f"{name_read(attention)}: what it computed knows nothing of these tokens. Give the model whole texts "
+                "instead."
+            )
+
     with contextlib.ExitStack() as stack:
         for attention in filter(_is_computed_by_bridge, attentions):
-            watch = _Watch()
-            stack.callback(attention.register_forward_pre_hook(watch.before, with_kwargs=True).remove)
-            stack.callback(attention.register_forward_hook(watch.after).remove)
+            stack.callback(attention.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(attention.register_forward_hook(after).remove)
         yield
 
 
-class _Told:
+class _WatchedCache:
     """A cache, and whether it was handed keys and values."""
 
     def __init__(self, cache: Any):
@@ -104,28 +120,6 @@ class _Told:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
-
-
-class _Watch:
-    """What is hung around one attention while its model goes on from a cache."""
-
-    def __init__(self) -> None:
-        self._told: _Told | None = None
-
-    def before(self, attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        given = options.get(name_of_cache(_wrapped(attention)) or "")
-        self._told = None if given is None else _Told(given)
-        return args, options if self._told is None else with_cache(attention, options, self._told)
-
-    def after(self, attention: Any, args: object, out: object) -> None:
-        told, self._told = self._told, None
-        if told is None or not told.updated:
-            raise ModelError(
-                f"{attention.name} of {type(_wrapped(attention)).__name__} was asked to go on from keys and values of "
-                f"earlier tokens, but {type(attention).__name__} of TransformerLens did not take them as "
-                f"{name_read(attention)}: what it computed knows nothing of these tokens. Give the model whole texts "
-                "instead."
-            )
 
 
 def _nameless(raw: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -48,7 +48,7 @@ class TrustedHook:
     function: HookFunction
     edits: bool
     may_be_silent: bool = False
-    waits: Callable[[], bool] = lambda: False
+    is_idle: Callable[[], bool] = lambda: False
     """Whether it lets everything pass just now."""
 
     def __call__(self, activation: Any, hook: object) -> Tensor | None:
@@ -71,17 +71,9 @@ class PromptHook(ABC):
 
 
 def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False) -> list[Hook]:
-    """Return hooks as a list, those made that wait for the prompts.
-
-    Args:
-        model: the model.
-        hooks: pairs and `PromptHook`s.
-        batch: what the model runs, if that is known.
-        goes_on: whether these are tokens that follow the prompts.
-    """
-    return [
-        hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed_hooks(hooks)
-    ]
+    """Return hooks as a list, `PromptHook`s made for a batch; the arguments are those of `PromptHook.hook_for`."""
+    listed = listed_hooks(hooks)
+    return [hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
 def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:
@@ -104,32 +96,28 @@ def listed_hooks(hooks: Any) -> list[Any]:
         listed = list(hooks)
     except TypeError:
         raise InputError(
-            f"{shown(hooks)} is no list of hooks, which are pairs (name, function(activation, hook))."
+            f"{shown(hooks)} is not a list of hooks, which are pairs (name, function(activation, hook))."
         ) from None
     for hook in listed:
-        if not isinstance(hook, PromptHook):
-            _check_hook(hook)
+        if isinstance(hook, PromptHook):
+            continue
+        is_pair = isinstance(hook, tuple | list) and len(hook) == 2
+        if not is_pair or not isinstance(hook[0], str) or not callable(hook[1]):
+            raise InputError(f"{shown(hook)} is not a hook: give (name of an activation, function(activation, hook)).")
+        if isinstance(hook[1], TrustedHook):
+            continue
+        try:
+            signature = inspect.signature(hook[1])
+        except (ValueError, TypeError):  # of a function written in C, unknown
+            continue
+        try:
+            signature.bind(None, hook=None)
+        except TypeError:
+            raise InputError(
+                f"The hook at {hook[0]} takes {signature}, but is called as function(activation, hook=...): give it an "
+                "activation and a parameter named hook."
+            ) from None
     return listed
-
-
-def _check_hook(hook: Any) -> None:
-    """Refuse what is no pair of a name and a function that can be called as `function(activation, hook=...)`."""
-    pair = isinstance(hook, tuple | list) and len(hook) == 2
-    if not pair or not isinstance(hook[0], str) or not callable(hook[1]):
-        raise InputError(f"{shown(hook)} is no hook: give (name of an activation, function(activation, hook)).")
-    if isinstance(hook[1], TrustedHook):
-        return
-    try:
-        signature = inspect.signature(hook[1])
-    except (ValueError, TypeError):  # of a function written in C, unknown
-        return
-    try:
-        signature.bind(None, hook=None)
-    except TypeError:
-        raise InputError(
-            f"The hook at {hook[0]} takes {signature}, but is called as function(activation, hook=...): give it an "
-            "activation and a parameter named hook."
-        ) from None
 
 
 @dataclass(eq=False)
@@ -144,11 +132,6 @@ class Attached:
     """Which axis of the activation is positions, where it must be all those of the run."""
     fired: bool = False
 
-    @property
-    def may_be_silent(self) -> bool:
-        """Whether it is no error when nothing passes through the place."""
-        return isinstance(self.function, TrustedHook) and self.function.may_be_silent
-
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return what the model goes on with, if that is not what it was given."""
         self.fired = True
@@ -162,47 +145,43 @@ class Attached:
             return result
         copy = activation.clone()
         result = self.function(copy, hook=point)
-        if result is not None:
-            self._check(activation, result)
-            return result.clone()
-        if not _same(copy, activation):
+        if result is None:
+            if not _same(copy, activation):
+                raise InterventionError(
+                    f"A hook at {self.name} wrote into the activation and returned None. It has a copy of its own, so "
+                    "that nothing would change: return the activation."
+                )
+            return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be asked for
+        if self.read_only:
+            raise InterventionError(self.read_only)
+        returned = _described(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"
+        if returned != _described(activation):
             raise InterventionError(
-                f"A hook at {self.name} wrote into the activation and returned None. It has a copy of its own, so that "
-                "nothing would change: return the activation."
+                f"A hook at {self.name} was given {_described(activation)} and returned {returned}; it must return an "
+                "activation like the one it was given, or None."
             )
-        return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be asked for
+        return result.clone()
 
     def _check_tokens(self, activation: Tensor) -> None:
         """Compare the texts and tokens of an activation with those that the model reads now."""
         if self.positions is None or (reading := now_reading()) is None:
             return
-        found, wanted = (activation.shape[0], activation.shape[self.positions]), tuple(reading.positions.shape)
-        if found != wanted:
+        here, read = (activation.shape[0], activation.shape[self.positions]), tuple(reading.positions.shape)
+        if here != read:
             raise InterventionError(
-                f"{self.name} holds {found[0]} texts of {found[1]} tokens in a run of {wanted[0]} texts of "
-                f"{wanted[1]}: the model does not compute it for every token here. Use another site or layer."
+                f"{self.name} holds {here[0]} texts of {here[1]} tokens in a run of {read[0]} texts of {read[1]}: the "
+                "model does not compute it for every token here. Use another site or layer."
             )
 
-    def _check(self, activation: Tensor, result: Any) -> None:
-        if self.read_only:
-            raise InterventionError(self.read_only)
-        found = f"a {type(result).__name__}"
-        if isinstance(result, Tensor):
-            if _kind(result) == _kind(activation):
-                return
-            found = _described(result)
-        raise InterventionError(
-            f"A hook at {self.name} was given {_described(activation)} and returned {found}; it must return an "
-            "activation like the one it was given, or None."
-        )
 
-
-def refuse_silent(attached: Iterable[Attached]) -> None:
+def refuse_silent(attached: Sequence[Attached]) -> None:
     """Refuse hooks that did not fire in a run of the model."""
-    silent = sorted({hook.name for hook in attached if not hook.fired and not hook.may_be_silent})
-    if silent:
+    silent = [hook for hook in attached if not hook.fired]
+    dead = [hook for hook in silent if not (isinstance(hook.function, TrustedHook) and hook.function.may_be_silent)]
+    if dead:
+        names = sorted({hook.name for hook in dead})
         raise InterventionError(
-            f"The model ran, but nothing passed through {', '.join(silent[:3])}: this activation is not computed on "
+            f"The model ran, but nothing passed through {', '.join(names[:3])}: this activation is not computed on "
             "this architecture or in this run, so the hook had no effect."
         )
 
@@ -247,10 +226,10 @@ def _in_turn(hooks: Sequence[Attached | _Carried], activation: Any, point: Any) 
 
 def points_of(name: str) -> list[str]:
     """Return the hook points at which hooks of an activation may act: where it has a carrier, those of that as well."""
-    found = place_named(name)
-    if found is None or found[0].carrier is None:
+    place = place_named(name)
+    if place is None or place[0].carrier is None:
         return [name]
-    carrier, layer = found[0].carrier, found[1]
+    carrier, layer = place[0].carrier, place[1]
     return [name, *(SITES[other].hook_name(layer) for other in (carrier.given, carrier.at))]
 
 
@@ -264,12 +243,12 @@ class Attachments:
 
     def edits(self) -> list[Hook]:
         """Return the hooks that are attached now and may edit, in the order in which they act."""
-        held = [hook for place in self._places.values() for hook in (*place.hooks, *place.carrying)]
-        every = [hook for one in held for hook in (one.hooks if isinstance(one, _Carried) else [one])]
+        acting = [hook for place in self._places.values() for hook in (*place.hooks, *place.carrying)]
+        every = [hook for each in acting for hook in (each.hooks if isinstance(each, _Carried) else [each])]
         return [
-            (one.name, one.function)
-            for one in every
-            if not (isinstance(one.function, TrustedHook) and (not one.function.edits or one.function.waits()))
+            (hook.name, hook.function)
+            for hook in every
+            if not (isinstance(hook.function, TrustedHook) and (not hook.function.edits or hook.function.is_idle()))
         ]
 
     @contextlib.contextmanager
@@ -294,10 +273,10 @@ class Attachments:
     def _add(
         self, hook: Attached, points: Mapping[str, object], new: dict[str, _Place], stack: contextlib.ExitStack
     ) -> None:
-        found = place_named(hook.name)
-        carrier = found[0].carrier if found else None
-        only_looks = isinstance(hook.function, TrustedHook) and not hook.function.edits
-        if found is None or carrier is None or only_looks or hook.read_only:
+        place = place_named(hook.name)
+        carrier = place[0].carrier if place else None
+        only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
+        if carrier is None or only_reads or hook.read_only:
             _append(self._at(hook.name, points, new, stack).hooks, hook, stack)
             return
         if hook.name not in self._carried:
@@ -365,28 +344,23 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
 def _are_knockouts(point: Any) -> bool:
     """Whether the hooks at attention scores are this package's own, which sever edges or see which there are."""
     places = [handle.user_hook for handle in point.fwd_hooks]
-    ours = [place.hooks if isinstance(place, _Place) else [None] for place in places]
-    return bool(places) and all(
-        one is not None and isinstance(one.function, TrustedHook) for own in ours for one in own
-    )
+    if not places or not all(isinstance(place, _Place) for place in places):
+        return False
+    return all(isinstance(hook.function, TrustedHook) for place in places for hook in place.hooks)
 
 
-def _append(held: list[Any], one: Any, stack: contextlib.ExitStack) -> None:
+def _append(hooks: list[Any], hook: Any, stack: contextlib.ExitStack) -> None:
     """Append to a list until the context ends."""
-    held.append(one)
-    stack.callback(held.remove, one)
+    hooks.append(hook)
+    stack.callback(hooks.remove, hook)
 
 
 def _same(copy: Tensor, activation: Tensor) -> bool:
     """Whether a copy still holds what it was made of, bit by bit (NaN is NaN)."""
     if copy.shape != activation.shape:
         return False
-    one, other = copy.detach(), activation.detach()
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
+    copy, activation = copy.detach(), activation.detach()
+    return torch.equal(copy, activation) or torch.allclose(copy, activation, rtol=0, atol=0, equal_nan=True)
 
 
 def _described(tensor: Tensor) -> str:

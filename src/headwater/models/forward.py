@@ -1,10 +1,9 @@
-"""One call of the wrapped model: what it is told of padding, which logits it leaves out, where its layers end.
+"""One call of the wrapped model: how padding is masked, which logits are left out, where its layers end.
 
-Rotary embeddings whose angles depend on how long a text is, for each row of a batch by its own length.
-
-longrope (Phi-3, 3.5, 4-mini) has other angles in texts that are longer than the model was first trained on.
-transformers gives all rows of a batch the angles of the longest. Here a row has those that it has alone. (Dynamic
-rotary embeddings are others past `max_position_embeddings` only, and longer texts are refused.)
+Each row of a batch has the rotary angles of its own length. longrope (Phi-3, 3.5, 4-mini) has other angles in texts
+that are longer than the model was first trained on, and transformers gives all rows of a batch those of the longest;
+here a row has those that it has alone. (Dynamic rotary embeddings are others past `max_position_embeddings` only, and
+longer texts are refused.)
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules of a model that make such embeddings."""
-    return [module for module in model.modules() if vars(module).get("rope_type") == "longrope"]
-
-
 def original_length(modules: Sequence[Any]) -> float | int:
     """Return the length of the longest text that has the angles of short ones; infinity where all texts have them."""
     lengths = [module.config.rope_parameters["original_max_position_embeddings"] for module in modules]
@@ -43,21 +38,30 @@ def original_length(modules: Sequence[Any]) -> float | int:
 
 
 @contextlib.contextmanager
-def angles_by_row(modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None) -> Iterator[None]:
-    """Let each row of a run have the angles of its own length.
-
-    Args:
-        modules: what `rotary_by_length` returned.
-        lengths: of each row, how many tokens its text has; default: one more than the last position it is given.
-    """
-    own = lengths.tolist() if modules and lengths is not None else None
+def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules call these functions in place of their `forward` for as long as the context lasts."""
+    modules = []
     try:
-        for module in modules:
-            module.__dict__["forward"] = partial(_angles, module, own)
+        for module, function in functions:
+            module.__dict__["forward"] = function
+            modules.append(module)
         yield
     finally:
         for module in modules:
             module.__dict__.pop("forward", None)
+
+
+def angles_by_row(
+    modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
+) -> AbstractContextManager[None]:
+    """Let each row of a run have the angles of its own length.
+
+    Args:
+        modules: `model.rotary_by_length`.
+        lengths: of each row, how many tokens its text has; default: one more than the last position it is given.
+    """
+    n_tokens = lengths.tolist() if modules and lengths is not None else None
+    return forward_replaced([(module, partial(_angles, module, n_tokens)) for module in modules])
 
 
 def _angles(
@@ -66,14 +70,15 @@ def _angles(
     """Return the angles of each row, at the positions of all: those of short texts up to the original length."""
     lengths = (position_ids.max(1).values + 1).tolist() if lengths is None else lengths
     original = int(original_length([module]))
-    made: dict[bool, tuple[Tensor, ...]] = {}
+    angles: dict[bool, tuple[Tensor, ...]] = {}
     for long in {length > original for length in lengths}:
+        # the module takes long or short angles by the largest position: one is appended, and its angles left out
         last = position_ids.new_full((len(position_ids), 1), original if long else original - 1)
         ids = torch.cat([position_ids if long else position_ids.clamp_max(original - 1), last], 1)
-        made[long] = tuple(angles[:, :-1] for angles in type(module).forward(module, x, ids, **options))
-    if len(made) == 1:
-        return next(iter(made.values()))
-    rows = [[part[min(row, len(part) - 1)] for part in made[length > original]] for row, length in enumerate(lengths)]
+        angles[long] = tuple(part[:, :-1] for part in type(module).forward(module, x, ids, **options))
+    if len(angles) == 1:
+        return next(iter(angles.values()))
+    rows = [[part[min(row, len(part) - 1)] for part in angles[length > original]] for row, length in enumerate(lengths)]
     return tuple(torch.stack(part) for part in zip(*rows, strict=True))
 
 
@@ -89,13 +94,6 @@ def forward(
     options: dict[str, Any] | None = None,
 ) -> Float[Tensor, "batch position _"]:
     """Call the wrapped model with a batch, whatever hooks are attached to it.
-
-    Args:
-        model: the model.
-        batch: the tokens.
-        columns: the positions whose logits are wanted; None is all.
-        stop_at: the layer before which to stop; the residual stream is returned, and not logits.
-        options: passed on to the model.
 
     Returns:
         Logits of the columns, or the residual stream in front of layer `stop_at`.

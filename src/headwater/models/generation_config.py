@@ -19,6 +19,7 @@ from headwater.models.hints import warn_of_unused_settings
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
+    from headwater.models.tokens import Batch
 
 RULES: dict[str, object] = {
     "repetition_penalty": 1.0,
@@ -54,16 +55,10 @@ def settings(raw: object, names: dict[str, object]) -> dict[str, object]:
 
 
 class Rules:
-    """What the rules make of the logits of each row.
+    """What the rules make of the logits of each row."""
 
-    Args:
-        model: the model.
-        rows: the token ids of each prompt.
-        max_new_tokens: how many may follow.
-    """
-
-    def __init__(self, model: Model, rows: Sequence[Sequence[int]], max_new_tokens: int):
-        self._rows, self._processors = rows, list[Any]()
+    def __init__(self, model: Model, prompts: Batch, max_new_tokens: int):
+        self._prompts, self._processors = prompts, list[Any]()
         warn_of_unused_settings(model, list(settings(model.raw, UNUSED)))
         if not settings(model.raw, RULES):
             return
@@ -72,26 +67,23 @@ class Rules:
         for name in UNUSED:
             setattr(config, name, None)
         config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
-        for row in rows:
-            config.max_length = len(row) + max_new_tokens
-            made = model.raw.original_model._get_logits_processor(config, len(row), device=model.device)
-            self._processors.append(made)
+        for length in prompts.lengths.tolist():
+            config.max_length = length + max_new_tokens
+            processors = model.raw.original_model._get_logits_processor(config, length, device=model.device)
+            self._processors.append(processors)
 
     def __call__(
         self, logits: Float[Tensor, "row d_vocab"], live: Sequence[int], tokens: Sequence[Sequence[int]]
     ) -> Float[Tensor, "row d_vocab"]:
-        """Return the logits that tokens are chosen by.
-
-        Args:
-            logits: of the rows that go on.
-            live: which of the prompts these are.
-            tokens: what each prompt has been continued with.
-        """
+        """Return the logits that tokens are chosen by."""
         if not self._processors:
             return logits
-        ids = [torch.tensor([[*self._rows[row], *tokens[row]]], device=logits.device) for row in live]
-        each = [self._processors[row](ids[i], logits[i : i + 1].clone()) for i, row in enumerate(live)]
-        return torch.cat(each)
+        ruled = []
+        for row, of_row in zip(live, logits.clone().split(1), strict=True):
+            prompt = self._prompts.tokens[row][self._prompts.mask[row]].tolist()
+            ids = torch.tensor([[*prompt, *tokens[row]]], device=logits.device)
+            ruled.append(self._processors[row](ids, of_row))
+        return torch.cat(ruled)
 
 
 def _config(raw: object) -> Any:

@@ -39,19 +39,19 @@ UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a GGUF file."""
     file = read_gguf(path)
-    kind, said = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
+    kind, rules_named = file.metadata.get("tokenizer.ggml.model"), file.metadata.get("tokenizer.ggml.pre")
     if kind not in ("gpt2", "llama"):
-        found = "has no tokenizer" if kind is None else f"has a tokenizer of the kind {kind!r}"
-        raise ModelError(f"{path} {found}; headwater reads byte-level BPE (gpt2) and SentencePiece (llama). {PASS}")
+        problem = "has no tokenizer" if kind is None else f"has a tokenizer of the kind {kind!r}"
+        raise ModelError(f"{path} {problem}; headwater reads byte-level BPE (gpt2) and SentencePiece (llama). {PASS}")
     rules = _rules(file) if kind == "gpt2" else None
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # the file may hold anything, and the tokenizers library raises bare Exception
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"The tokenizer of {path} cannot be read: {said}") from error
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"The tokenizer of {path} cannot be read: {message}") from error
     tokenizer.name_or_path = str(path)
     if rules is not None:
-        _set_rules(tokenizer, rules, nfc=said == "qwen2")
+        _set_rules(tokenizer, rules, nfc=rules_named == "qwen2")
     else:
         _set_first_space(tokenizer, file)
     _set_beginning(tokenizer, file, rules)
@@ -59,12 +59,14 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _rules(file: GGUFFile) -> str:
-    said = file.metadata.get("tokenizer.ggml.pre")
-    found = next((rules for rules, names in RULES.items() if said in names), None)
-    found = UNSAID.get(file.architecture) if said is None else found
-    if found is None:
-        raise ModelError(f"{file.path} splits texts by unknown rules, tokenizer.ggml.pre={said!r}. {PASS}")
-    return found
+    rules_named = file.metadata.get("tokenizer.ggml.pre")
+    if rules_named is None:
+        rules = UNSAID.get(file.architecture)
+    else:
+        rules = next((rules for rules, names in RULES.items() if rules_named in names), None)
+    if rules is None:
+        raise ModelError(f"{file.path} splits texts by unknown rules, tokenizer.ggml.pre={rules_named!r}. {PASS}")
+    return rules
 
 
 def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:
@@ -79,12 +81,12 @@ def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:
 
 def _set_beginning(tokenizer: Any, file: GGUFFile, rules: str | None) -> None:
     """Let texts begin with the BOS token where the file says so; of one that does not say, as llama.cpp has it."""
-    wanted = bool(file.metadata.get("tokenizer.ggml.add_bos_token", rules in (None, LLAMA_3)))
-    if wanted and tokenizer.bos_token_id is None:
+    has_bos = bool(file.metadata.get("tokenizer.ggml.add_bos_token", rules in (None, LLAMA_3)))
+    if has_bos and tokenizer.bos_token_id is None:
         raise ModelError(f"{file.path} asks for a BOS token before texts and has none. {PASS}")
-    if not _begins_right(tokenizer, wanted):
-        tokenizer.add_bos_token = wanted
-    if not _begins_right(tokenizer, wanted):
+    if not _begins_right(tokenizer, has_bos):
+        tokenizer.add_bos_token = has_bos
+    if not _begins_right(tokenizer, has_bos):
         raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts as the file says. {PASS}")
 
 
@@ -96,11 +98,11 @@ def _begins_right(tokenizer: Any, wanted: bool) -> bool:
 
 def _set_first_space(tokenizer: Any, file: GGUFFile) -> None:
     """Let a text begin with a space, as Llama 2's do, or not, as the file of a SentencePiece vocabulary says."""
-    wanted = file.metadata.get("tokenizer.ggml.add_space_prefix", not file.architecture.startswith("gemma"))
+    has_space = file.metadata.get("tokenizer.ggml.add_space_prefix", not file.architecture.startswith("gemma"))
     backend = tokenizer.backend_tokenizer
-    if backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE) == wanted:
+    if backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE) == has_space:
         return
-    if wanted or not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
+    if has_space or not isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         raise ModelError(f"The tokenizer of {file.path} cannot be made to begin texts with a space, or without. {PASS}")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
     backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])

@@ -85,7 +85,9 @@ class FixedPrefix(DynamicCache):  # type: ignore[misc]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the fixed keys and values followed by the new ones."""
-        keys, values = _joined(self.before.get(layer), keys, values)
+        if layer in self.before:
+            before = (fixed.expand(len(keys), -1, -1, -1) for fixed in self.before[layer])
+            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
         if layer in self.watched:
             self.values[layer] = values.detach()
         return keys, values
@@ -173,10 +175,10 @@ class Descent:
                 reached = self._again(segment)
             heads = {layer: self._z.pop(layer) for layer in segment}
             entry = [] if segment.start == self._lowest else [self._entries[segment.start]]
-            found = torch.autograd.grad(reached, [*entry, *heads.values()], gradient, allow_unused=True)
+            gradients = torch.autograd.grad(reached, [*entry, *heads.values()], gradient, allow_unused=True)
             del reached
-            gradient = found[0]
-            for layer, slope in reversed(list(zip(heads, found[len(entry) :], strict=True))):
+            gradient = gradients[0]
+            for layer, slope in reversed(list(zip(heads, gradients[len(entry) :], strict=True))):
                 at_head = torch.zeros_like(heads[layer]) if slope is None else slope
                 yield HeadSlopes(layer, self._patterns.pop(layer), at_head, self._cache.values.pop(layer))
 
@@ -263,28 +265,17 @@ class Descent:
         self._calls[layer] = (args[1:], dict(options))
 
 
-def _joined(before: tuple[Tensor, Tensor] | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    if before is None:
-        return keys, values
-    earlier_keys, earlier_values = (x.expand(len(keys), -1, -1, -1) for x in before)
-    return torch.cat([earlier_keys, keys], 2), torch.cat([earlier_values, values], 2)
-
-
 def _unpadded(tokens: Tensor) -> Batch:
     """Padding at the end needs no mask: nothing before it can see it, and nothing is read from it."""
     return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
-    """How many graphs of one layer and `n_tokens` tokens fit in memory."""
-    return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // graph_bytes(model, n_tokens, n_keys)
+    """How many graphs of one layer and `n_tokens` tokens fit in memory.
 
-
-def graph_bytes(model: HookedModel, n_tokens: int, n_keys: int) -> int:
-    """Count roughly what autograd keeps of one layer.
-
-    Per token: a dozen widths, eight MLP widths and four rows of a pattern for each head.
+    Of one layer autograd keeps roughly, per token, a dozen widths, eight MLP widths and four rows of a pattern for each
+    head.
     """
     shape = model.shape
     numbers = n_tokens * (12 * shape.d_model + 8 * shape.d_mlp + 4 * shape.n_heads * n_keys)
-    return numbers * model.dtype.itemsize
+    return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // (numbers * model.dtype.itemsize)

@@ -28,38 +28,25 @@ MARKS = ("<|", "[INST]", "<start_of_turn>")
 def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], tokenizer: Tokenizer | None) -> None:
     """Warn where an answer is one token with a space in front and another one without, and the prompt ends in a word.
 
-    Args:
-        answers: of a metric: a token for all prompts, or a list with one for each.
-        ends: the last token of each prompt, as text.
-        tokenizer: the model's; without one there is nothing to say.
+    `answers` are a metric's, each a token for all prompts or a list with one for each; `ends` the prompts' last tokens.
     """
     if tokenizer is None:
         return
     for answer in answers:
         words = [answer] * len(ends) if is_one(answer) else list(answer)  # type: ignore[call-overload]
-        erring = ((w, e) for w, e in zip(words, ends, strict=False) if _lacks_its_space(w, e, tokenizer))
-        if found := next(erring, None):
-            word, end = found
-            warnings.warn(
-                f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and behind "
-                f"a prompt that ends in {shown(end)} the one with the space is usually meant.",
-                stacklevel=2,
-            )
-            return
-
-
-def _lacks_its_space(word: object, end: str, tokenizer: Tokenizer) -> bool:
-    """Whether a word has a token of its own with a space in front, and stands where that would be the next one."""
-    return isinstance(word, str) and word[:1].isalpha() and _goes_on_with_a_space(end) and _has_both(word, tokenizer)
-
-
-def _goes_on_with_a_space(end: str) -> bool:
-    return end[-1:].isalnum() or end.endswith(SPACE_FOLLOWS)
-
-
-def _has_both(word: str, tokenizer: Tokenizer) -> bool:
-    plain, spaced = encode(tokenizer, word)[0], encode(tokenizer, f" {word}")[0]
-    return len(plain) == len(spaced) == 1 and plain != spaced
+        for word, end in zip(words, ends, strict=False):
+            if not isinstance(word, str) or not word[:1].isalpha():
+                continue
+            if not end[-1:].isalnum() and not end.endswith(SPACE_FOLLOWS):
+                continue
+            plain, spaced = encode(tokenizer, word)[0], encode(tokenizer, f" {word}")[0]
+            if len(plain) == len(spaced) == 1 and plain != spaced:
+                warnings.warn(
+                    f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and "
+                    f"behind a prompt that ends in {shown(end)} the one with the space is usually meant.",
+                    stacklevel=2,
+                )
+                return
 
 
 def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:

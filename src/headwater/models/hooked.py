@@ -9,6 +9,9 @@ go through one context manager, `model.hooks`, which promises four things:
 3. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
    (`headwater.models.model` says what becomes of that in a forked process).
+
+How activations are kept is in `headwater.models.caches.collection`, how a model writes in
+`headwater.models.generation.writing`.
 """
 
 from __future__ import annotations
@@ -17,24 +20,21 @@ import contextlib
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.calls import checked_calls
 from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.foreign_names import missing
 from headwater.kernels.devices import to_device
-from headwater.models.bare_model import CachedBareModel
 from headwater.models.cache_names import attentions_of, cache_options, reached
-from headwater.models.caches.cache import Cache
-from headwater.models.caches.collection import fill_cache
+from headwater.models.caches import collection
 from headwater.models.checks import finite_output
 from headwater.models.edits import (
     Attached,
+    Attachments,
     Hook,
     HookFunction,
     PromptHook,
@@ -44,21 +44,17 @@ from headwater.models.edits import (
     refuse_silent,
     reporters,
 )
-from headwater.models.forward import forward, rotary_by_length
-from headwater.models.generation.loop import checked_sampling
-from headwater.models.generation.writing import Stream, Texts, write
+from headwater.models.forward import forward
+from headwater.models.generation import writing
+from headwater.models.generation_config import RULES, settings
 from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
-from headwater.models.identified import Identified
-from headwater.models.model import RunLock
-from headwater.models.part_names import Heads
-from headwater.models.positions import Where
 from headwater.models.reading import Keep, Reading, columns_kept, reads
-from headwater.models.shape import ModelShape
-from headwater.models.sites import Site, SiteName, hook_name, place_named
+from headwater.models.sites import hook_name, place_named
 from headwater.models.tokenizers import said_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
+from headwater.runs.record import HOOKS, PAST_HOOKS
 
 
 class _WithAdvice(type):
@@ -73,63 +69,14 @@ class _WithAdvice(type):
 
 
 @checked_calls
-class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
+class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     """A transformer with hooks, in evaluation mode, its weights exactly as the checkpoint stores them.
 
-    Attributes:
-        raw: the TransformerBridge (or, under transformer-lens 3.9, the HookedTransformer) itself.
-        name: the hub name, folder or class the model came from.
-        revision: the revision of the hub, when known; of a GGUF file its name, types of numbers and SHA-256.
-        shape: the sizes.
-        config: the transformers config, or TransformerLens's own for models that have no other.
-        tokenizer: may be None.
-        bos: the ids that every text begins with; `hw.load(..., bos=)` chooses others.
-        default_bos: those that it would begin with by default.
-        lock: held while the model runs; hold it to make several runs one.
-        hinted: which hints were given that are given once.
-        steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
-        heads_checked: whether each head was seen to depend on its own queries, keys and values alone.
-        factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
-        head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
-        unwrapped_checked: whether it gives the same without TransformerLens's wrappers but for some modules, by these.
-        without_wrappers: itself so, put together for the last run that took it; see `headwater.models.bare_model`.
-        misfits: by site and layer, why there is none, or one that is not what its name says; it is refused.
-        read_only: by site and layer, why it can be read but not edited.
-        looks_ahead: whether its attention reads later positions, too, as was seen when it was loaded.
-        takes_padding: whether a text beside a longer one has the logits that it has alone, as was seen then.
+    `headwater.models.model.Model` lists its attributes.
     """
 
-    def __init__(
-        self,
-        raw: Any,
-        *,
-        name: str,
-        shape: ModelShape,
-        config: Any,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        revision: str | None = None,
-    ):
-        super().__init__(raw, shape)
-        self.raw = raw
-        self.name = name
-        self.revision = revision
-        self.shape = shape
-        self.config = config
-        self.tokenizer = tokenizer
-        self.bos = self.default_bos = self.resolve_bos(None)
-        self.lock = RunLock()
-        self.hinted = set[str]()
-        self.steps_checked = False
-        self.heads_checked = False
-        self.factors_checked: tuple[str, set[str]] | None = None
-        self.unwrapped_checked: dict[frozenset[int], bool] = {}
-        self.without_wrappers: CachedBareModel | None = None
-        self.head_checked: tuple[object, ...] | None = None
-        self.misfits: Mapping[tuple[str, int], str] = {}
-        self.read_only: Mapping[tuple[str, int], str] = {}
-        self.looks_ahead = False
-        self.takes_padding = True
-        self._own_graph = False
+    _own_graph = False
+    """Whether a run of this class is going on, whose graph begins where a hook says."""
 
     if not TYPE_CHECKING:  # a type checker would take every name for one that is there
 
@@ -158,33 +105,6 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             return ""
         return f", texts begin with {said_tokens(self.tokenizer, self.bos)}"
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights."""
-        return next(p.dtype for p in self.raw.parameters() if p.is_floating_point())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the inputs of the model go."""
-        return next(iter(self.raw.parameters())).device
-
-    @property
-    def n_logits(self) -> int:
-        """How many numbers it gives per token: as many as it knows tokens, but for models that answer in others."""
-        cfg = self.raw.cfg
-        given = getattr(cfg, "d_vocab_out", -1)
-        return given if given > 0 and given != cfg.d_vocab else self.shape.d_vocab
-
-    @cached_property
-    def rotary_by_length(self) -> list[torch.nn.Module]:
-        """What in it makes rotary embeddings that depend on a text's length."""
-        return rotary_by_length(self.raw)
-
-    @cached_property
-    def spread(self) -> bool:
-        """Whether its layers lie on several devices."""
-        return len({parameter.device for parameter in self.raw.parameters()}) > 1
-
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
 
@@ -195,9 +115,15 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         Raises:
             InputError: see `headwater.models.tokens.make_batch`.
         """
-        shape = self.shape
-        limits = {"d_vocab": shape.d_vocab, "n_ctx": shape.n_ctx}
-        batch = make_batch(inputs, self.tokenizer, bos=self.bos, mask=mask, config=self.config, **limits)
+        batch = make_batch(
+            inputs,
+            self.tokenizer,
+            bos=self.bos,
+            mask=mask,
+            config=self.config,
+            d_vocab=self.shape.d_vocab,
+            n_ctx=self.shape.n_ctx,
+        )
         if batch is not inputs:
             warn_of_two_beginnings(batch, getattr(self.tokenizer, "bos_token_id", None))
             warn_of_no_template(self, batch.texts or ())
@@ -212,7 +138,7 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         try:
             ids = whole_numbers(tokens)
         except TypeError:
-            raise InputError(f"{shown(tokens)} are no token ids: give whole numbers.") from None
+            raise InputError(f"{shown(tokens)} are not token ids: give whole numbers.") from None
         if outside := [token for token in ids if not 0 <= token < self.shape.d_vocab]:
             raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {self.shape.d_vocab}.")
         return token_strings(self.tokenizer, ids)
@@ -252,10 +178,9 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             ModelError: the model takes no keys and values of tokens before, or an attention in it ran without them.
             NumericsError: the model computed NaN or infinity.
         """
-        batch = self.tokenize(inputs)
-        past = past_key_values
-        given = {"attention_mask": attention_mask, "position_ids": position_ids}
-        options = {name: value for name, value in given.items() if value is not None}
+        batch, past = self.tokenize(inputs), past_key_values
+        beside = {"attention_mask": attention_mask, "position_ids": position_ids}
+        options = {name: value for name, value in beside.items() if value is not None}
         listed = hooks_for(self, hooks, batch, past is not None and past.get_seq_length() > 0)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
@@ -263,7 +188,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
-            stack.enter_context(self._graph_begins_where_a_hook_says())
+            stack.callback(setattr, self, "_own_graph", self._own_graph)
+            self._own_graph = True
             if past is None:
                 stack.enter_context(reads(Reading.of(batch)))
             else:
@@ -276,12 +202,25 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
 
+    @property
+    def interventions(self) -> dict[str, object]:
+        """What acts in the model now beside its weights, by the option that records it in a run.
+
+        The hooks that `with model.hooks(...)` has attached and that may edit; what was put into the model past them
+        since it was loaded (`headwater.models.foreign_modules`); and the rules of its generation config. What another
+        thread does is not seen: it is waited for.
+        """
+        with self.lock:
+            acting: dict[str, object] = {HOOKS: self._attachments.edits(), PAST_HOOKS: self._modules.alterations()}
+        acting["generation_config"] = settings(self.raw, RULES)
+        return {option: what for option, what in acting.items() if what}
+
     @contextlib.contextmanager
     def hooks(self, hooks: Iterable[Hook | PromptHook]) -> Iterator[None]:
         """Attach hooks for as long as the context lasts; no other thread can run the model meanwhile.
 
         Raises:
-            InputError: a hook is no pair of a name and a function of (activation, hook).
+            InputError: a hook is not a pair of a name and a function of (activation, hook).
             InterventionError: a hook names no activation, or one that is not what `shape` says; or the model ran in the
                 context and a hook did not fire, returned what cannot stand for the activation, wrote into it without
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
@@ -301,100 +240,8 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
         if ran.fired:
             refuse_silent(attached)
 
-    def cache(
-        self,
-        inputs: Inputs,
-        *,
-        sites: SiteName | str | Site | Iterable[SiteName | str | Site] | None = None,
-        residual: bool | str | None = None,
-        attention: bool | None = None,
-        layers: Sequence[int] | None = None,
-        positions: Where | Sequence[int] | None = None,
-        heads: Heads = None,
-        out: str | Path | None = None,
-        batch_size: int = 16,
-        device: str | torch.device = "cpu",
-        progress: bool = True,
-    ) -> Cache:
-        """Run the model and keep what is asked for; see `headwater.models.caches.collection.fill_cache`."""
-        return fill_cache(
-            self,
-            inputs,
-            sites=sites,
-            residual=residual,
-            attention=attention,
-            layers=layers,
-            positions=positions,
-            heads=heads,
-            out=out,
-            batch_size=batch_size,
-            device=device,
-            progress=progress,
-        )
-
-    def generate(
-        self,
-        prompts: Inputs,
-        hooks: Iterable[Hook | PromptHook] = (),
-        *,
-        max_new_tokens: int = 32,
-        do_sample: bool = False,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int = 0,
-        stop: str | Iterable[str] = (),
-        return_tokens: bool = False,
-        stream: Stream | None = None,
-        batch_size: int = 64,
-        progress: bool = True,
-    ) -> Texts | tuple[Texts, list[list[int]]]:
-        """Let the model continue prompts, with hooks if asked; see `headwater.models.generation.writing`.
-
-        Greedy unless `do_sample`, and then the tokens are those of `generate` in transformers. Hooks act at every step.
-        The first run reads the prompts, as in `run`: row by row, from column 0 on, shorter ones padded on the right.
-        Each run after it reads one new token per row, so that activations have one column; which position that is, says
-        `headwater.models.reading.now_reading()`. Rows are the prompts in their order, `batch_size` at a time.
-
-        Args:
-            prompts: anything `tokenize` takes.
-            hooks: watched or edited activations; each must fire at every step.
-            max_new_tokens: at most so many per prompt.
-            do_sample: draw tokens at random.
-            temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
-            top_p: draw only from the most probable tokens that together have this probability.
-            top_k: draw only from so many most probable tokens.
-            seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones stand
-                before it: repeat a prompt for several samples).
-            stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
-            return_tokens: return the ids too.
-            stream: called with (number of a prompt, piece of its text) as the text grows.
-            batch_size: prompts in one run.
-            progress: show a bar while several batches run.
-
-        Returns:
-            The new text of each prompt, a list also for one prompt; its `run` is the record of what made it, hooks
-            included. With `return_tokens` also the ids of the new tokens, with the end token or those of the stop
-            string where a text ended by one.
-
-        Raises:
-            InputError: an option cannot be used or contradicts another, or prompts and new tokens are too long.
-            InterventionError: see `run`.
-            NumericsError: see `run`.
-        """
-        texts = write(
-            self,
-            prompts,
-            hooks,
-            sampling=checked_sampling(do_sample, temperature, top_p, top_k, self.shape.d_vocab),
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            stop=stop,
-            stream=stream,
-            batch_size=batch_size,
-            progress=checked_flag("progress", progress),
-        )
-        return (texts, texts.tokens) if checked_flag("return_tokens", return_tokens) else texts
+    cache = collection.cache
+    generate = writing.generate
 
     def begin_graphs_at(self, embedding: torch.nn.Module) -> None:
         """Let `raw` be called with gradients though its parameters are frozen, as TransformerLens's own tools do.
@@ -408,13 +255,9 @@ class HookedModel(Identified, TransformerLensNames, metaclass=_WithAdvice):
 
         embedding.register_forward_hook(begin)
 
-    @contextlib.contextmanager
-    def _graph_begins_where_a_hook_says(self) -> Iterator[None]:
-        before, self._own_graph = self._own_graph, True
-        try:
-            yield
-        finally:
-            self._own_graph = before
+    @cached_property
+    def _attachments(self) -> Attachments:
+        return Attachments(self.raw)
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:

@@ -28,7 +28,6 @@ from headwater.models.hooked import HookedModel
 from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
 from headwater.models.pretrained import read_pretrained, refuse_unless_it_fits
 from headwater.models.shape import ModelShape, shape_of
-from headwater.models.skip_weight_init import SkipWeightInit
 from headwater.models.supported_models import (
     config_for_adapter,
     keep_dtype_when_turned,
@@ -48,6 +47,7 @@ from headwater.models.weights.checkpoint import (
     revision_of,
     stored_tensors,
 )
+from headwater.models.weights.conversion import SkipWeightInit
 from headwater.models.weights.gguf_file import is_gguf
 from headwater.models.weights.lens_checkpoint import is_lens_checkpoint, read_lens_checkpoint
 from headwater.models.weights.opening import open_weights
@@ -112,7 +112,10 @@ def load(
         tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
     if tokenizer is not None:
         checked_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "transformers.AutoTokenizer.from_pretrained(...)")
-    kind = _dtype(dtype)
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(kind, torch.dtype):
+        near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))
+        raise InputError(f"dtype={shown(dtype)} is not a torch dtype.{near}")
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
     if tokenizer is not None and bos is not None:
@@ -154,7 +157,14 @@ def _from_memory(
         refuse_adapters(what)
         refuse_quantized(what)
     if isinstance(what, PreTrainedModel):
-        return _from_transformers(what, tokenizer, device, kind)
+        ours = twin(what).eval()
+        ours.set_attn_implementation("eager")
+        ours = language_model(ours)
+        if device is not None or kind is not None:
+            ours.to(device=device, dtype=kind)
+        model = _boot(ours, tokenizer, what.name_or_path or type(what).__name__)
+        model.revision = getattr(what.config, "_commit_hash", None)
+        return model
     if isinstance(what, torch.nn.Module) and hasattr(what, "hook_dict") and hasattr(what, "cfg"):
         return _from_lens(what, tokenizer, device, kind)
     raise InputError(
@@ -191,23 +201,6 @@ def _read(
     if there is not None:
         hf.to(there)
     return hf
-
-
-def _from_transformers(
-    hf: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: str | torch.device | None,
-    dtype: torch.dtype | None,
-) -> HookedModel:
-    ours = twin(hf).eval()
-    ours.set_attn_implementation("eager")
-    ours = language_model(ours)
-    if device is not None or dtype is not None:
-        ours.to(device=device, dtype=dtype)
-    name = hf.name_or_path or type(hf).__name__
-    model = _boot(ours, tokenizer, name)
-    model.revision = getattr(hf.config, "_commit_hash", None)
-    return model
 
 
 def _from_lens(
@@ -259,49 +252,38 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
-    seen, embedding = record_reference(hf, name), hf.get_input_embeddings()
+    reference, embedding = record_reference(hf, name), hf.get_input_embeddings()
+    copied = copy.deepcopy(tokenizer)  # to which the bridge adds special tokens, and which it reloads if it has no name
+    if copied is not None:
+        names = {"name_or_path": copied.name_or_path or "in memory", "add_bos_token": True}
+        copied.init_kwargs = {**copied.init_kwargs, **names}
     try:
         with SkipWeightInit():
             raw = build_bridge_from_module(
                 hf,
                 architecture,
                 hf_config=config_for_adapter(hf.config),
-                tokenizer=_for_bridge(tokenizer),
+                tokenizer=copied,
                 model_name=name,
                 post_adapter_hook=setter_right(hf.config),
             )
     except Exception as error:  # an adapter fails in its own way on what it was not written for
         raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
-    model = HookedModel(
-        raw,
-        name=name,
-        shape=_shape(hf.config, raw.cfg),
-        config=hf.config,
-        tokenizer=tokenizer,
-    )
+    model = HookedModel(raw, name=name, shape=_shape(hf.config, raw.cfg), config=hf.config, tokenizer=tokenizer)
     keep_dtype_when_turned(raw, hf)
     raw.requires_grad_(False)  # the parts into which TransformerLens split a fused matrix
     model.begin_graphs_at(embedding)
-    return _checked(model, seen)
+    return _checked(model, reference)
 
 
-def _checked(model: HookedModel, seen: Reference | None = None) -> HookedModel:
+def _checked(model: HookedModel, reference: Reference | None = None) -> HookedModel:
     checks.evaluation_mode(model)
     checks.finite_weights(model)
     if model.tokenizer is not None:
         checks.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
-    compare_with_reference(model, seen)
+    compare_with_reference(model, reference)
     model.settle()
     return model
-
-
-def _for_bridge(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """A copy for the bridge, which adds special tokens to its tokenizer and reloads one that hides its origin."""
-    if tokenizer is None:
-        return None
-    ours = copy.deepcopy(tokenizer)
-    ours.init_kwargs = {**ours.init_kwargs, "name_or_path": ours.name_or_path or "in memory", "add_bos_token": True}
-    return ours
 
 
 def _shape(hf_config: object, cfg: Any) -> ModelShape:
@@ -327,31 +309,18 @@ def _folder(given: str | Path, revision: str | None) -> Path:
     if is_packaged(given) or path.exists() or is_gguf(path):
         return checkpoint_folder(given, revision)
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
-        beside = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+        beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, beside)
         raise ModelError(f"There is no folder {path}.{near if near.startswith(' Did') else ''}")
-    known = _known_names()
+    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
+
+    short = {alias: name for name, aliases in MODEL_ALIASES.items() for alias in aliases}
+    known = {name: name for name in OFFICIAL_MODEL_NAMES} | short
     try:
         return checkpoint_folder(known.get(source, source), revision)
     except ModelError as error:
         near = "" if source in known else did_you_mean(source, {*known, *FOLDERS, *PACKAGED})
         raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
-
-
-def _known_names() -> dict[str, str]:
-    """The names TransformerLens knows, its short ones too, and the hub name of each."""
-    from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
-
-    short = {alias: name for name, aliases in MODEL_ALIASES.items() for alias in aliases}
-    return {name: name for name in OFFICIAL_MODEL_NAMES} | short
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(found, torch.dtype):
-        near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))
-        raise InputError(f"dtype={shown(dtype)} is no torch dtype.{near}")
-    return found
 
 
 def _default_device() -> torch.device:
@@ -368,7 +337,7 @@ def _refuse_spread(device: str | torch.device | None, what: str) -> None:
 def weights_of(model: object, device: str | torch.device | None = None) -> WeightSource:
     """Return the weights of a loaded model, or of a checkpoint folder or hub name without loading it."""
     if isinstance(model, str | Path):
-        return open_weights(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return open_weights(model, device=device or _default_device())
     source = model if isinstance(model, WeightSource) else open_weights(hooked_of(model))
     if device is not None and usable_device(device).type != source.device.type:
         raise InputError(f"device={device}: this model is on {source.device}, and is scored there; load it elsewhere.")

@@ -49,8 +49,8 @@ def is_packaged(name: object) -> TypeGuard[str]:
 
 def packaged_file(name: str) -> Path | None:
     """The GGUF file of a model's package; None where it is not installed."""
-    found = importlib.util.find_spec(PACKAGED[name].module)
-    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    package = importlib.util.find_spec(PACKAGED[name].module)
+    folders = [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
     return next((file for folder in folders for file in sorted(folder.glob("*.gguf"))), None)
 
 
@@ -96,9 +96,9 @@ def checked_folder(path: Path) -> Path:
         )
     if not weights.is_file():
         raise ModelError(f"The embedded model in {path} has no model.safetensors. {REBUILD}")
-    found = weights.stat().st_size
-    if found != size:
-        raise ModelError(f"{weights} is damaged: it has {found:,} bytes instead of {size:,}. {REBUILD}")
+    n_bytes = weights.stat().st_size
+    if n_bytes != size:
+        raise ModelError(f"{weights} is damaged: it has {n_bytes:,} bytes instead of {size:,}. {REBUILD}")
     if hashlib.sha256(weights.read_bytes()).hexdigest() != expected:
         raise ModelError(f"{weights} is damaged: its SHA-256 is not the one in {MANIFEST}. {REBUILD}")
     return path

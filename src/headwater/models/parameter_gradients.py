@@ -93,6 +93,6 @@ def _joined(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], 
         parts = [f"{above}.{part}.{kind}" for part in FUSED[fused]]
         if not all(part in norms for part in parts) or sum(parameters[p].numel() for p in parts) != whole.numel():
             raise ModelError(f"{name} has no gradient, and its parts, {', '.join(parts)}, are not all of it.")
-        found = torch.tensor([joined.pop(part) for part in parts], dtype=torch.float64)
-        joined[name] = float(torch.linalg.vector_norm(found, order))
+        part_norms = torch.tensor([joined.pop(part) for part in parts], dtype=torch.float64)
+        joined[name] = float(torch.linalg.vector_norm(part_norms, order))
     return joined

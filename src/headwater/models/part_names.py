@@ -93,10 +93,10 @@ class NamedPart(NamedTuple):
 def _read(text: str) -> NamedPart | None:
     """Return the part of a text, whatever the model; None where it fits no form."""
     small = " ".join(text.casefold().split())
-    found = next((match for form in FORMS.values() if (match := re.fullmatch(form, small))), None)
-    if found is None:
+    match_found = next((match for form in FORMS.values() if (match := re.fullmatch(form, small))), None)
+    if match_found is None:
         return None
-    groups = {name: value for name, value in found.groupdict().items() if value is not None}
+    groups = {name: value for name, value in match_found.groupdict().items() if value is not None}
     layer, head = (int(groups[name]) if name in groups else None for name in ("layer", "head"))
     kind = groups.get("of") or groups.get("kind", "head")
     return NamedPart(_KINDS.get(kind, kind), layer, head, "of" in groups)
@@ -199,13 +199,13 @@ def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:
 def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None = None) -> tuple[Any, Any]:
     """Return `layers=` and `heads=` as numbers where `heads=` holds names of heads, which say their layer themselves.
 
-    Args:
-        layers: what was given; None for all.
-        heads: numbers, which are returned as they are, or names.
-        sizes: of the model.
-        kv_site: a site that is meant and has key-value heads, if there is one.
+    Numbers are returned as they are; `kv_site` is a site that is meant and has key-value heads, if there is one.
     """
-    if heads is None or not (isinstance(heads, str) or (not is_one(heads) and any(map(_is_name, heads)))):
+
+    def is_name(head: object) -> bool:
+        return isinstance(head, str | tuple | list) or getattr(head, "ndim", 0) == 1
+
+    if heads is None or not (isinstance(heads, str) or (not is_one(heads) and any(map(is_name, heads)))):
         return layers, heads
     named = parts_of_kind("heads", heads, sizes)
     of, numbers = sorted({layer for layer, _ in named}), sorted({head for _, head in named})
@@ -224,7 +224,3 @@ def layers_and_heads(layers: Any, heads: Any, sizes: Sizes, kv_site: str | None 
             f"heads={shown(heads)} is of layer {of[0]}, and layers={shown(layers)} was given: leave it out."
         )
     return tuple(of), tuple(numbers)
-
-
-def _is_name(one: object) -> bool:
-    return isinstance(one, str | tuple | list) or getattr(one, "ndim", 0) == 1

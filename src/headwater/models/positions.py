@@ -218,16 +218,17 @@ def positions_of(
     if callable(where):
         with failures_named("The function that names positions"):
             where = where(prompt.strings)
-    found = _positions(where, prompt)
-    outside = [position for position in found if not 0 <= position < len(prompt)]
-    if outside or not found:
+    positions = _positions(where, prompt)
+    outside = [position for position in positions if not 0 <= position < len(prompt)]
+    if outside or not positions:
         first = outside[0] if outside else 0
         given = (first - len(prompt) if first < 0 else first) if outside else shown(where)
+        listed = " ".join(f"{i}:{token!r}" for i, token in enumerate(prompt.strings[:24]))
         raise InputError(
             f"Position {given} is not in prompt {example} of {len(prompt)} tokens, whose positions are {-len(prompt)} "
-            f"to {len(prompt) - 1}: {_numbered(prompt)}"
+            f"to {len(prompt) - 1}: {listed}{' ...' if len(prompt) > 24 else ''}"
         )
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(positions)))
 
 
 def roles_of(
@@ -316,18 +317,18 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     if name in ENDS:
         return list(ENDS[name](len(prompt)))
     text, offsets = _text_of(prompt, f"The text {name!r}")
-    found = _occurrences(name, text)
-    if not found and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
+    spans = _occurrences(name, text)
+    if not spans and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
         return Occurrence(numbered[1], int(numbered[2])).of(prompt)
-    if len(found) != 1:
-        near = next((word for word in ENDS if found == [] and name.strip().casefold() in ALIASES[word]), None)
-        which = f"Say which: hw.occurrence({name!r}, 1) to hw.occurrence({name!r}, {len(found)})."
-        hint = which if found else f"Did you mean {near!r}?" if near else "Give positions instead."
-        raise (InputError if found else AbsentError)(
-            f"The text {name!r} {'occurs ' + _times(len(found)) if found else 'does not occur'} in the prompt "
+    if len(spans) != 1:
+        near = next((word for word in ENDS if spans == [] and name.strip().casefold() in ALIASES[word]), None)
+        which = f"Say which: hw.occurrence({name!r}, 1) to hw.occurrence({name!r}, {len(spans)})."
+        hint = which if spans else f"Did you mean {near!r}?" if near else "Give positions instead."
+        raise (InputError if spans else AbsentError)(
+            f"The text {name!r} {'occurs ' + _times(len(spans)) if spans else 'does not occur'} in the prompt "
             f"{shown(text)}; it must occur exactly once. {hint}"
         )
-    return list(token_span(offsets, *found[0]))
+    return list(token_span(offsets, *spans[0]))
 
 
 def _times(count: int) -> str:
@@ -338,16 +339,12 @@ def _occurrences(name: str, text: str) -> list[tuple[int, int]]:
     """Return the characters of a name in a text: as whole words if anywhere, else anywhere, else without its space."""
     if not name.strip():
         return [(i, i + len(name)) for i in range(len(text)) if name and text.startswith(name, i)]
-    before, after = (r"(?<!\w)" if _is_word(name[0]) else ""), (r"(?!\w)" if _is_word(name[-1]) else "")
+    before = r"(?<!\w)" if re.match(r"\w", name[0]) else ""
+    after = r"(?!\w)" if re.match(r"\w", name[-1]) else ""
     whole = [found.span() for found in re.finditer(before + re.escape(name) + after, text)]
     anywhere = [(i, i + len(name)) for i in range(len(text)) if text.startswith(name, i)]
     bare = name.lstrip()
     return whole or anywhere or (_occurrences(bare, text) if bare != name else [])
-
-
-def _is_word(character: str) -> bool:
-    """Whether a character is a part of words."""
-    return bool(re.match(r"\w", character))
 
 
 def _text_of(prompt: Prompt, name: str) -> tuple[str, Offsets]:
@@ -355,8 +352,3 @@ def _text_of(prompt: Prompt, name: str) -> tuple[str, Offsets]:
     if prompt.text is None or prompt.offsets is None:
         raise InputError(f"{name} cannot be looked for in token ids. Give positions, or the prompts as text.")
     return prompt.text, prompt.offsets
-
-
-def _numbered(prompt: Prompt) -> str:
-    listed: Sequence[str] = [f"{i}:{s!r}" for i, s in enumerate(prompt.strings[:24])]
-    return " ".join(listed) + (" ..." if len(prompt) > 24 else "")

@@ -58,13 +58,6 @@ def read_pretrained(
     """Read a checkpoint: straight to a device where that is safe, else into the host's memory.
 
     A GGUF file is dequantised on the host, tensor by tensor.
-
-    Args:
-        folder: with config and safetensors; or a GGUF file.
-        config: what `read_config` gave for it.
-        dtype: of the weights; None as they are stored.
-        trust_remote_code: allow the checkpoint to bring its own code.
-        device: where the model will run; None spreads it over all devices.
     """
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     kind = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
@@ -118,15 +111,15 @@ def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> st
     """Why transformers could not read a checkpoint: a tensor of another shape than the config's, or what it says."""
     try:
         with torch.device("meta"):
-            wanted = {name: tuple(one.shape) for name, one in kind.from_config(config).named_parameters()}
+            expected = {name: tuple(parameter.shape) for name, parameter in kind.from_config(config).named_parameters()}
     except Exception as reason:  # as above
         return f"The model of {folder} cannot be loaded: by its config it cannot be built, {one_line(reason)}"
     for file in weight_files(folder):
         for name, shape in tensor_shapes(file).items():
-            if shape != wanted.get(name, shape):
+            if shape != expected.get(name, shape):
                 return (
-                    f"Tensor {name!r} in {file} has shape {shape}, but the config says {wanted[name]}; config.json and "
-                    "weights do not belong together."
+                    f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected[name]}; config.json "
+                    "and weights do not belong together."
                 )
     if isinstance(error, KeyError) and (folder / INDEX).is_file():
         return f"{folder / INDEX} has no {error}, which transformers asks for; save the checkpoint again."

@@ -37,14 +37,7 @@ Take = Callable[[Tensor], Tensor]
 
 @torch.inference_mode()
 def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Take) -> dict[int, Tensor]:
-    """Run a batch and return what is taken of the residual stream behind each of these layers.
-
-    Args:
-        model: the model.
-        batch: the tokens.
-        layers: whose outputs are read.
-        take: called with each of them.
-    """
+    """Run a batch and return what is taken of the residual stream behind each of these layers."""
     kept: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Hook:

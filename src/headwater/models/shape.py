@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.errors import ModelError
-from headwater.models.families import Family, family_of, text_config
+from headwater.models.families import family_of, text_config
 
 SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -59,19 +59,16 @@ def refuse_impossible_sizes(config: object) -> None:
 
 
 def shape_of(config: Any) -> ModelShape:
-    """Read a model's shape from its transformers config.
-
-    Args:
-        config: the config of a model of any of `FAMILIES`.
-    """
+    """Read a model's shape from its transformers config."""
     family, config = family_of(config), text_config(config)
     refuse_impossible_sizes(config)
     d_model, n_heads = config.hidden_size, config.num_attention_heads
+    n_kv_heads = family.kv_heads(config) if family.kv_heads else getattr(config, "num_key_value_heads", None)
     return ModelShape(
         architecture=family.architecture,
         n_layers=config.num_hidden_layers,
         n_heads=n_heads,
-        n_kv_heads=_kv_heads(family, config) or n_heads,
+        n_kv_heads=n_kv_heads or n_heads,
         d_model=d_model,
         d_head=getattr(config, "head_dim", None) or d_model // n_heads,
         d_mlp=getattr(config, family.mlp_width, None) or 4 * d_model,
@@ -79,7 +76,3 @@ def shape_of(config: Any) -> ModelShape:
         n_ctx=getattr(config, family.context, None) or UNSAID_CONTEXT,
         parallel_blocks=family.is_parallel(config),
     )
-
-
-def _kv_heads(family: Family, config: object) -> int | None:
-    return family.kv_heads(config) if family.kv_heads else getattr(config, "num_key_value_heads", None)

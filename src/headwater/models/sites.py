@@ -225,11 +225,11 @@ class Sites(Registry[str, Site]):
     def unknown(self, name: object) -> str:
         """Return the sentence that says that there is no such site, with the one whose hook was asked for."""
         parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(?:\w+\.)?(hook_\w+)", name) if isinstance(name, str) else None
-        own = next((one for one in self.values() if parts and one.hook.endswith(f".{parts[2]}")), None)
-        if parts is None or own is None:
+        site = next((row for row in self.values() if parts and row.hook.endswith(f".{parts[2]}")), None)
+        if parts is None or site is None:
             return super().unknown(name)
         layer = f", with layers=[{parts[1]}]" if parts[1] else ""
-        return f"There is no {self.kind} {shown(name)}: the site of this hook is {own.name!r}{layer}."
+        return f"There is no {self.kind} {shown(name)}: the site of this hook is {site.name!r}{layer}."
 
 
 SiteName: TypeAlias = Literal[
@@ -341,12 +341,12 @@ def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
 
 def place_named(hook: str) -> tuple[Site, int] | None:
     """Return the site and layer of a hook name; None where it is no site's."""
-    found = re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)
-    if found is None:
+    parts = re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)
+    if parts is None:
         return None
-    open_hook = f"blocks.{{layer}}.{found[2]}"
+    open_hook = f"blocks.{{layer}}.{parts[2]}"
     site = next((site for site in SITES.values() if site.hook == open_hook), None)
-    return None if site is None else (site, int(found[1]))
+    return None if site is None else (site, int(parts[1]))
 
 
 def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:

@@ -9,7 +9,7 @@ multimodal   the text model inside is taken out: the same modules, and no others
 What is set right in TransformerLens's adapters, which say how a model is wrapped, and in what they wrap.
 
 Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head stands with its query heads in one
-matrix (`weights.head_tensors`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
+matrix (`weights.conversion`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
 values one after the other, and its one norm, where there is one, for two.
 
 Granite 4 without positions (`position_embedding_type` is not "rope"): TransformerLens 4.3 looks for a rotary
@@ -33,7 +33,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from headwater.errors import InputError, ModelError
 from headwater.models.families import family_of, text_config
 from headwater.models.shape import ModelShape, shape_of
-from headwater.models.weights.head_tensors import taken_apart
+from headwater.models.weights.conversion import split_heads
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
 
@@ -191,7 +191,12 @@ def config_for_adapter(config: Any) -> Any:
 def setter_right(config: Any) -> Callable[[Any], None] | None:
     """Return what sets an adapter right; None where nothing has to be."""
     if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
-        return _without_positions
+
+        def without_positions(adapter: Any) -> None:
+            adapter.component_mapping.pop("rotary_emb")
+            adapter.cfg.positional_embedding_type = "none"
+
+        return without_positions
     if not _is_new_falcon(config):
         return None
     family, shape = family_of(config), shape_of(config)
@@ -217,27 +222,19 @@ def keep_dtype_when_turned(raw: Any, hf: Any) -> None:
             point.register_forward_pre_hook(cast)
 
 
-def _without_positions(adapter: Any) -> None:
-    adapter.component_mapping.pop("rotary_emb")
-    adapter.cfg.positional_embedding_type = "none"
-
-
 def _is_new_falcon(config: Any) -> bool:
     return config.model_type == "falcon" and config.new_decoder_architecture
 
 
 def _split(joined: nn.Linear, fused: Any, shape: ModelShape) -> tuple[nn.Linear, ...]:
     """Return a linear map each for queries, keys and values."""
-    weights = [part.transpose(1, 2).flatten(0, 1) for part in taken_apart(joined.weight.detach(), fused, shape)]
-    biases: list[Any] = [None] * 3
-    if joined.bias is not None:
-        biases = [part.flatten() for part in taken_apart(joined.bias.detach(), fused, shape)]
-    return tuple(map(_linear, weights, biases))
-
-
-def _linear(weight: Any, bias: Any) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.contiguous())
-    if bias is not None:
-        made.bias = nn.Parameter(bias.contiguous())
-    return made
+    maps = []
+    biases = [None] * 3 if joined.bias is None else split_heads(joined.bias.detach(), fused, shape)
+    for by_head, bias in zip(split_heads(joined.weight.detach(), fused, shape), biases, strict=True):
+        weight = by_head.transpose(1, 2).flatten(0, 1)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.contiguous())
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.flatten().contiguous())
+        maps.append(linear)
+    return tuple(maps)

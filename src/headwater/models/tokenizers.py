@@ -119,24 +119,13 @@ def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
 
 
-def lens_bos(tokenizer: PreTrainedTokenizerBase, prepends: bool) -> tuple[int, ...]:
-    """Return the ids that TransformerLens writes before a text, by its `default_prepend_bos`."""
-    return (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
-
-
 def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: bool) -> tuple[int, ...]:
-    """Return the ids that every text begins with.
-
-    Args:
-        bos: what is wanted; see `Bos`.
-        tokenizer: the model's. Without one there are no texts, and nothing comes before them.
-        prepends: TransformerLens's `default_prepend_bos`.
-    """
+    """Return the ids that every text begins with; `prepends` is TransformerLens's `default_prepend_bos`."""
     if bos is False or (tokenizer is None and bos is None):
         return ()
     if tokenizer is None:
         raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
-    by_lens = lens_bos(tokenizer, prepends)
+    by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
     if bos is None:
         separates = by_lens == (tokenizer.eos_token_id,)
         return own_bos(tokenizer) or (by_lens if separates else ())

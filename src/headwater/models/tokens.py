@@ -159,9 +159,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = (
     refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     with panics_are_errors(InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"):
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
-    ids = list(found["input_ids"])
-    offsets = tuple((int(start), int(end)) for start, end in found["offset_mapping"]) if fast else None
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = list(encoded["input_ids"])
+    offsets = tuple((int(start), int(end)) for start, end in encoded["offset_mapping"]) if fast else None
     if isinstance(text, ChatText) or ids[: len(bos)] == list(bos):
         return ids, offsets
     return [*bos, *ids], ((0, 0),) * len(bos) + offsets if offsets is not None else None
@@ -213,7 +213,7 @@ def chats_written(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None) -
         raise InputError("Chat messages were given, and the model's tokenizer has no chat template: give texts.")
     if not all(are) or not all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in chain(*chats)):
         raise InputError(
-            f"{shown(parts)} is no chat and no list of chats: a chat is a list of messages, "
+            f"{shown(parts)} is neither a chat nor a list of chats: a chat is a list of messages, "
             "{'role': 'user', 'content': 'text'}."
         )
     return [chat_text(tokenizer, chat) for chat in chats]  # type: ignore[arg-type]
@@ -227,10 +227,10 @@ def said_of_chats(texts: Iterable[str | None]) -> dict[str, str]:
 
 def token_span(offsets: Offsets, start: int, end: int) -> range:
     """Return the positions of the tokens that hold any of the characters `start` to `end` (end excluded)."""
-    held = [i for i, (first, last) in enumerate(offsets) if first < end and start < last]
-    if not held:
+    tokens = [i for i, (first, last) in enumerate(offsets) if first < end and start < last]
+    if not tokens:
         raise InputError(f"No token holds the characters {start} to {end}; the text ends at {offsets[-1][1]}.")
-    return range(held[0], held[-1] + 1)
+    return range(tokens[0], tokens[-1] + 1)
 
 
 def by_length(
@@ -386,8 +386,8 @@ def _refuse_unmarked_padding(
 
 def _special_id(name: str, *holders: object) -> int | None:
     """Return a special token's id as the first holder names it that names one; None where none does."""
-    found = (getattr(holder, name, None) for holder in holders)
-    return next((value for value in found if isinstance(value, int)), None)
+    ids = (getattr(holder, name, None) for holder in holders)
+    return next((value for value in ids if isinstance(value, int)), None)
 
 
 def _check_ids(batch: Batch, d_vocab: int | None, n_ctx: int | None) -> None:

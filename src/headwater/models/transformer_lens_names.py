@@ -1,12 +1,9 @@
 """What TransformerLens's users type: its names and shapes on a headwater model, through headwater's hooks and checks.
 
-`run_with_cache`, `run_with_hooks`, `model(tokens)`, `to_tokens` and its like. `cfg` is in
-`headwater.foreign_names`, the parameters are in `headwater.models.weights.opening`. Weights
-are those of the checkpoint, unprocessed. Hooks follow the rules of `headwater.models.edits`: a hook gets a copy and
-must return what it wrote, a name that does not exist or that nothing passes through is an error, and an edit of
-`hook_resid_mid` reaches the skip connection.
-
-`model.cfg`: the sizes and settings of a model under TransformerLens's names.
+`run_with_cache`, `run_with_hooks`, `model(tokens)`, `cfg`, `to_tokens` and its like; the parameters by head are in
+`headwater.models.weights.opening`. Weights are those of the checkpoint, unprocessed. Hooks follow the rules of
+`headwater.models.edits`: a hook gets a copy and must return what it wrote, a name that does not exist or that nothing
+passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection.
 """
 
 from __future__ import annotations
@@ -136,7 +133,10 @@ class TransformerLensNames(ParametersByHead):
         """
         if one_or_several(bwd_hooks):
             raise InputError("There are no bwd_hooks here: model.run(tokens, hooks, grad=True) records gradients.")
-        batch, hooks = self._given(input, prepend_bos), self._listed(fwd_hooks)
+        batch = self._given(input, prepend_bos)
+        if is_one(fwd_hooks) or any(is_one(hook) or isinstance(hook, str) or len(hook) != 2 for hook in fwd_hooks):  # type: ignore[arg-type]
+            raise InputError(f"fwd_hooks={shown(fwd_hooks)} must be a list of (name, function(activation, hook)).")
+        hooks = [(same[0], function) for names, function in fwd_hooks for same in self._by_place(self._named(names))]
         if return_type is not None:
             checked_name("return_type", return_type, RETURNS)
         return self._returned(batch, hooks, return_type, checked_flag("loss_per_token", loss_per_token), stop_at_layer)
@@ -189,8 +189,8 @@ class TransformerLensNames(ParametersByHead):
             def hold(activation: object, hook: object) -> None:
                 if isinstance(activation, Tensor):
                     with torch.inference_mode(False):
-                        held = activation.detach().clone().to(device or activation.device)
-                    kept.update(dict.fromkeys(aliases, held))
+                        copy = activation.detach().clone().to(device or activation.device)
+                    kept.update(dict.fromkeys(aliases, copy))
 
             return read_hook(hold, may_be_silent=not must_fire)
 
@@ -217,7 +217,7 @@ class TransformerLensNames(ParametersByHead):
         bos = self.bos if prepend_bos is None else self.resolve_bos(checked_flag("prepend_bos", prepend_bos))
         texts = [] if has_no_order(input) else one_or_several(input)
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise InputError(f"{shown(input)} is no text and no list of texts.")
+            raise InputError(f"{shown(input)} is neither a text nor a list of texts.")
         rows = [encode(self.tokenizer, text, bos)[0] for text in texts]
         return Batch.of([row[: self.shape.n_ctx] if truncate else row for row in rows], pad_id(self.tokenizer)).tokens
 
@@ -273,7 +273,7 @@ class TransformerLensNames(ParametersByHead):
         try:
             return self.token_strings([whole_number(token)])[0]
         except TypeError:
-            raise InputError(f"{shown(token)} is no token id.") from None
+            raise InputError(f"{shown(token)} is not a token id.") from None
 
     def _given(self, input: Any, prepend_bos: bool | None) -> Batch:
         """Make a batch as TransformerLens reads it: of a tensor, every id is a real token."""
@@ -301,38 +301,29 @@ class TransformerLensNames(ParametersByHead):
         known = self.raw.hook_dict
         if names is None or callable(names):
             with failures_named("The filter of names"):
-                found = [name for name in known if names is None or bool(names(name))]
-            found = [name for name in found if not self._misfits(name) and not self._is_off(name)]
-            if not found:
+                shown_names = [name for name in known if names is None or bool(names(name))]
+            shown_names = [name for name in shown_names if self._is_shown(name)]
+            if not shown_names:
                 raise InputError("The filter says True of no hook; model.raw.hook_dict has the names.")
-            return found
+            return shown_names
         listed = [] if has_no_order(names) else one_or_several(names)
         if not listed or not all(isinstance(name, str) for name in listed):
             raise InputError(f"{shown(names)} names no hooks: give a name, a list of names, or a function of a name.")
         return listed
 
-    def _misfits(self, hook: str) -> bool:
-        """Whether a hook is a site's that is not what its name says."""
-        return (place := place_named(hook)) is not None and (place[0].name, place[1]) in self.misfits
-
-    def _is_off(self, hook: str) -> bool:
-        """Whether TransformerLens computes an activation only when it is told to, and was not."""
-        return any(hook.endswith(ends) and not getattr(self.raw.cfg, flag, False) for ends, flag in SWITCHED.items())
+    def _is_shown(self, hook: str) -> bool:
+        """Whether a hook fires, and where it is a site's, is what the name of the site says."""
+        place, cfg = place_named(hook), self.raw.cfg
+        if place is not None and (place[0].name, place[1]) in self.misfits:
+            return False
+        return not any(hook.endswith(ends) and not getattr(cfg, flag, False) for ends, flag in SWITCHED.items())
 
     def _by_place(self, names: Sequence[str]) -> list[list[str]]:
         """Group names of the same place, sites first: their edits have carriers."""
         places: dict[Any, list[str]] = {}
-        for name in sorted(names, key=lambda name: not _site(name)):
+        for name in sorted(names, key=lambda name: place_named(name) is None):
             places.setdefault(id(self.raw.hook_dict.get(name, name)), []).append(name)
         return list(places.values())
-
-    def _listed(self, fwd_hooks: Any) -> list[Hook]:
-        """Return hooks with one name each; of several names of one place, one."""
-        if is_one(fwd_hooks) or any(is_one(hook) or isinstance(hook, str) or len(hook) != 2 for hook in fwd_hooks):
-            raise InputError(f"fwd_hooks={shown(fwd_hooks)} must be a list of (name, function(activation, hook)).")
-        return [
-            (aliases[0], function) for names, function in fwd_hooks for aliases in self._by_place(self._named(names))
-        ]
 
     def _returned(
         self, batch: Batch, hooks: Sequence[Hook], return_type: str | None, per_token: bool, stop_at: int | None
@@ -344,12 +335,6 @@ class TransformerLensNames(ParametersByHead):
             return None
         loss = _loss(out, batch, per_token)
         return (out, loss) if return_type == "both" else loss
-
-
-def _site(hook: str) -> str:
-    """Return the name of the site of a hook, "" where it is none's."""
-    place = place_named(hook)
-    return place[0].name if place else ""
 
 
 def _loss(logits: Float[Tensor, "batch position d_vocab"], batch: Batch, per_token: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The last step of a model: the final norm, and the head that turns what it gives into logits.
+"""The last step of a model, its final norm and the head that gives logits; and what a norm makes of shares.
 
     logits = cap(scale · (normalise(residual) W_U + b_U))
 
@@ -10,12 +10,12 @@ it is what the model itself multiplies with W_U, which tensor cores do exactly a
 gives float32) is normed in float32. W_U stays as the model holds it. Padded vocabularies keep their padding columns:
 the model's own softmax runs over them too.
 
-A norm, and what it makes of a share of what it reads while its scale is held.
+What a norm makes of a share of what it reads while its scale is kept as it is:
 
     norm(x)      = gain · centred(x) / scale(x) + bias      centred(x) = x - mean(x) in a LayerNorm, x in an RMSNorm
     scale(x)     = sqrt(mean(centred(x)²) + eps)
 
-With the scale of one x held the norm is linear: norm(Σ share) = bias + Σ gain · centred(share) / scale(x). What a share
+With the scale of one x kept the norm is linear: norm(Σ share) = bias + Σ gain · centred(share) / scale(x). What a share
 adds along a direction w is then share · pulled_back(x, w).
 """
 
@@ -59,14 +59,14 @@ class Norm:
     def share(
         self, x: Float[Tensor, "... d_model"], part: Float[Tensor, "... d_model"]
     ) -> Float[Tensor, "... d_model"]:
-        """Return what a part of x adds to norm(x), x's scale held."""
-        x, part = (one.to(self.gain.device).float() for one in (x, part))
+        """Return what a part of x adds to norm(x), x's scale kept."""
+        x, part = (tensor.to(self.gain.device).float() for tensor in (x, part))
         return self._centre(part) / self._scale(self._centre(x)) * self.gain
 
     def pulled_back(
         self, x: Float[Tensor, "row d_model"], direction: Float[Tensor, "row d_model"]
     ) -> Float[Tensor, "row d_model"]:
-        """Return the direction along which a share of x says what it adds to norm(x) · direction, x's scale held."""
+        """Return the direction along which a share of x says what it adds to norm(x) · direction, x's scale kept."""
         x, direction = (part.to(self.gain.device).float() for part in (x, direction))
         return self._centre(direction * self.gain) / self._scale(self._centre(x))
 
@@ -133,21 +133,6 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
         bias=scale * bias.detach() if bias is not None and bool(bias.any()) else None,
         softcap=cap if cap > 0 else None,
     )
-    normalise = _final_norm(model, scale)
-    seen = None if record is None or record.options.keys() & {HOOKS, PAST_HOOKS} else _seen(head, record)
-    if seen is None or model.head_checked != seen:
-        finite(head.W_U, "unembed.W_U")
-        _check(model, normalise, head)
-        model.head_checked = seen
-    return normalise, head
-
-
-def _seen(head: UnembeddingHead, record: RunRecord) -> tuple[object, ...]:
-    """What tells whether a head is the one that was checked: the model's weights, and where it lies in which type."""
-    return record.fingerprint, head.W_U.data_ptr(), head.W_U.dtype, head.W_U.device
-
-
-def _final_norm(model: HookedModel, scale: float) -> Normalise:
     norm = final_norm(model)
 
     def normalise(residual: Tensor) -> Tensor:
@@ -156,17 +141,21 @@ def _final_norm(model: HookedModel, scale: float) -> Normalise:
                 return scale * model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
         return norm(residual)
 
-    return normalise
+    checked: tuple[object, ...] | None = None  # the model's weights, and where the head lies in which type
+    if record is not None and not record.options.keys() & {HOOKS, PAST_HOOKS}:
+        checked = record.fingerprint, head.W_U.data_ptr(), head.W_U.dtype, head.W_U.device
+    if checked is None or model.head_checked != checked:
+        finite(head.W_U, "unembed.W_U")
+        _check(model, normalise, head)
+        model.head_checked = checked
+    return normalise, head
 
 
 def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> None:
     """Run a few tokens both ways: what is not known about an architecture must not go unnoticed."""
-    tokens = torch.arange(min(4, model.shape.d_vocab, model.shape.n_ctx))[None]
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
-    expected = model.run(batch)[0]
+    batch = Batch.of([range(min(4, model.shape.d_vocab, model.shape.n_ctx))], pad=0)
     hidden = normalise(model.run(batch, stop_at=model.shape.n_layers)[0])
-    found = head.logits(hidden, slice(None))
-    refuse_other_logits(model, found, expected)
+    refuse_other_logits(model, head.logits(hidden, slice(None)), model.run(batch)[0])
 
 
 def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> None:

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device, to_device_many
-from headwater.models.blocks import Blocks, Recording
+from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.checks import not_finite
 from headwater.models.memory import is_out_of_memory
 from headwater.models.sites import Site, Stage, main_site, taken_as_recorded
-from headwater.models.steppable import cannot_step
 from headwater.models.tokens import Batch
 from headwater.patching.edits import LOGITS, Deliver, Edit, Place, Variant, Variants
 from headwater.patching.plan import Group, Kept, Plan

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,8 @@ from torch import Tensor
 from headwater.axes import AttentionCache, ResidualCache
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
-from headwater.models.caches.activations import Activation, Names, layers_said, ranges
-from headwater.models.caches.sequences import CacheLayout, Sequences, asked_columns
+from headwater.models.caches.activations import Activation
+from headwater.models.caches.sequences import Sequences, columns_of, starts_of, steps
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
 from headwater.runs.figure_options import Size
@@ -83,14 +84,12 @@ class Cache(Result):
     @cached_property
     def kept(self) -> dict[str, Activation]:
         """What is kept, by short name, or by hook name with `*` for its layer."""
-        return {one["name"]: Activation.of(one) for one in self.contents}
+        return {plain["name"]: Activation.of(plain) for plain in self.contents}
 
     @property
     def nbytes(self) -> int:
         """How many bytes the numbers take."""
-        rows = {one.name: int(self._layout.sizes(one).sum()) * len(one.places) for one in self.kept.values()}
-        widths = {one.name: 1 if one.has_keys else math.prod(one.size) for one in self.kept.values()}
-        return sum(rows[one.name] * widths[one.name] * one.torch_dtype().itemsize for one in self.kept.values())
+        return sum(int(kept.nbytes(self._counts, self._lengths).sum()) for kept in self.kept.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -104,7 +103,9 @@ class Cache(Result):
 
     def keys(self) -> list[str | tuple[str, int]]:
         """Return all that `cache[...]` answers to: ("z", 3) and "blocks.3.attn.hook_z"."""
-        return self._names.keys()
+        kept = self.kept.values()
+        short: list[str | tuple[str, int]] = [(each.name, layer) for each in kept for layer in each.layers]
+        return short + [each.hook_name(layer) for each in kept if not each.is_read for layer in each.places]
 
     def axes(self, site: str) -> tuple[str, ...]:
         """Return the words for the axes of `cache[site, layer]`; those of `rows` begin with `token` in their place.
@@ -112,10 +113,10 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name is kept.
         """
-        one, _ = self._names.found((site, None), any_layer=True)
-        if one.has_keys:
-            return ("batch", *("query" if axis == "position" else axis for axis in one.axes))
-        return ("batch", *one.axes)
+        kept, _ = self._find((site, None), any_layer=True)
+        if kept.has_keys:
+            return ("batch", *("query" if axis == "position" else axis for axis in kept.axes))
+        return ("batch", *kept.axes)
 
     def __len__(self) -> int:
         return len(self.keys())
@@ -125,7 +126,7 @@ class Cache(Result):
 
     def __contains__(self, key: object) -> bool:
         try:
-            self._names.found(key)
+            self._find(key)
         except InputError:
             return False
         return True
@@ -137,23 +138,20 @@ class Cache(Result):
 
     def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
         """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
-        one, place = self._names.found(key)
-        what = f"{one.name!r}, {one.layers[place]}" if one.layers else repr(one.name)
-        if not self._layout.same_counts or (one.has_keys and not self._layout.same_lengths):
-            counted = self._lengths if one.has_keys else self._counts
+        kept, place = self._find(key)
+        what = f"{kept.name!r}, {kept.layers[place]}" if kept.layers else repr(kept.name)
+        if not _alike(self._counts) or (kept.has_keys and not _alike(self._lengths)):
+            counted = self._lengths if kept.has_keys else self._counts
             instead = (
                 f"cache.example({what}, example) is one text's"
-                if one.has_keys
+                if kept.has_keys
                 else f"cache.rows({what}) is `token ...`, with cache.frame beside it"
             )
             raise InputError(
-                f"cache[{what}] would be {' '.join(self.axes(one.name))}, but the texts have "
+                f"cache[{what}] would be {' '.join(self.axes(kept.name))}, but the texts have "
                 f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
             )
-        whole = self._layout.numbers(one, place)
-        if not one.has_keys:
-            return whole.reshape(len(self._counts), -1, *one.size)
-        return whole.reshape(len(self._counts), *one.size, int(self._counts[0]), int(self._lengths[0]))
+        return self._numbers(kept, place).reshape(len(self._counts), *self._shape(kept, 0))
 
     def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
         """Return an activation of every token that is kept, in the order of `frame`: `token ...`.
@@ -166,18 +164,17 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
         """
-        one, place = self._names.found((site, layer))
-        whole, of_role = self._layout.numbers(one, place), self._of_role(role)
-        if not one.has_keys:
-            return whole if of_role is None else whole[of_role]
-        if not self._layout.same_lengths:
-            raise InputError(
-                f"{one.name} says something of each key, and the texts have {int(self._lengths.min())} to "
-                f"{int(self._lengths.max())}: cache.example({one.name!r}, layer, example) is one text's."
-            )
-        parts = whole.split(self._layout.sizes(one).tolist())
-        rows = torch.cat([self._layout.block(one, part, n).movedim(-2, 0) for n, part in enumerate(parts)])
-        return rows if of_role is None else rows[of_role]
+        kept, place = self._find((site, layer))
+        numbers, of_role = self._numbers(kept, place), self._of_role(role)
+        if kept.has_keys:
+            if not _alike(self._lengths):
+                raise InputError(
+                    f"{kept.name} says something of each key, and the texts have {int(self._lengths.min())} to "
+                    f"{int(self._lengths.max())}: cache.example({kept.name!r}, layer, example) is one text's."
+                )
+            texts = numbers.split(self._sizes(kept).tolist())
+            numbers = torch.cat([text.view(self._shape(kept, n)).movedim(-2, 0) for n, text in enumerate(texts)])
+        return numbers if of_role is None else numbers[of_role]
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
         """Return an activation of one text: `position ...`, or `head position key` with its own keys.
@@ -185,9 +182,12 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name and layer is kept, or there is no such text.
         """
-        one, place = self._names.found((site, layer))
+        kept, place = self._find((site, layer))
         example = checked_count("example", example, least=0, most=len(self._counts) - 1)
-        return self._layout.of_example(one, place, example).clone()
+        (part, before), sizes = self._part_of[example], self._sizes(kept)
+        start = int(sizes[self._examples[part][:before]].sum())
+        numbers = self.activations[part][kept.name][place][start : start + int(sizes[example])]
+        return numbers.reshape(self._shape(kept, example)).clone()
 
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
@@ -206,13 +206,15 @@ class Cache(Result):
         Raises:
             InputError: see `rows`.
         """
-        one, _ = self._names.found((site, layer))
+        kept, _ = self._find((site, layer))
         numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
-        sizes = (*one.size, int(self._lengths[0])) if one.has_keys else one.size
-        labels = [self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
-                  for axis, size in zip([a for a in one.axes if a != "position"], sizes, strict=True)]  # fmt: skip
+        sizes = (*kept.size, int(self._lengths[0])) if kept.has_keys else kept.size
+        labels = [
+            self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
+            for axis, size in zip([axis for axis in kept.axes if axis != "position"], sizes, strict=True)
+        ]
         index: Any = np.stack(np.meshgrid(*labels, indexing="ij"), -1).reshape(-1, len(labels)) if labels else [[]]
-        names = [".".join([one.name, *map(str, place)]) for place in index]
+        names = [".".join([kept.name, *map(str, place)]) for place in index]
         table = self.table if of_role is None else self.table[of_role.tolist()].reset_index(drop=True)
         return pd.concat([table, pd.DataFrame(numbers, columns=names)], axis=1)
 
@@ -221,8 +223,7 @@ class Cache(Result):
     @property
     def site(self) -> str | None:
         """The first site kept that has one vector per token; None where there is none."""
-        found = (one.name for one in self.kept.values() if len(one.axes) == 2 and one.layers)
-        return next(found, None)
+        return next((kept.name for kept in self.kept.values() if len(kept.axes) == 2 and kept.layers), None)
 
     @cached_property
     def residual(self) -> ResidualCache:
@@ -232,10 +233,8 @@ class Cache(Result):
             InputError: no site with one vector per token is kept.
         """
         if self.site is None:
-            raise InputError(
-                f"This cache keeps {self._said_sites()} and no residual stream: ask for sites='resid_post'."
-            )
-        return self._layout.padded(self.kept[self.site], self.mask)
+            raise InputError(f"This cache keeps {self._site_names} and no residual stream: ask for sites='resid_post'.")
+        return self._padded(self.kept[self.site])
 
     @cached_property
     def attention(self) -> AttentionCache:
@@ -245,8 +244,8 @@ class Cache(Result):
             InputError: they are not kept.
         """
         if "pattern" not in self.kept:
-            raise InputError(f"This cache keeps {self._said_sites()} and no attention: ask for sites='pattern'.")
-        return self._layout.padded(self.kept["pattern"], self.mask)
+            raise InputError(f"This cache keeps {self._site_names} and no attention: ask for sites='pattern'.")
+        return self._padded(self.kept["pattern"])
 
     def attention_by_role(self) -> pd.DataFrame:
         """Return how much each head attends from the tokens of a role to those of a role, as positions were asked for.
@@ -269,17 +268,17 @@ class Cache(Result):
         attended[role, text, self.positions[text, row]] = 1
         share = attending / attending.sum((1, 2), keepdim=True)
         axes = "layer batch head query key, role batch query, to batch key -> layer head role to"
-        found = einsum(pattern.float(), share, attended, axes)
+        attention = einsum(pattern.float(), share, attended, axes)
         labels = pd.MultiIndex.from_product(
             [self.layers, self.heads, roles, roles], names=["layer", "head", "role", "to"]
         )
-        return labels.to_frame(index=False).assign(attention=found.flatten().numpy())
+        return labels.to_frame(index=False).assign(attention=attention.flatten().numpy())
 
     @cached_property
     def positions(self) -> Int[Tensor, "batch position"]:
         """Which token of its text each entry of the padded position (or query) axis is; -1 where there is none."""
         if self.asked is not None:
-            return asked_columns(self.asked, self._lengths)
+            return columns_of(self.asked, self._lengths)
         columns = torch.full((len(self._counts), int(self._counts.max())), -1)
         columns[torch.arange(columns.shape[1]) < self._counts[:, None]] = torch.tensor(
             self.table["position"].to_numpy()
@@ -309,9 +308,8 @@ class Cache(Result):
     @cached_property
     def strings(self) -> tuple[tuple[str, ...], ...]:
         """The text of each row's real tokens."""
-        ends = self._lengths.cumsum(0).tolist()
-        words = self.tokens["token"].tolist()
-        return tuple(tuple(words[end - n : end]) for end, n in zip(ends, self._lengths.tolist(), strict=True))
+        words = iter(self.tokens["token"])
+        return tuple(tuple(islice(words, length)) for length in self._lengths.tolist())
 
     def labels(self, row: int) -> tuple[str, ...]:
         """Return the text of the tokens along the padded position axis of one row; empty strings at padding."""
@@ -325,31 +323,30 @@ class Cache(Result):
         `rms` is the root of the mean square of its numbers, `largest` the largest of them regardless of sign; numbers
         that a mask wrote into scores are left out.
         """
-        found = []
-        for one in self.kept.values():
-            for place, layer in enumerate(one.places):
+        rows = []
+        for kept in self.kept.values():
+            for place, layer in enumerate(kept.places):
                 squares, count, largest = 0.0, 0, 0.0
                 for part in self.activations:
-                    numbers = part[one.name][place].double().flatten()
+                    numbers = part[kept.name][place].double().flatten()
                     numbers = numbers[numbers.abs() < LARGEST]
                     squares, count = squares + float(numbers.square().sum()), count + numbers.numel()
                     largest = max(largest, float(numbers.abs().max()) if numbers.numel() else 0.0)
                 rms = (squares / max(count, 1)) ** 0.5
-                width = math.prod(one.size)
-                found.append((one.name, layer, len(self.table), width, rms, largest))
+                rows.append((kept.name, layer, len(self.table), math.prod(kept.size), rms, largest))
         names = ["site", "layer", "tokens", "width", "rms", "largest"]
-        return pd.DataFrame(found, columns=names).astype({"layer": "Int64"})
+        return pd.DataFrame(rows, columns=names).astype({"layer": "Int64"})
 
     def report(self) -> list[str]:
         """Return what is kept, and of how many tokens."""
-        said = [
+        lines = [
             f"{len(self.table):,} tokens of {len(self.texts):,} texts are kept, {self.nbytes / 2**20:,.1f} MiB; "
             "nothing is kept of padding."
         ]
-        for one in self.kept.values():
-            layers = f" of {layers_said(one.layers)}" if one.layers else ""
-            said.append(f"{one.name}{layers}: {' '.join(self.axes(one.name))}, {one.dtype}.")
-        return said
+        for kept in self.kept.values():
+            layers = f" of {_layers(kept.layers)}" if kept.layers else ""
+            lines.append(f"{kept.name}{layers}: {' '.join(self.axes(kept.name))}, {kept.dtype}.")
+        return lines
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw how large the numbers of each activation are, by layer; of attention patterns alone, the patterns.
@@ -366,16 +363,22 @@ class Cache(Result):
         return digest(["Cache", run.analysis, run.fingerprint, run.tokenizer, run.dtype, run.options, run.versions])
 
     def __repr__(self) -> str:
-        said = {"pattern": "attention"}  # as the attribute is called
-        shapes = ", ".join(f"{said.get(one.name, one.name)} {self._said_shape(one)}" for one in self._in_order())
-        size = self.nbytes / 2**20
-        layers = f"layers {ranges(self.layers)}; " if any(one.layers for one in self.kept.values()) else ""
-        return f"Cache({shapes}; {layers}{size:,.1f} MiB)"
+        shapes = []
+        for kept in sorted(self.kept.values(), key=lambda kept: kept.has_keys):
+            # where texts differ, how many tokens there are in all
+            counted = f"{self._counts[0]}" if _alike(self._counts) else f"{self._counts.sum()} tokens"
+            keys = f"{self._lengths[0]}" if _alike(self._lengths) else "its keys"
+            sizes = [*kept.size, counted, keys] if kept.has_keys else [counted, *kept.size]
+            name = "attention" if kept.name == "pattern" else kept.name  # as the attribute is called
+            shapes.append(f"{name} ({', '.join(map(str, [len(kept.places), len(self._counts), *sizes]))})")
+        layers = f"layers {_ranges(self.layers)}; " if any(kept.layers for kept in self.kept.values()) else ""
+        return f"Cache({', '.join(shapes)}; {layers}{self.nbytes / 2**20:,.1f} MiB)"
 
     # Inside
 
-    def _said_sites(self) -> str:
-        return ", ".join(one.name for one in self._in_order())
+    @property
+    def _site_names(self) -> str:
+        return ", ".join(sorted(self.kept, key=lambda name: self.kept[name].has_keys))
 
     def _of_role(self, role: str | None) -> Bool[Tensor, " token"] | None:
         """Return which rows are of a role; None for all of them."""
@@ -386,27 +389,80 @@ class Cache(Result):
             raise InputError(f"No position of this cache has the role {shown(role)}.{did_you_mean(role, known)}")
         return torch.tensor((self.table["role"] == role).tolist())
 
-    def _in_order(self) -> list[Activation]:
-        return sorted(self.kept.values(), key=lambda one: one.has_keys)
+    def _find(self, key: object, any_layer: bool = False) -> tuple[Activation, int]:
+        """Return the activation that a key means, and which of its layers, by their order."""
+        name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+        if not isinstance(name, str):
+            raise InputError(f"The cache holds no {shown(name)}: ask for one of cache.keys().")
+        whole = [kept for kept in self.kept.values() if not kept.is_read]
+        for kept in whole:
+            hooks = [kept.hook_name(at) for at in kept.places]
+            if layer is None and name in hooks:
+                return kept, hooks.index(name)
+        named = ({kept.hook.replace("{layer}", "*"): kept for kept in whole} | self.kept).get(name)
+        if named is None:
+            near = did_you_mean(name, [*self.kept, *(key for key in self.keys() if isinstance(key, str))])
+            held = [each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()]
+            if not near.startswith(" Did"):
+                near = f" It keeps {'; '.join(held[:12])}{'; ...' * (len(held) > 12)}."
+            raise InputError(f"The cache does not hold {shown(name)}.{near}")
+        if any_layer or (layer is None and len(named.places) == 1):
+            return named, 0
+        where = f"is kept at {_layers(named.layers)}" if named.layers else "stands in no layer"
+        if layer is None:
+            example = f"cache[{named.name!r}, {named.layers[-1]}]"
+            raise InputError(f"{named.name} {where}: name one of them, as in {example}.")
+        number = checked_count("layer", layer, least=-self.n_layers)
+        number += self.n_layers if number < 0 else 0
+        if number not in named.layers:
+            raise InputError(f"The cache holds no {named.name!r} of layer {layer}: {named.name} {where}.")
+        return named, named.layers.index(number)
 
-    def _said_shape(self, one: Activation) -> str:
-        """The sizes of the axes; where texts differ, how many tokens there are in all."""
-        alike = self._layout.same_counts
-        counted = f"{self._counts[0]}" if alike else f"{self._counts.sum()} tokens"
-        keys = set(self._lengths.tolist())
-        of_keys = f"{keys.pop()}" if len(keys) == 1 else "its keys"
-        sizes = [*one.size, counted, of_keys] if one.has_keys else [counted, *one.size]
-        return f"({', '.join(map(str, [len(one.places), len(self._counts), *sizes]))})"
+    def _sizes(self, kept: Activation) -> Int[Tensor, " example"]:
+        """How many rows each text has in one layer."""
+        return kept.rows(self._counts, self._lengths)
+
+    def _shape(self, kept: Activation, example: int) -> tuple[int, ...]:
+        """The shape of one text's activation."""
+        return kept.shape(int(self._counts[example]), int(self._lengths[example]))
+
+    def _numbers(self, kept: Activation, place: int) -> Tensor:
+        """What is kept in one layer, the texts one after the other in the order given."""
+        sizes = self._sizes(kept)
+        if len(self.activations) == 1 and torch.equal(self._examples[0], torch.arange(len(sizes))):
+            return self.activations[0][kept.name][place]
+        whole = torch.empty(int(sizes.sum()), *kept.row, dtype=kept.torch_dtype)
+        for examples, part in zip(self._examples, self.activations, strict=True):
+            rows = starts_of(sizes)[examples].repeat_interleave(sizes[examples]) + steps(sizes[examples])
+            whole[rows] = part[kept.name][place]
+        return whole
+
+    def _padded(self, kept: Activation) -> Tensor:
+        """What is kept in all layers: `layer batch ...`, every text as long as the longest, 0 where `mask` is False."""
+        mask, n_texts, n_layers = self.mask, len(self._counts), len(kept.places)
+        alike = bool(mask.all()) and (not kept.has_keys or _alike(self._lengths))
+        if alike and len(self.activations) == 1 and self.activations.in_memory:
+            return self.activations[0][kept.name].reshape(n_layers, n_texts, *self._shape(kept, 0))  # without a copy
+        rows = torch.stack([self._numbers(kept, place) for place in range(n_layers)])
+        padded = rows.new_zeros(n_layers, n_texts, *kept.shape(mask.shape[1], int(self._lengths.max())))
+        if not kept.has_keys:
+            padded[:, mask.to(rows.device)] = rows
+            return padded
+        for example, text in enumerate(rows.split(self._sizes(kept).tolist(), dim=1)):
+            queries, n_keys = mask[example].nonzero()[:, 0], int(self._lengths[example])
+            padded[:, example, ..., queries, :n_keys] = text.reshape(n_layers, *self._shape(kept, example))
+        return padded
 
     @cached_property
-    def _names(self) -> Names:
-        """What it answers to."""
-        return Names(self.kept, self.n_layers)
+    def _examples(self) -> list[Int[Tensor, " example"]]:
+        """The texts of each part."""
+        return [part["examples"].clone() for part in self.activations]
 
     @cached_property
-    def _layout(self) -> CacheLayout:
-        """Where the numbers lie."""
-        return CacheLayout(self.activations, self._counts, self._lengths)
+    def _part_of(self) -> dict[int, tuple[int, int]]:
+        """By text, which part it is in, and how many texts come before it there."""
+        listed = enumerate(self._examples)
+        return {text: (part, n) for part, texts in listed for n, text in enumerate(texts.tolist())}
 
     @cached_property
     def _lengths(self) -> Int[Tensor, " example"]:
@@ -417,6 +473,20 @@ class Cache(Result):
         """How many rows each text has."""
         counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
         return torch.tensor(counts.astype(np.int64))
+
+
+def _alike(counts: Int[Tensor, " example"]) -> bool:
+    return bool((counts == counts[0]).all())
+
+
+def _layers(layers: tuple[int, ...]) -> str:
+    return f"layer{'s' if len(layers) > 1 else ''} {_ranges(layers)}"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Name numbers, those of a row by its ends."""
+    is_row = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]} to {numbers[-1]}" if is_row else ", ".join(map(str, numbers))
 
 
 @checked_call

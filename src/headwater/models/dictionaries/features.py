@@ -68,20 +68,20 @@ class Origin:
     def differences(self, model: Model) -> list[str]:
         """Say what is otherwise in a model, and what is left out."""
         ids = (model.name, *filter(None, (getattr(model.config, "_name_or_path", None),)))
-        said = []
+        differences = []
         if self.model and _bare(self.model) not in map(_bare, ids):
-            said.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
+            differences.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
         if self.begins is not None and self.begins != bool(model.bos):
             here = "begin" if model.bos else "do not begin"
-            said.append(
+            differences.append(
                 f"its texts {'began' if self.begins else 'did not begin'} with a BOS token, and here they {here}"
             )
         if self.without:
             which = f"the tokens {list(self.without)}" if isinstance(self.without, tuple) else "special tokens"
-            said.append(f"it never saw {which}, which are left out here")
+            differences.append(f"it never saw {which}, which are left out here")
         if self.span != (None,):
-            said.append(f"it saw the positions {shown(list(self.span))} only, and others are left out here")
-        return said
+            differences.append(f"it saw the positions {shown(list(self.span))} only, and others are left out here")
+        return differences
 
     def left_out(self, ids: Sequence[int], special: Iterable[int]) -> frozenset[int]:
         """Return the positions of a text that the dictionary never saw the like of."""
@@ -257,21 +257,21 @@ class Features(Site):
         known = model.raw.hook_dict
         if (hook := self.origin.hook) in known and known[hook] is not known[self.hook_name(layer)]:
             raise InputError(f"{self.name} was trained on {hook!r}, which in {model.name} is not its {self.at}.")
-        if said := self.origin.differences(model):
-            warnings.warn(f"The folder of {self.name} says: {'; '.join(said)}.", stacklevel=2)
+        if differences := self.origin.differences(model):
+            warnings.warn(f"The folder of {self.name} says: {'; '.join(differences)}.", stacklevel=2)
         width = row.width(model.shape, 1)
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2, width, generator=generator).to(
             model.device, torch.promote_types(model.dtype, torch.float32)
         )
         without = self.origin.without
-        found = [getattr(model.tokenizer, name, None) for name in SPECIAL] if without is True else without or ()
+        tokens = [getattr(model.tokenizer, name, None) for name in SPECIAL] if without is True else without or ()
         centred = self.origin.centred and str(model.raw.cfg.normalization_type).startswith("LN")
         fitting = dataclasses.replace(
             self,
             layer=layer,
             origin=dataclasses.replace(self.origin, centred=centred),
-            special=frozenset(token for token in found if token is not None),
+            special=frozenset(token for token in tokens if token is not None),
         )
         return fitting._of_rows(rows, f"{self.at} of {model.shape.architecture}, {width} wide,")
 
@@ -291,8 +291,8 @@ class Features(Site):
                 f"{tuple(rows.shape)}."
             )
         self._refuse_not_finite(rebuilt, "decode")
-        for one, whole, of in ((self.encoder, features, standard), (self.decoder, rebuilt, features)):
-            if not torch.allclose(one(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
+        for coder, whole, of in ((self.encoder, features, standard), (self.decoder, rebuilt, features)):
+            if not torch.allclose(coder(of[:1]), whole[:1], rtol=ALIKE, atol=ALIKE * float(whole.abs().max())):
                 raise InputError(f"{self.name} gives a row something else beside other rows than alone: it mixes rows.")
         fitting = dataclasses.replace(self, count=features.shape[1])
         fitting._refuse_beyond(self.chosen or ())
@@ -338,8 +338,8 @@ def _bare(name: str) -> str:
     """Return a model's name without its owner or folder, by the name that TransformerLens's aliases stand for."""
     from transformer_lens.supported_models import MODEL_ALIASES
 
-    found = next((official for official, also in MODEL_ALIASES.items() if name in (official, *also)), name)
-    return found.rstrip("/").rsplit("/", 1)[-1].casefold()
+    official_name = next((official for official, also in MODEL_ALIASES.items() if name in (official, *also)), name)
+    return official_name.rstrip("/").rsplit("/", 1)[-1].casefold()
 
 
 @checked_call

@@ -89,13 +89,13 @@ class Autoencoder:
 
     def digest(self) -> str:
         """Name it by its weights and what is done with them."""
-        held = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.name != "moved"}
-        return digest({**held, "weights": dict(self.weights)})
+        fields = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.name != "moved"}
+        return digest({**fields, "weights": dict(self.weights)})
 
     def on(self, rows: Tensor) -> Autoencoder:
         """Return it where rows are, in their precision; itself if it is there."""
-        one, key = self.weights["W_enc"], (rows.device, rows.dtype)
-        if (one.device, one.dtype) == key:
+        encoder, key = self.weights["W_enc"], (rows.device, rows.dtype)
+        if (encoder.device, encoder.dtype) == key:
             return self
         if key not in self.moved:
             self.moved[key] = dataclasses.replace(self, weights={name: w.to(rows) for name, w in self.weights.items()})
@@ -103,16 +103,16 @@ class Autoencoder:
 
     def encode(self, rows: Float[Tensor, "row d"]) -> Float[Tensor, "row feature"]:
         """Return the features of activations."""
-        own = self.on(rows)
-        w = own.weights
+        here = self.on(rows)
+        w = here.weights
         read = rows - w["b_dec"] if self.centre else rows
         if self.architecture == "gated":
-            magnitude = own._activated(read @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"])
+            magnitude = here._activated(read @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"])
             return magnitude * (read @ w["W_enc"] + w["b_gate"] > 0)
         before = read @ w["W_enc"] + w["b_enc"]
         before = before * w["W_dec"].norm(dim=-1) if self.rescaled else before
-        found = own._activated(before)
-        return found * (before > w["threshold"]) if self.architecture == "jumprelu" else found
+        features = here._activated(before)
+        return features * (before > w["threshold"]) if self.architecture == "jumprelu" else features
 
     def decode(self, features: Float[Tensor, "row feature"]) -> Float[Tensor, "row d"]:
         """Return the activations of features."""
@@ -158,10 +158,10 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
     coder = _autoencoder(config, _weights(path), path)
     standardize: Callable[..., Any] | None = None if coder.norm == "none" else coder.standardize
     origin = _origin(config, hook, site, path / CONFIG)
-    found = place(
+    features = place(
         coder.encode, coder.decode, site.name, layer, keep_error, name, standardize=standardize, origin=origin
     )
-    return dataclasses.replace(found, count=coder.weights["W_enc"].shape[1])
+    return dataclasses.replace(features, count=coder.weights["W_enc"].shape[1])
 
 
 def _config(path: Path) -> dict[str, object]:
@@ -181,12 +181,12 @@ def _object(file: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object."""
     check_readable(file, "the config of an autoencoder")
     try:
-        held = parse_json(file.read_bytes())
+        content = parse_json(file.read_bytes())
     except (ValueError, MemoryError) as error:
-        raise InputError(f"{file} is no JSON: {error or 'it is larger than the memory'}.") from None
-    if not isinstance(held, dict):
-        raise InputError(f"{file} must hold an object of names and values; found {shown(held)}.")
-    return held
+        raise InputError(f"{file} is not JSON: {error or 'it is larger than the memory'}.") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file} must hold an object of names and values; found {shown(content)}.")
+    return content
 
 
 def _flag(config: Mapping[str, object], key: str, default: bool, where: Path) -> bool:
@@ -225,13 +225,15 @@ def _origin(config: Mapping[str, Any], hook: str, site: Site, where: Path) -> Or
 
 def _weights(path: Path) -> dict[str, Tensor]:
     try:
-        held = load_file(path / WEIGHTS)
-        held = {name: tensor.float() if tensor.dtype != torch.float64 else tensor for name, tensor in held.items()}
+        weights = load_file(path / WEIGHTS)
+        weights = {
+            name: tensor.float() if tensor.dtype != torch.float64 else tensor for name, tensor in weights.items()
+        }
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise InputError(f"{path / WEIGHTS} cannot be read: {error}.") from None
-    if "log_threshold" in held and "threshold" not in held:
-        held["threshold"] = held["log_threshold"].exp()
-    return held
+    if "log_threshold" in weights and "threshold" not in weights:
+        weights["threshold"] = weights["log_threshold"].exp()
+    return weights
 
 
 def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
@@ -241,13 +243,13 @@ def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
         raise InputError(f"{path / CONFIG} names no hook_name: what the autoencoder reads is not known.")
     if config.get("hook_head_index", config.get("hook_point_head_index")) is not None:
         raise InputError(f"{path / CONFIG} is of a single head of {hook}; only whole activations can be read.")
-    found = place_named(hook)
+    place_found = place_named(hook)
     for pattern, site in OTHER_NAMES:
-        found = (SITES[site], int(other[1])) if (other := re.fullmatch(pattern, hook)) else found
-    if found is None or found[0].axes[0] != "position":
+        place_found = (SITES[site], int(other[1])) if (other := re.fullmatch(pattern, hook)) else place_found
+    if place_found is None or place_found[0].axes[0] != "position":
         known = ", ".join(site.hook for site in SITES.values() if site.axes[0] == "position")
-        raise InputError(f"{path / CONFIG} reads {hook!r}, which is no site here; these are: {known}.")
-    return hook, *found
+        raise InputError(f"{path / CONFIG} reads {hook!r}, which is not a site here; these are: {known}.")
+    return hook, *place_found
 
 
 def _autoencoder(config: Mapping[str, object], held: Mapping[str, Tensor], path: Path) -> Autoencoder:
@@ -283,8 +285,8 @@ def _autoencoder(config: Mapping[str, object], held: Mapping[str, Tensor], path:
 
 def _activation(config: Mapping[str, object], architecture: str, where: Path) -> tuple[str, int | None]:
     """The activation function, and of how many features the largest are kept."""
-    given = config.get("activation_fn_str", config.get("activation_fn"))
-    activation = architecture if architecture in LARGEST else given or "relu"
+    named = config.get("activation_fn_str", config.get("activation_fn"))
+    activation = architecture if architecture in LARGEST else named or "relu"
     if activation not in ("relu", "tanh-relu", *LARGEST):
         raise InputError(f"{where} has activation_fn_str {shown(activation)}; known are relu, tanh-relu, topk.")
     if activation not in LARGEST:
@@ -319,8 +321,8 @@ def _checked(config: Mapping[str, Any], architecture: str, held: Mapping[str, Te
             raise InputError(f"{path / WEIGHTS}: {name} is {tuple(held[name].shape)}, where W_enc makes it {size}.")
         if not bool(held[name].isfinite().all()):
             raise InputError(f"{path / WEIGHTS}: {name} holds NaN or infinity.")
-    for key, found in (("d_in", d), ("d_sae", n)):
-        if config.get(key, found) != found:
+    for key, size_found in (("d_in", d), ("d_sae", n)):
+        if config.get(key, size_found) != size_found:
             raise InputError(f"{path / CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}.")
     return {name: held[name] for name in sizes}
 

@@ -76,17 +76,6 @@ class Generated:
     stopped: Bool[Tensor, " batch"]
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How prompts are continued; see `generate`."""
-
-    max_new_tokens: int
-    stop: Callable[[int], bool]
-    hooks: list[Hook | PromptHook]
-    choose: Choose
-    wrote: Wrote
-
-
 def greedy(logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"], step: int) -> Int[Tensor, " row"]:
     """Choose the most probable token of each row."""
     return logits.argmax(-1)
@@ -111,24 +100,56 @@ def generate(
         stop: says of a token whether it ends its row.
         hooks: watched or edited activations, at every step; each must fire at each.
         choose: chooses the next tokens.
-        wrote: told of every token as it is written; says whether its row ends there. Where memory runs out and rows go
-            on in halves, they begin again with step 0.
+        wrote: called with every token as it is written; says whether its row ends there. Where memory runs out and rows
+            go on in halves, they begin again with step 0.
+
+    Raises:
+        InputError: a prompt and its new tokens do not fit into what the model reads, or hooks cannot be used.
     """
-    max_new_tokens, listed = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
+    max_new_tokens, hooks = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
     check_room(model, prompts, max_new_tokens)
     if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
             f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
         )
-    way = _Way(max_new_tokens, stop, listed, choose, wrote)
-    parts: list[Generated] = []
+    rules = Rules(model, prompts, max_new_tokens)
+    tokens: list[list[int]] = [[] for _ in range(len(prompts))]
+    log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
+    stopped = torch.zeros(len(prompts), dtype=torch.bool)
 
     def run(rows: range) -> None:
-        parts.append(_continue(model, prompts.rows(rows.start, rows.stop), way, rows.start))
+        """Continue prompts that go through the model as one batch."""
+        for row in rows:
+            tokens[row], log_probs[row] = [], []
+        live, batch = list(rows), prompts.rows(rows.start, rows.stop)
+        with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
+            for step in range(max_new_tokens):
+                with torch.inference_mode():
+                    logits = steps.logits().float()
+                    chosen = choose(rules(logits, live, tokens), torch.tensor(live), step)
+                    log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
+                new = chosen.tolist()
+                going = []
+                for i, row in enumerate(live):
+                    tokens[row].append(new[i])
+                    log_probs[row].append(log_prob[i])
+                    stopped[row] = wrote(row, step, new[i]) or stop(new[i])
+                    if not stopped[row]:
+                        going.append(i)
+                if not going:
+                    break
+                live = [live[i] for i in going]
+                steps.follow(new, going)
 
     in_halves(range(len(prompts)), run)
-    return parts[0] if len(parts) == 1 else _joined(parts, pad_id(model.tokenizer))
+    ids, numbers = ([torch.tensor(row) for row in rows] for rows in (tokens, log_probs))
+    return Generated(
+        pad_sequence(ids, batch_first=True, padding_value=pad_id(model.tokenizer)),
+        pad_sequence(numbers, batch_first=True),
+        torch.tensor([len(row) for row in tokens]),
+        stopped,
+    )
 
 
 def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
@@ -139,58 +160,6 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
             f"Prompts and max_new_tokens={max_new_tokens} new tokens come to {longest} tokens; the model reads at most "
             f"{model.shape.n_ctx}."
         )
-
-
-def _continue(model: Model, prompts: Batch, way: _Way, first: int) -> Generated:
-    """Continue prompts that go through the model as one batch; the first is row `first` of all."""
-    tokens: list[list[int]] = [[] for _ in range(len(prompts))]
-    log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
-    stopped = torch.zeros(len(prompts), dtype=torch.bool)
-    rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
-    rules = Rules(model, rows, way.max_new_tokens)
-    with model.lock, steps_of(model, prompts, way.hooks, way.max_new_tokens) as steps:
-        live, numbers = list(range(len(prompts))), torch.arange(len(prompts)) + first
-        for step in range(way.max_new_tokens):
-            with torch.inference_mode():
-                logits = steps.logits().float()
-                chosen = way.choose(rules(logits, live, tokens), numbers, step)
-                found = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
-            new = chosen.tolist()
-            for row, token, log_prob in zip(live, new, found, strict=True):
-                tokens[row].append(token)
-                log_probs[row].append(log_prob)
-            ends = [
-                way.wrote(row + first, step, token) or way.stop(token) for row, token in zip(live, new, strict=True)
-            ]
-            stopped[[row for row, end in zip(live, ends, strict=True) if end]] = True
-            going = [i for i, end in enumerate(ends) if not end]
-            if not going:
-                break
-            if len(going) < len(live):
-                live, numbers = [live[i] for i in going], numbers[going]
-            steps.follow(new, going)
-    return _padded(tokens, log_probs, stopped, pad_id(model.tokenizer))
-
-
-def _padded(
-    tokens: Sequence[Sequence[int]], log_probs: Sequence[Sequence[float]], stopped: Bool[Tensor, " batch"], padding: int
-) -> Generated:
-    """Put what the rows wrote side by side."""
-    ids, numbers = ([torch.tensor(row) for row in rows] for rows in (tokens, log_probs))
-    return Generated(
-        pad_sequence(ids, batch_first=True, padding_value=padding),
-        pad_sequence(numbers, batch_first=True),
-        torch.tensor([len(row) for row in tokens]),
-        stopped,
-    )
-
-
-def _joined(parts: Sequence[Generated], padding: int) -> Generated:
-    """Put batches that were continued one after the other under one another."""
-    tokens = pad_sequence([row for part in parts for row in part.tokens], batch_first=True, padding_value=padding)
-    log_probs = pad_sequence([row for part in parts for row in part.log_probs], batch_first=True)
-    lengths, stopped = (torch.cat([getattr(part, name) for part in parts]) for name in ("lengths", "stopped"))
-    return Generated(tokens, log_probs, lengths, stopped)
 
 
 def continuation_offsets(
@@ -206,22 +175,22 @@ def continuation_offsets(
         before: the last tokens of the prompt: some decoders drop a space at the very beginning of a text.
         tokens: the tokens after them.
     """
-    anchor = list(before)
-    start = len(_decode(tokenizer, anchor))
-    whole = _decode(tokenizer, [*anchor, *tokens])[start:]
+
+    def decode(count: int) -> str:
+        ids = [*before, *tokens[:count]]
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    start = len(decode(0))
+    whole = decode(len(tokens))[start:]
     offsets, reached = [], 0
     for count in range(1, len(tokens) + 1):
-        grown = _decode(tokenizer, [*anchor, *tokens[:count]])[start:]
-        agree = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
-        solid = min(len(grown), len(whole)) if agree is None else agree
-        shares = agree is not None  # the bytes so far end within a character, which the next tokens complete
+        grown = decode(count)[start:]
+        differs = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
+        solid = min(len(grown), len(whole)) if differs is None else differs
+        shares = differs is not None  # the bytes so far end within a character, which the next tokens complete
         offsets.append((reached, max(solid, reached) + shares))
         reached = max(reached, solid)
     return whole, tuple(offsets)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 @dataclass(frozen=True)
@@ -276,13 +245,7 @@ def checked_sampling(
 
 
 def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
-    """Return the numbers between 0 and 1 by which each prompt's tokens are drawn.
-
-    Args:
-        seed: of the call.
-        prompts: the token ids of each.
-        steps: how many; fewer are the beginning of more.
-    """
+    """Return the numbers between 0 and 1 by which each prompt's tokens are drawn; fewer steps begin as more do."""
     seed, before, rows = checked_seed(seed), Counter[tuple[int, ...]](), []
     for prompt in map(tuple, prompts):
         words = hashlib.blake2b(repr((seed, before[prompt], prompt)).encode(), digest_size=32).digest()
@@ -292,20 +255,15 @@ def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[T
 
 
 def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -> Choose:
-    """Return the function that chooses the next tokens.
-
-    Args:
-        sampling: how they are drawn; None for the most probable ones.
-        numbers: what `draws` gave for the rows.
-    """
+    """Return the function that chooses the next tokens by what `draws` gave; None takes the most probable ones."""
     if sampling is None:
         return greedy
 
     def choose(logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"], step: int) -> Int[Tensor, " row"]:
         summed = sampling.probabilities(logits).cumsum(-1)
         total = summed[:, -1:]
-        asked = numbers[rows, step, None].to(summed) * total
+        drawn = numbers[rows, step, None].to(summed) * total
         below = torch.nextafter(total, torch.zeros_like(total))  # a product may be rounded up to the total
-        return torch.searchsorted(summed, torch.minimum(asked, below), right=True)[:, 0]
+        return torch.searchsorted(summed, torch.minimum(drawn, below), right=True)[:, 0]
 
     return choose

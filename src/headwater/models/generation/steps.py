@@ -4,9 +4,9 @@
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
-   What all prompts begin with, as worked examples, is run once where no layer's window can tell (`_Bare`).
+   What all prompts begin with, as worked examples, is run once where no layer's window can tell (`_common_start`).
 3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.bare_model`), after the first
-   step also beside layers with hooks. What is hung on the model while it writes, as a function that is told of each
+   step also beside layers with hooks. What is hung on the model while it writes, as a function that is called with each
    token might do, acts from the next call on.
 4. Where hooks act, they see in the first step what they see in `model.run`: the prompts, row by row, padded on the
    right, each from column 0 on; in every step after it one column, each row's newest token (`models.reading` says at
@@ -17,11 +17,6 @@
    prompts and with every new token once, and what it wrote there is written again in the steps after it. Only where
    the angles change, or attention looks ahead, what stood there is no longer what it was, and it is called with all of
    these again.
-
-Hooks that stay attached while a model writes: they act in its steps, and in no other run meanwhile.
-
-Attaching hooks costs as much as some layers of a small model, so it is done once and not at every step. What each hook
-does is made anew for every step, where it hangs on the tokens that are read (`headwater.models.edits.PromptHook`).
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,73 +57,24 @@ from headwater.runs.record import HOOKS
 if TYPE_CHECKING:
     from headwater.models.model import Model
 
-
-class _Gate:
-    """What is attached in place of one hook, and lets it act while a step runs."""
-
-    def __init__(self) -> None:
-        self.now: Attached | None = None
-
-    def __call__(self, activation: Any, hook: object) -> Tensor | None:
-        return None if self.now is None else self.now.act(activation, hook)
-
-    def waits(self) -> bool:
-        """Whether no step runs."""
-        return self.now is None
-
-
-class StandingHooks:
-    """The places of some hooks of a model, attached until `close`."""
-
-    def __init__(self, model: Model, hooks: Sequence[Hook]):
-        self._names = [name for name, _ in hooks]
-        places = map(place_named, self._names)
-        self._read_only = [at and at[0].lacks(model, at[1], edited=True) for at in places]
-        self._gates = [_Gate() for _ in hooks]
-        placed = [
-            (name, TrustedHook(gate, _may_edit(function), may_be_silent=True, waits=gate.waits))
-            for (name, function), gate in zip(hooks, self._gates, strict=True)
-        ]
-        self._attached = contextlib.ExitStack()
-        self._attached.enter_context(model.hooks(placed))
-
-    def fit(self, hooks: Sequence[Hook]) -> bool:
-        """Whether these hooks act at the same places."""
-        return self._names == [name for name, _ in hooks]
-
-    @contextlib.contextmanager
-    def acting(self, hooks: Sequence[Hook]) -> Iterator[None]:
-        """Let hooks act at these places for as long as the context lasts, in which the model runs once."""
-        attached = [Attached(*hook, why) for hook, why in zip(hooks, self._read_only, strict=True)]
-        try:
-            for gate, one in zip(self._gates, attached, strict=True):
-                gate.now = one
-            yield
-        finally:
-            for gate in self._gates:
-                gate.now = None
-        refuse_silent(attached)
-
-    def close(self) -> None:
-        """Take them away."""
-        self._attached.close()
-
-
-def _may_edit(function: Any) -> bool:
-    return not isinstance(function, TrustedHook) or function.edits
-
-
 WORTH_A_RUN = 32
 """Fewer tokens than this that all prompts begin with are run with each."""
 
 
-def steps_of(model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int) -> _Cached | _Rerun:
-    """Begin to continue prompts; the model's lock is held until the last step."""
-    if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
-        return _Rerun(model, prompts, hooks)
-    if (bare := None if hooks else bare_model(model)) is not None:
-        return _Bare(model, prompts, bare, max_new_tokens)
-    return _Watched(model, prompts, hooks) if hooks or HOOKS in model.interventions else _Cached(model, prompts)
+@contextlib.contextmanager
+def steps_of(
+    model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], max_new_tokens: int
+) -> Iterator[_Cached | _Rerun]:
+    """Begin to continue prompts; hold the model's lock until the last step."""
+    with contextlib.ExitStack() as stack:
+        if not (steps_with_hooks(model, prompts, max_new_tokens) if hooks else keeps_keys(model)):
+            yield _Rerun(model, prompts, hooks)
+        elif not hooks and (bare := bare_model(model)) is not None:
+            yield _Cached(model, prompts, bare, _common_start(model, prompts, max_new_tokens))
+        elif hooks or HOOKS in model.interventions:
+            yield _Watched(model, prompts, hooks, stack)
+        else:
+            yield _Cached(model, prompts)
 
 
 def next_logits(model: Model, prompts: Batch) -> Float[Tensor, "row d_vocab"]:
@@ -151,59 +98,76 @@ def steps_with_hooks(model: Model, prompts: Batch, max_new_tokens: int) -> bool:
     return keeps_keys(model) and not shortest <= original_length(model.rotary_by_length) < longest
 
 
+def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
+    """Return how many tokens all prompts begin with that are worth a run of their own.
+
+    Padding stands between them and the rest of each prompt, and a window counts that padding: 0 where not everything
+    fits into the shortest window.
+    """
+    config: Any = model.raw.original_model.config.get_text_config()
+    widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
+    window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
+    if len(prompts) == 1 or model.looks_ahead or model.rotary_by_length:
+        return 0
+    if window < prompts.tokens.shape[1] + max_new_tokens:
+        return 0
+    first = prompts.tokens[:, : int(prompts.lengths.min()) - 1]
+    differs = (first != first[0]).any(0)
+    shared = int(differs.int().argmax()) if bool(differs.any()) else first.shape[1]
+    return shared if shared >= WORTH_A_RUN else 0
+
+
 class _Cached:
-    """The rows still going, their keys and values, and the token each reads next."""
+    """The rows still going, their keys and values, and the token each reads next.
 
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook] = ()):
-        self._model, self._hooks, self._cache = model, hooks, DynamicCache()
-        self._padded = prompts.padded
-        width = prompts.tokens.shape[1]
-        self._shift = (torch.arange(width) - (width - prompts.lengths)[:, None]) % width
-        self._reads = Batch(prompts.tokens.gather(1, self._shift), prompts.mask.gather(1, self._shift))
-        self._texts, self._mask = self._reads.tokens, self._reads.mask.long()
-        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+    Args:
+        model: the model.
+        prompts: padded on the right.
+        bare: the model without wrappers, where it can be used for all steps.
+        shared: with it, so many tokens that all prompts begin with are run once.
+    """
+
+    def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
+        self._model, self._bare, self._cache = model, bare, DynamicCache()
         self._original = original_length(model.rotary_by_length)
-
-    def __enter__(self) -> _Cached:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Leave the model as it was."""
+        self._padded = prompts.padded
+        start, tokens, mask = prompts.tokens[:, :shared], prompts.tokens[:, shared:], prompts.mask[:, shared:]
+        width = tokens.shape[1]
+        self._shift = (torch.arange(width) - (width - mask.sum(1))[:, None]) % width
+        self._reads = Batch(tokens.gather(1, self._shift), mask.gather(1, self._shift))
+        self._texts = torch.cat([start, self._reads.tokens], 1)
+        self._mask = torch.cat([torch.ones_like(start), self._reads.mask.long()], 1)
+        self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
+        if shared and bare is not None:
+            ids, device = torch.arange(shared)[None], model.device
+            bare.last_logits(to_device(start[:1], device), self._cache, position_ids=to_device(ids, device))
+            self._cache.batch_select_indices(to_device(torch.zeros(len(prompts), dtype=torch.long), device))
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         """Run what was not yet run, and return the logits of the next token of each row."""
-        return self._run(self._hooks)
+        return self._run((), self._bare)
 
-    def _run(self, hooks: Sequence[Hook | PromptHook]) -> Float[Tensor, "row d_vocab"]:
-        """Run these columns by the bridge."""
-        device = self._model.device
-        out = self._model.run(
-            self._reads,
-            hooks,
-            keep=[self._reads.tokens.shape[1] - 1],
-            attention_mask=to_device(self._mask, device),
-            position_ids=to_device(self._positions, device),
-            past_key_values=self._cache,
-        )
-        return out[:, -1]
-
-    def _run_without_wrappers(self, bare: BareModel) -> Float[Tensor, "row d_vocab"]:
-        """Run these columns by the model without wrappers."""
+    def _run(self, hooks: Sequence[Hook | PromptHook], bare: BareModel | None = None) -> Float[Tensor, "row d_vocab"]:
+        """Run the columns that are read next, by the bridge or without its wrappers."""
         device, tokens = self._model.device, self._reads.tokens
+        mask, positions = to_device(self._mask, device), to_device(self._positions, device)
+        last = torch.tensor([tokens.shape[1] - 1])
+        if bare is None:
+            return self._model.run(
+                self._reads,
+                hooks,
+                keep=last,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+            )[:, -1]
         with angles_by_row(bare.rotary_by_length):
+            mask_option = mask if self._padded else None
             out = bare.last_logits(
-                to_device(tokens, device),
-                self._cache,
-                attention_mask=to_device(self._mask, device) if self._padded else None,
-                position_ids=to_device(self._positions, device),
+                to_device(tokens, device), self._cache, attention_mask=mask_option, position_ids=positions
             )
-        return self._finite(out, edited=bool(bare.kept))
-
-    def _finite(self, out: Float[Tensor, "row d_vocab"], edited: bool = False) -> Float[Tensor, "row d_vocab"]:
-        """Return logits, all of which must be numbers."""
         if not bool(out[:, 0].isfinite().all()):
-            columns = torch.tensor([self._reads.tokens.shape[1] - 1])
-            finite_output(self._model, out[:, None], self._reads, columns, edited=edited, cached=True)
+            finite_output(self._model, out[:, None], self._reads, last, edited=bool(bare.kept), cached=True)
         return out
 
     def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
@@ -225,64 +189,20 @@ class _Cached:
             self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
 
 
-class _Bare(_Cached):
-    """The same by the model without TransformerLens's wrappers, where nobody looks inside.
-
-    What all prompts begin with is run once, and padding stands between it and the rest of each prompt. A window counts
-    that padding, so this is done only where everything fits into the shortest window.
-    """
-
-    def __init__(self, model: Model, prompts: Batch, bare: BareModel, max_new_tokens: int):
-        shared = _common_start(model, prompts, max_new_tokens)
-        super().__init__(model, Batch(prompts.tokens[:, shared:], prompts.mask[:, shared:]))
-        self._bare = bare
-        if shared:
-            start, device = prompts.tokens[:, :shared], model.device
-            bare.last_logits(
-                to_device(start[:1], device), self._cache, position_ids=to_device(torch.arange(shared)[None], device)
-            )
-            self._cache.batch_select_indices(to_device(torch.zeros(len(prompts), dtype=torch.long), device))
-            self._texts = torch.cat([start, self._texts], 1)
-            self._mask = torch.cat([torch.ones_like(start), self._mask], 1)
-            self._positions = self._positions + shared
-
-    def logits(self) -> Float[Tensor, "row d_vocab"]:
-        return self._run_without_wrappers(self._bare)
-
-
-def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
-    """How many tokens all prompts begin with that are worth a run of their own; 0 where a window could tell."""
-    config: Any = model.raw.original_model.config.get_text_config()
-    widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
-    window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
-    if len(prompts) == 1 or model.looks_ahead or model.rotary_by_length:
-        return 0
-    if window < prompts.tokens.shape[1] + max_new_tokens:
-        return 0
-    first = prompts.tokens[:, : int(prompts.lengths.min()) - 1]
-    differs = (first != first[0]).any(0)
-    shared = int(differs.int().argmax()) if bool(differs.any()) else first.shape[1]
-    return shared if shared >= WORTH_A_RUN else 0
-
-
 class _Watched(_Cached):
     """The same for hooks to act on: the first step is a run of the prompts.
 
     Every row stays where it is; those that have ended read padding, and their logits are left out. In later steps the
-    layers without hooks go without wrappers, where the model allows it.
+    layers without hooks go without wrappers, where the model allows it; hooks are attached once for all these steps.
     """
 
-    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
-        super().__init__(model, prompts, hooks)
+    def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
+        super().__init__(model, prompts)
+        self._hooks, self._stack = hooks, stack
         self._n_rows, self._live = len(prompts), list(range(len(prompts)))
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._begun = False
         self._standing: StandingHooks | None = None
-        self._bare: BareModel | None = None
-
-    def __exit__(self, *raised: object) -> None:
-        if self._standing is not None:
-            self._standing.close()
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         if self._begun:
@@ -305,13 +225,13 @@ class _Watched(_Cached):
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks made for it."""
         listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
-        if self._cache.get_seq_length() == self._prompts.tokens.shape[1]:  # the first column after the prompts
-            self._bare = bare_model(self._model, [name for name, _ in listed]) if listed else None
-            self._standing = StandingHooks(self._model, listed) if self._bare is not None else None
-        if self._bare is None or self._standing is None or not self._standing.fit(listed):
+        if listed and self._cache.get_seq_length() == self._prompts.tokens.shape[1]:  # the first one after the prompts
+            self._bare = bare_model(self._model, [name for name, _ in listed])
+            self._standing = None if self._bare is None else StandingHooks(self._model, listed, self._stack)
+        if self._standing is None or not self._standing.fit(listed):
             return self._run(listed)
         with self._standing.acting(listed):
-            return self._run_without_wrappers(self._bare)
+            return self._run((), self._bare)
 
     def _push_right(self) -> None:
         """Move keys and values so that each row ends in the last column, as in a batch padded on the left."""
@@ -320,9 +240,47 @@ class _Watched(_Cached):
         for layer in self._cache.layers:
             where = to_device(self._shift, layer.keys.device)[:, None, :, None]
             layer.keys, layer.values = (
-                held.gather(2, where.expand(-1, held.shape[1], -1, held.shape[3]))
-                for held in (layer.keys, layer.values)
+                kept.gather(2, where.expand(-1, kept.shape[1], -1, kept.shape[3]))
+                for kept in (layer.keys, layer.values)
             )
+
+
+class StandingHooks:
+    """Hooks that stay attached while a model writes, act in its steps, and in no other run meanwhile.
+
+    Attaching hooks costs as much as some layers of a small model, so it is done once and not at every step. What each
+    does is made anew for every step, where it depends on the tokens that are read
+    (`headwater.models.edits.PromptHook`).
+    """
+
+    def __init__(self, model: Model, hooks: Sequence[Hook], stack: contextlib.ExitStack):
+        self._names = [name for name, _ in hooks]
+        self._acting: list[Attached] | None = None
+        places = map(place_named, self._names)
+        self._read_only = [place and place[0].lacks(model, place[1], edited=True) for place in places]
+        standing = []
+        for number, (name, function) in enumerate(hooks):
+            edits = not isinstance(function, TrustedHook) or function.edits
+            act = partial(self._act, number)
+            standing.append((name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)))
+        stack.enter_context(model.hooks(standing))
+
+    def _act(self, number: int, activation: Any, hook: object) -> Tensor | None:
+        return None if self._acting is None else self._acting[number].act(activation, hook)
+
+    def fit(self, hooks: Sequence[Hook]) -> bool:
+        """Whether these hooks act at the same places."""
+        return self._names == [name for name, _ in hooks]
+
+    @contextlib.contextmanager
+    def acting(self, hooks: Sequence[Hook]) -> Iterator[None]:
+        """Let hooks act at these places for as long as the context lasts, in which the model runs once."""
+        self._acting = attached = [Attached(*hook, why) for hook, why in zip(hooks, self._read_only, strict=True)]
+        try:
+            yield
+        finally:
+            self._acting = None
+        refuse_silent(attached)
 
 
 class _Rerun:
@@ -336,12 +294,6 @@ class _Rerun:
         self._in_parts = [_InParts(name, function) for name, function in hooks_for(model, hooks, prompts)]
         for part in self._in_parts:
             part.reads.append((part.function, self._first))
-
-    def __enter__(self) -> _Rerun:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """There is nothing to leave behind."""
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         texts = Batch.of(self._rows, pad_id(self._model.tokenizer))

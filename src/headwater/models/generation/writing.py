@@ -1,31 +1,32 @@
 """What a model writes behind prompts, as texts: `model.generate`.
 
-1. Tokens come from the one loop (`headwater.models.generation.loop`), chosen as
-   `headwater.models.generation.loop` says. A row ends with one of the model's end tokens (those of the tokenizer,
-   the config and the generation config), after a stop string, or after `max_new_tokens`.
+1. Tokens come from the one loop (`headwater.models.generation.loop`). A row ends with one of the model's end tokens
+   (those of the tokenizer, the config and the generation config), after a stop string, or after `max_new_tokens`.
 2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
    a character wait for the tokens that complete it.
 3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
    completes, the one that begins first counts. The text of a single special token is a stop string too. What the prompt
    ends with is no part of it.
-4. A stream is told of each piece of text once it is certain: what may be the beginning of a stop string is held back.
+4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string is held back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation.loop import Sampling, Wrote, check_room, drawn_with, draws, generate
+from headwater.models.generation import loop
+from headwater.models.generation.loop import check_room, checked_sampling, drawn_with, draws
 from headwater.models.generation_config import end_tokens
 from headwater.models.memory import failures_named
 from headwater.models.tokens import Inputs, said_of_chats
-from headwater.options import checked_count, one_or_several, shown
+from headwater.options import checked_count, checked_flag, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord
 
@@ -72,8 +73,8 @@ class Written:
     """The text of the tokens before them."""
     open: str = ""
     """The text of these."""
-    told: int = 0
-    """How many characters a stream was told."""
+    streamed: int = 0
+    """How many characters a stream was given."""
     ended: bool = False
     """Whether a stop string was found."""
     start: int = 0
@@ -88,15 +89,14 @@ class Written:
         return self.settled + self.open
 
     def anew(self) -> Written:
-        """Return a text that begins again, as the tokens do where memory ran out; a stream is told nothing twice."""
-        return Written(self.tokenizer, self.stops, self.prompt, told=self.told)
+        """Return a text that begins again, as the tokens do where memory ran out; a stream is given nothing twice."""
+        return Written(self.tokenizer, self.stops, self.prompt, streamed=self.streamed)
 
     def add(self, token: int) -> bool:
         """Append a token; return whether a stop string ends the text."""
         self.tokens.append(token)
         self.open = self._decode([*self.before, *self.tokens])[self.start :]
-        found = [place for place in map(self.text.find, self.stops) if place >= 0]
-        if found:
+        if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
             self.settled, self.open, self.ended = self.text[: min(found)], "", True
         elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
             self.settled, self.open = self.text, ""
@@ -109,10 +109,10 @@ class Written:
         text, upto = self.text, len(self.text)
         if not whole and not self.ended:
             upto = len(text.rstrip(INCOMPLETE))
-            held = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
-            upto -= max(held, default=0)
-        piece = text[self.told : max(upto, self.told)]
-        self.told += len(piece)
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
+            upto -= max(begun, default=0)
+        piece = text[self.streamed : upto]
+        self.streamed += len(piece)
         return piece
 
     def _after(self, tokens: list[int]) -> None:
@@ -123,20 +123,59 @@ class Written:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def write(
+def generate(
     model: Model,
     prompts: Inputs,
-    hooks: Iterable[Hook | PromptHook],
+    hooks: Iterable[Hook | PromptHook] = (),
     *,
-    sampling: Sampling | None,
-    max_new_tokens: int,
-    seed: int,
-    stop: str | Iterable[str],
-    stream: Stream | None,
-    batch_size: int,
-    progress: bool,
-) -> Texts:
-    """Let a model continue prompts; see `HookedModel.generate`."""
+    max_new_tokens: int = 32,
+    do_sample: bool = False,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: str | Iterable[str] = (),
+    return_tokens: bool = False,
+    stream: Stream | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> Texts | tuple[Texts, list[list[int]]]:
+    """Let the model continue prompts, with hooks if asked.
+
+    Greedy unless `do_sample`, and then the tokens are those of `generate` in transformers. Hooks act at every step.
+    The first run reads the prompts, as in `run`: row by row, from column 0 on, shorter ones padded on the right.
+    Each run after it reads one new token per row, so that activations have one column; which position that is, says
+    `headwater.models.reading.now_reading()`. Rows are the prompts in their order, `batch_size` at a time.
+
+    Args:
+        model: the model.
+        prompts: anything `tokenize` takes.
+        hooks: watched or edited activations; each must fire at every step.
+        max_new_tokens: at most so many per prompt.
+        do_sample: draw tokens at random.
+        temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
+        top_p: draw only from the most probable tokens that together have this probability.
+        top_k: draw only from so many most probable tokens.
+        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones stand
+            before it: repeat a prompt for several samples).
+        stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
+        return_tokens: return the ids too.
+        stream: called with (number of a prompt, piece of its text) as the text grows.
+        batch_size: prompts in one run.
+        progress: show a bar while several batches run.
+
+    Returns:
+        The new text of each prompt, a list also for one prompt; its `run` is the record of what made it, hooks
+        included. With `return_tokens` also the ids of the new tokens, with the end token or those of the stop
+        string where a text ended by one.
+
+    Raises:
+        InputError: an option cannot be used or contradicts another, or prompts and new tokens are too long.
+        InterventionError: see `HookedModel.run`.
+        NumericsError: see `HookedModel.run`.
+    """
+    sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
+    progress, return_tokens = checked_flag("progress", progress), checked_flag("return_tokens", return_tokens)
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer to write texts with: pass tokenizer= to hw.load.")
     if stream is not None and not callable(stream):
@@ -162,44 +201,38 @@ def write(
         },
         seed,
     )
-    texts, tokens = list[str](), list[list[int]]()
+    tokens, texts = list[list[int]](), [Written(model.tokenizer, stops, row[-ANCHOR:]) for row in rows]
+
+    def tell(number: int, whole: bool) -> None:
+        if stream is not None and (piece := texts[number].certain(whole)):
+            with failures_named("stream"):
+                stream(number, piece)
+
+    def wrote(row: int, step: int, token: int, first: int) -> bool:
+        number = first + row
+        if step == 0:
+            texts[number] = texts[number].anew()
+        ended = texts[number].add(token)
+        tell(number, whole=False)
+        return ended
+
     parts = list(batch.split(checked_count("batch_size", batch_size)))
     for where, part in progress_bar(progress and len(parts) > 1, parts, desc="Generating", unit="batch"):
-        here = [Written(model.tokenizer, stops, row[-ANCHOR:]) for row in rows[where]]
-        made = generate(
+        generated = loop.generate(
             model,
             part,
             max_new_tokens=max_new_tokens,
             stop=ends.__contains__,
             hooks=listed,
             choose=drawn_with(sampling, numbers[where]),
-            wrote=_told(here, where.start, stream),
+            wrote=partial(wrote, first=where.start),
         )
-        tokens += [row[:length] for row, length in zip(made.tokens.tolist(), made.lengths.tolist(), strict=True)]
-        texts += [one.text for one in here]
-        for row, one in enumerate(here):
-            if stream is not None and (rest := one.certain(whole=True)):
-                _tell(stream, where.start + row, rest)
-    return Texts(texts, tokens, run)
-
-
-def _told(texts: list[Written], first: int, stream: Stream | None) -> Wrote:
-    """Return what is told of each new token of a batch."""
-
-    def wrote(row: int, step: int, token: int) -> bool:
-        if step == 0:
-            texts[row] = texts[row].anew()
-        ended = texts[row].add(token)
-        if stream is not None and (piece := texts[row].certain(whole=False)):
-            _tell(stream, first + row, piece)
-        return ended
-
-    return wrote
-
-
-def _tell(stream: Stream, number: int, piece: str) -> None:
-    with failures_named("stream"):
-        stream(number, piece)
+        lengths = generated.lengths.tolist()
+        tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
+        for number in range(where.start, where.stop):
+            tell(number, whole=True)
+    found = Texts([text.text for text in texts], tokens, run)
+    return (found, tokens) if return_tokens else found
 
 
 def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:

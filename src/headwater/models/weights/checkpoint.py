@@ -71,7 +71,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     if path.is_file():
         raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
     name = hub_name(str(what))
-    own = " The model that comes with headwater is hw.load()." if get_close_matches(name, OWN) else ""
+    embedded_hint = " The model that comes with headwater is hw.load()." if get_close_matches(name, OWN) else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
     except HFValidationError:
@@ -79,15 +79,17 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     except GatedRepoError:
         raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"The hub has no model {name!r} (or not for this login); check the name.{own}") from None
+        raise ModelError(
+            f"The hub has no model {name!r} (or not for this login); check the name.{embedded_hint}"
+        ) from None
     except RevisionNotFoundError:
         raise ModelError(
             f"The hub's model {name!r} has no revision {revision!r}; check the branch or commit."
         ) from None
     except OSError as error:
         raise ModelError(
-            f"{name!r} is no folder, is not in the hub's cache, and the hub cannot be reached "
-            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`.{own}"
+            f"{name!r} is not a folder, is not in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`.{embedded_hint}"
         ) from None
 
 
@@ -177,9 +179,9 @@ class Checkpoint:
             tensor = file.get_tensor(self.names[name])
         if tensor.dtype not in FLOAT8:
             return tensor
-        own = f"{self.names[name]}{SCALE}"
-        with open_safetensors(self.files[own]) as file:
-            return dequantized(tensor, file.get_tensor(own), self.block, self.names[name])
+        scale_name = f"{self.names[name]}{SCALE}"
+        with open_safetensors(self.files[scale_name]) as file:
+            return dequantized(tensor, file.get_tensor(scale_name), self.block, self.names[name])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,7 +194,11 @@ class Checkpoint:
 def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
     """Open a checkpoint folder or GGUF file and check, by headers, that every tensor is there in its right shape."""
     if is_gguf(folder):
-        return _open_gguf(folder)
+        refuse_pointer(folder)
+        file = read_gguf(folder)
+        config = config_of(file)
+        names = names_in(file, config)
+        return Checkpoint(folder, config, names, dict.fromkeys(names, folder), gguf=file)
     whole_config = read_config(folder, trust_remote_code)
     with _believed(folder):
         n_layers = shape_of(whole_config).n_layers
@@ -204,12 +210,15 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         config = without_quantization(text_config(whole_config))
     names = canonical_names(folder, config, stored)
     with _believed(folder):
-        _refuse_another_width(config, names, stored)
+        shape = shape_of(config)
+        if shape.d_model > WIDEST:  # a model of such sizes cannot even be outlined
+            embedding = names[f"{family_of(config).embedding}.weight"]
+            _refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
         expected = expected_tensors(config)
-    for name, shape in expected.items():
+    for name, size in expected.items():
         if name not in names:
-            raise ModelError(lacking(folder, name, f" (expected shape {shape})"))
-        _refuse_another_shape(names[name], *stored[names[name]], shape)
+            raise ModelError(lacking(folder, name, f" (expected shape {size})"))
+        _refuse_another_shape(names[name], *stored[names[name]], size)
     beyond = family_of(config).block(config.num_hidden_layers)
     if extra := [own for name, own in names.items() if name.startswith(beyond)]:
         raise ModelError(
@@ -227,36 +236,21 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     return Checkpoint(folder, config, names, files | scales, block)
 
 
-def _open_gguf(path: Path) -> Checkpoint:
-    refuse_pointer(path)
-    file = read_gguf(path)
-    config = config_of(file)
-    names = names_in(file, config)
-    return Checkpoint(path, config, names, dict.fromkeys(names, path), gguf=file)
-
-
-def _refuse_another_width(config: Any, names: dict[str, str], stored: dict[str, tuple[Path, tuple[int, ...]]]) -> None:
-    """Refuse an embedding that is much narrower than the config says: a model of such sizes cannot even be outlined."""
-    own, shape = names[f"{family_of(config).embedding}.weight"], shape_of(config)
-    file, found = stored[own]
-    if shape.d_model > WIDEST:
-        _refuse_another_shape(own, file, found, (shape.d_vocab, shape.d_model))
-
-
-def _refuse_another_shape(own: str, file: Path, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
+def _refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
         raise ModelError(
-            f"Tensor {own!r} in {file} has shape {found}, but the config says {wanted}; config.json and weights do not "
-            "belong together."
+            f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected}; config.json and weights do "
+            "not belong together."
         )
 
 
 def lacking(folder: Path, name: str, about: str = "") -> str:
     """Say that a checkpoint has no tensor of a name, and of which file the index says that it holds it."""
-    listed = {} if (folder / SINGLE).is_file() else _weight_map(folder)
-    own = next((one for one in listed if f".{one}".endswith(f".{name}")), None)
-    if own is not None:
-        return f"{folder / listed[own]} has no tensor {own!r}{about}, which {INDEX} says it holds; fetch it again."
+    files = {} if (folder / SINGLE).is_file() else _weight_map(folder)
+    full_name = next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)
+    if full_name is not None:
+        file = folder / files[full_name]
+        return f"{file} has no tensor {full_name!r}{about}, which {INDEX} says it holds; fetch it again."
     return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
 
 
@@ -334,7 +328,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder / INDEX} is damaged: {first_line(error)}; fetch it again.") from error
     outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
     if outside or not shards:
-        raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is no file of the folder.")
+        raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is not a file of the folder.")
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise ModelError(
@@ -345,8 +339,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file that holds each tensor, as the index of the shards says it."""
-    found: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    return found
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return weight_map
 
 
 def is_file_name(name: str) -> bool:
@@ -364,7 +358,7 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor's kind of numbers ("F32", "I8"), as safetensors names it, and shape."""
     with open_safetensors(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
 
 
 def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
@@ -375,7 +369,7 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
     family = family_of(config)
     embedding = f"{family.embedding}.weight"
     heads = [name for name in stored if name.endswith(UNEMBEDDING_NAMES)]
-    matches = _named(stored, embedding)
+    matches = [name for name in stored if f".{name}".endswith(f".{embedding}")]
     tied = not matches and config.tie_word_embeddings and len(heads) == 1
     if tied:
         first_block = family.block(0)
@@ -386,10 +380,6 @@ def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[s
     prefix = matches[0].removesuffix(embedding)
     names = {UNEMBEDDING if name in heads else name.removeprefix(prefix): name for name in stored}
     return names | ({embedding: heads[0]} if tied else {})
-
-
-def _named(stored: dict[str, Any], name: str) -> list[str]:
-    return [own for own in stored if own == name or own.endswith(f".{name}")]
 
 
 @contextlib.contextmanager

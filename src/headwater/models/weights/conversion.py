@@ -3,6 +3,14 @@
 Most tensors are a parameter each, under its own name. Others are made into one: a mixture of experts stores each
 expert's matrices apart, and computes with all of them in one tensor. transformers knows how, for loading and for
 saving; what it would save is what a checkpoint is expected to hold, and what it loads is what the tensors mean.
+
+Queries, keys and values of all heads may be one tensor (`split_heads`, `join_heads`):
+
+    parts     all queries, then all keys, then all values                        q q q q | k k | v v
+    groups    each key-value head with the query heads that read it              q q k v | q q k v
+
+One axis of the tensor is joined so, the other is d_model; a bias has the joined axis alone. Where every query head has
+its own key and value, "groups" is (head three d_head).
 """
 
 from __future__ import annotations
@@ -11,17 +19,20 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
-from headwater.models.families import family_of, text_config
-from headwater.models.skip_weight_init import SkipWeightInit
+from headwater.models.families import FusedQKV, family_of, text_config
+from headwater.models.shape import ModelShape
 
+Read: TypeAlias = Callable[[str], Tensor]
+"""Reads one tensor of a checkpoint by its name relative to the base model."""
 UNEMBEDDING = "lm_head.weight"
 UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
 """What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is no part of W_U."""
@@ -120,7 +131,7 @@ def only_block(config: Any) -> Any:
     return config
 
 
-def block_model(config: object, read: Callable[[str], Tensor], like: Tensor) -> nn.Module:
+def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
     """Build a model without its unembedding that has the first block only, as transformers builds it.
 
     Args:
@@ -147,6 +158,31 @@ def block_model(config: object, read: Callable[[str], Tensor], like: Tensor) -> 
     return model.to(like.device).requires_grad_(False).eval()
 
 
+def split_heads(joined: Tensor, fused: FusedQKV, shape: ModelShape) -> list[Tensor]:
+    """Return queries, keys and values, each by head: `head d_model d_head`, of a bias `head d_head`."""
+    if joined.ndim == 2 and fused.d_model_first:
+        joined = joined.T
+    if fused.order == "parts":
+        heads = shape.n_heads, shape.n_kv_heads, shape.n_kv_heads
+        parts = joined.split([count * shape.d_head for count in heads])
+        parts = [part.unflatten(0, (count, shape.d_head)) for part, count in zip(parts, heads, strict=True)]
+    else:
+        groups = joined.unflatten(0, (shape.n_kv_heads, shape.group_size + 2, shape.d_head))
+        parts = [groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]]
+    return parts if joined.ndim == 1 else [part.transpose(1, 2) for part in parts]
+
+
+def join_heads(parts: list[Tensor], fused: FusedQKV, shape: ModelShape) -> Tensor:
+    """Return the tensor that `split_heads` takes apart into these."""
+    parts = [part if part.ndim == 2 else part.transpose(1, 2) for part in parts]
+    if fused.order == "parts":
+        joined = torch.cat([part.flatten(0, 1) for part in parts])
+    else:
+        queries = parts[0].unflatten(0, (shape.n_kv_heads, -1))
+        joined = torch.cat([queries, *(part[:, None] for part in parts[1:])], 1).flatten(0, 2)
+    return joined.T if joined.ndim == 2 and fused.d_model_first else joined
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep the loading bar and report of transformers off the screen; what they say is checked by who loads."""
@@ -159,3 +195,27 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bar:
             transformers_logging.enable_progress_bar()
+
+
+RANDOM = frozenset((torch.nn.init.kaiming_uniform_, torch.nn.init.uniform_, torch.nn.init.normal_))
+"""What fills the weights of `Linear`, `Embedding` and transformers' `Conv1D` when they are made."""
+
+
+class SkipWeightInit(TorchFunctionMode):
+    """While it lasts, in this thread alone: new weights hold no numbers yet, and torch's random state stays.
+
+    torch fills new weights with random numbers, which a model's own replace at once.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, or leave it out."""
+        kwargs = kwargs or {}
+        if func in RANDOM:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

@@ -44,8 +44,7 @@ from headwater.models.families import family_of, text_config
 from headwater.models.shape import ModelShape, shape_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, Tokenizer
-from headwater.models.weights.conversion import block_model
-from headwater.models.weights.head_tensors import Read
+from headwater.models.weights.conversion import Read, block_model
 
 if TYPE_CHECKING:
     from headwater.models.model import Model

@@ -43,8 +43,7 @@ from headwater.errors import HeadwaterError
 from headwater.models.families import Family, family_named, family_of, text_config
 from headwater.models.foreign_modules import SameTensors
 from headwater.models.shape import ModelShape, shape_of
-from headwater.models.weights.conversion import Conversion
-from headwater.models.weights.head_tensors import put_together
+from headwater.models.weights.conversion import Conversion, join_heads
 from headwater.progress import progress_bar
 from headwater.runs.storage import write_atomically
 
@@ -70,17 +69,11 @@ WITHOUT_EFFECT = frozenset(
 )
 """Entries of a config, of transformers or of transformer_lens, that do not change what the model computes."""
 _OF_FILES: dict[str, str] = {}
-"""Fingerprints of files read by this process, by what `_key` says of them."""
+"""Fingerprints of files read by this process, by the hash of what tells that they are as they were."""
 
 
 def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]], total: int = 0) -> str:
     """Hash a model's sizes, behaviour and weights; a bar is shown where that takes more than two seconds.
-
-    Args:
-        shape: the model's sizes.
-        config: its config, of transformers or of transformer_lens.
-        tensors: its parameters by name, in a fixed order.
-        total: how many values they have together, for the bar.
 
     Returns:
         64 hexadecimal digits.
@@ -222,52 +215,33 @@ def parameter_reader(model: Any, huggingface: Any, family: Family, shape: ModelS
             return parameters[name]
         attention = model.blocks[int(name.split(".")[1])].attn
         kind = "b" if name.endswith("bias") else "W"
-        return put_together([getattr(attention, f"{kind}_{part}") for part in "QKV"], fused, shape)
+        return join_heads([getattr(attention, f"{kind}_{part}") for part in "QKV"], fused, shape)
 
     return read
 
 
 def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[], str]) -> str:
-    """Return what `compute` makes of files, without reading those again that are as they were.
-
-    Args:
-        files: all that it reads.
-        about: what else decides the result, JSON values.
-        compute: reads the files.
-    """
+    """Return what `compute` makes of files, without reading those again that are as they were."""
     looks = [(os.path.realpath(file), file.stat()) for file in sorted(files)]
-    key = _key(looks, about)
     now = time.time()
-    is_settled = all(max(look.st_mtime, look.st_ctime) < now - YOUNG for _, look in looks)
-    is_large = sum(look.st_size for _, look in looks) >= LARGE
-    if not is_settled:
+    if not all(max(look.st_mtime, look.st_ctime) < now - YOUNG for _, look in looks):
         return compute()
-    found = _OF_FILES.get(key) or (_remembered(key) if is_large else None)
-    if found is None:
-        found = compute()
-        if is_large:
-            _remember(key, found)
-    _OF_FILES[key] = found
-    return found
-
-
-def _key(looks: Sequence[tuple[str, os.stat_result]], about: Any) -> str:
     listed = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for path, s in looks]
-    return hashlib.sha256(json.dumps([listed, about], sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _remembered(key: str) -> str | None:
-    try:
-        text = (cached_assets_path("headwater", "fingerprints") / key).read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return None
-    return text if len(text) == 64 else None
-
-
-def _remember(key: str, found: str) -> None:
-    with contextlib.suppress(OSError, HeadwaterError):  # a folder that cannot be written costs time, nothing else
-        file = cached_assets_path("headwater", "fingerprints") / key
-        write_atomically(file, lambda temporary: temporary.write_text(found, encoding="ascii"))
+    key = hashlib.sha256(json.dumps([listed, about], sort_keys=True, default=str).encode()).hexdigest()
+    if key in _OF_FILES:
+        return _OF_FILES[key]
+    digest, is_large = "", sum(look.st_size for _, look in looks) >= LARGE
+    if is_large:
+        with contextlib.suppress(OSError, ValueError):
+            digest = (cached_assets_path("headwater", "fingerprints") / key).read_text(encoding="ascii")
+    if len(digest) != 64:
+        digest = compute()
+        if is_large:
+            with contextlib.suppress(OSError, HeadwaterError):  # a folder that cannot be written costs time alone
+                file = cached_assets_path("headwater", "fingerprints") / key
+                write_atomically(file, lambda temporary: temporary.write_text(digest, encoding="ascii"))
+    _OF_FILES[key] = digest
+    return digest
 
 
 def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, int]]:
@@ -290,10 +264,10 @@ def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 
 def _hash_of(parts: Sequence[Any]) -> bytes:
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for part in parts:
-        found.update(part)
-    return found.digest()
+        sha.update(part)
+    return sha.digest()
 
 
 def _exact(values: Tensor) -> list[Any]:

@@ -75,7 +75,7 @@ class GGUFFile:
     @property
     def types(self) -> str:
         """How many tensors there are of each type, as "Q4_1 × 210, F32 × 61"."""
-        counts = Counter(type_named(one.type, self.path) for one in self.tensors.values())
+        counts = Counter(type_named(stored.type, self.path) for stored in self.tensors.values())
         return ", ".join(f"{name} × {count}" for name, count in counts.most_common())
 
     @property
@@ -118,13 +118,15 @@ def gguf_package() -> Any:
 
 def read_gguf(path: Path) -> GGUFFile:
     """Read the header of a GGUF file, and see that all of its data is there."""
-    gguf_package()
+    gguf = gguf_package()
     if not path.is_file():
         raise ModelError(f"There is no file {path}; check the path.")
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise ModelError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()!r}; fetch it again.")
+                raise ModelError(
+                    f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; fetch it again."
+                )
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         metadata, tensors = _Header(content.data).read(path)
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, OSError) as error:
@@ -132,7 +134,20 @@ def read_gguf(path: Path) -> GGUFFile:
     if (parts := metadata.get("split.count", 0)) > 1:
         raise ModelError(f"{path} is one of {parts} parts; join them: llama-gguf-split --merge {path} WHOLE.gguf.")
     for name, stored in tensors.items():
-        _refuse_unreadable(name, stored, path)
+        kind = type_named(stored.type, path)
+        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.type)]
+        if not stored.shape or stored.shape[-1] % values or 0 in stored.shape:
+            raise ModelError(
+                f"{path} is damaged: tensor {name!r} of shape {stored.shape} is not made of the blocks of {values} "
+                f"that {kind} has; fetch it again."
+            )
+        try:
+            gguf.dequantize(np.zeros((1, size), dtype=np.uint8), gguf.GGMLQuantizationType(stored.type))
+        except NotImplementedError:
+            raise ModelError(
+                f"Tensor {name!r} in {path} is held as {kind}, which the package gguf does not dequantise: quantise "
+                "the model anew, as Q8_0 or F16."
+            ) from None
         if stored.start + size_of(stored, path) > len(content):
             raise ModelError(
                 f"{path} is cut short: tensor {name!r} ends at byte {stored.start + size_of(stored, path):,} of "
@@ -157,25 +172,6 @@ def size_of(stored: Stored, path: Path) -> int:
     type_named(stored.type, path)
     values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.type)]
     return int(math.prod(stored.shape) // values * size)
-
-
-def _refuse_unreadable(name: str, stored: Stored, path: Path) -> None:
-    """Refuse a tensor of a type that the package does not dequantise, or whose rows are no whole blocks of it."""
-    gguf, kind = gguf_package(), type_named(stored.type, path)
-    number = gguf.GGMLQuantizationType(stored.type)
-    values, size = gguf.GGML_QUANT_SIZES[number]
-    if not stored.shape or stored.shape[-1] % values or 0 in stored.shape:
-        raise ModelError(
-            f"{path} is damaged: tensor {name!r} of shape {stored.shape} is not made of the blocks of {values} that "
-            f"{kind} has; fetch it again."
-        )
-    try:
-        gguf.dequantize(np.zeros((1, size), dtype=np.uint8), number)
-    except NotImplementedError:
-        raise ModelError(
-            f"Tensor {name!r} in {path} is held as {kind}, which the package gguf does not dequantise: quantise the "
-            "model anew, as Q8_0 or F16."
-        ) from None
 
 
 class _Header:
@@ -211,17 +207,17 @@ class _Header:
         return metadata, {name: Stored(one.shape, one.type, begin + one.start) for name, one in listed.items()}
 
     def _number(self, kind: str) -> Any:
-        (found,) = struct.unpack_from(f"<{kind}", self._content, self._at)
+        (number,) = struct.unpack_from(f"<{kind}", self._content, self._at)
         self._at += struct.calcsize(f"<{kind}")
-        return found
+        return number
 
     def _text(self) -> str:
         length = self._number("Q")
-        found = self._content[self._at : self._at + length]
-        if len(found) < length:
+        text = self._content[self._at : self._at + length]
+        if len(text) < length:
             raise ValueError("a text goes on beyond the end")
         self._at += length
-        return bytes(found).decode()
+        return bytes(text).decode()
 
     def _value(self, kind: int) -> Any:
         if kind in SCALARS:
@@ -232,9 +228,9 @@ class _Header:
             raise ValueError(f"an entry of type {kind}")
         inner, length = self._number("I"), self._number("Q")
         if inner in SCALARS:
-            found = struct.unpack_from(f"<{length}{SCALARS[inner]}", self._content, self._at)
+            numbers = struct.unpack_from(f"<{length}{SCALARS[inner]}", self._content, self._at)
             self._at += struct.calcsize(f"<{length}{SCALARS[inner]}")
-            return list(found)
+            return list(numbers)
         if inner != TEXT:
             raise ValueError(f"an array of type {inner}")
         for _ in range(length):

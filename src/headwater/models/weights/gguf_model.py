@@ -85,10 +85,6 @@ def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
     del config["head_dim"]
 
 
-def _gemma2(file: GGUFFile, config: dict[str, Any]) -> None:
-    _scale(config, layers_of_27b=46)
-
-
 def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
     _scale(config, layers_of_27b=62)
     near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
@@ -96,7 +92,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
     pattern = _entry(file, "attention.sliding_window_pattern", 6)
     layers = range(config["num_hidden_layers"])
     is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
-    config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in is_near]
+    config["layer_types"] = ["sliding_attention" if near_only else "full_attention" for near_only in is_near]
 
 
 def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
@@ -119,7 +115,7 @@ KINDS = {
             ("attn_logit_softcapping", "attn_logit_softcapping"),
             ("final_logit_softcapping", "final_logit_softcapping"),
         ),
-        finish=_gemma2,
+        finish=lambda file, config: _scale(config, layers_of_27b=46),
     ),
     "gemma3": Kind(
         "gemma3_text",
@@ -164,8 +160,8 @@ def config_of(file: GGUFFile) -> Any:
     except ModelError:
         raise
     except Exception as error:  # the file may say anything, and each config class checks it in its own way
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"What {file.path} says of its model describes none: {said}; fetch it again.") from error
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"What {file.path} says of its model describes none: {message}; fetch it again.") from error
     return config
 
 
@@ -174,7 +170,7 @@ ORIGINAL = "give the checkpoint that it was converted from."
 
 def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config: dict[str, Any] = {name: _entry(file, key) for key, name in ENTRIES.items()}
-    config |= {name: found for key, name in kind.entries if name and (found := _entry(file, key, None)) is not None}
+    config |= {name: entry for key, name in kind.entries if name and (entry := _entry(file, key, None)) is not None}
     config[kind.norm[1]] = _entry(file, kind.norm[0])
     heads = config["num_attention_heads"]
     config["intermediate_size"] = _entry(file, "feed_forward_length")
@@ -192,9 +188,9 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
         raise ModelError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    said = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    ends = list(dict.fromkeys(said[name] for name in ("eos", "eot") if said[name] is not None))
-    config |= {"bos_token_id": said["bos"], "pad_token_id": said["padding"]}
+    special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    ends = list(dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] is not None))
+    config |= {"bos_token_id": special["bos"], "pad_token_id": special["padding"]}
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     kind.finish(file, config)
     return config
@@ -205,14 +201,14 @@ _ASKED = object()
 
 def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
     """One entry on the architecture; numbers that are the same for all layers as one, floats as they were written."""
-    found = file.metadata.get(f"{file.architecture}.{key}", default)
-    if found is _ASKED:
+    entry = file.metadata.get(f"{file.architecture}.{key}", default)
+    if entry is _ASKED:
         raise ModelError(f"{file.path} does not say {file.architecture}.{key}, which its model needs; fetch it again.")
-    if isinstance(found, list) and len(set(found)) == 1:
-        found = found[0]
-    if isinstance(found, list) and key != "attention.sliding_window_pattern":
-        raise ModelError(f"{file.path} says {file.architecture}.{key}={found!r}, other for each layer; {ORIGINAL}")
-    return float(str(np.float32(found))) if isinstance(found, float) else found
+    if isinstance(entry, list) and len(set(entry)) == 1:
+        entry = entry[0]
+    if isinstance(entry, list) and key != "attention.sliding_window_pattern":
+        raise ModelError(f"{file.path} says {file.architecture}.{key}={entry!r}, other for each layer; {ORIGINAL}")
+    return float(str(np.float32(entry))) if isinstance(entry, float) else entry
 
 
 def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
@@ -227,10 +223,10 @@ def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
     if stored is None:
         return {"rope_type": "default"}
     if stored == ROPE_FREQUENCIES and method == "none":
-        theta, found = float(_entry(file, "rope.freq_base", 10000.0)), file.read(stored).flatten()
-        longest = round(float(found.max()), 3)
+        theta, factors = float(_entry(file, "rope.freq_base", 10000.0)), file.read(stored).flatten()
+        longest = round(float(factors.max()), 3)
         expected = llama3_factors(theta, d_head, longest)
-        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5):
+        if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-5):
             return {
                 "rope_type": "llama3", "factor": longest, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 8192,
@@ -250,21 +246,23 @@ def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
     gguf, conversion = gguf_package(), Conversion(config)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, shape in (pair for group in conversion.groups for pair in group.tensors.items()):
         module, _, part = conversion.full_name(name).rpartition(".")
-        own = f"{known.get_name(module)}.{part}"
-        if own not in file.tensors:
-            raise ModelError(f"{file.path} has no tensor {own!r} (expected shape {shape}); the file is incomplete.")
-        stored = file.tensors[own].shape
-        if stored != (shape[::-1] if _is_turned(file, own) else shape):
+        full_name = f"{known.get_name(module)}.{part}"
+        if full_name not in file.tensors:
             raise ModelError(
-                f"Tensor {own!r} in {file.path} has shape {stored}, but its sizes say {shape}; fetch it again."
+                f"{file.path} has no tensor {full_name!r} (expected shape {shape}); the file is incomplete."
             )
-        found[name] = own
-    if unread := sorted(file.tensors.keys() - found.values() - {ROPE_FREQUENCIES}):
+        stored = file.tensors[full_name].shape
+        if stored != (shape[::-1] if _is_turned(file, full_name) else shape):
+            raise ModelError(
+                f"Tensor {full_name!r} in {file.path} has shape {stored}, but its sizes say {shape}; fetch it again."
+            )
+        names[name] = full_name
+    if unread := sorted(file.tensors.keys() - names.values() - {ROPE_FREQUENCIES}):
         raise ModelError(f"Tensor {unread[0]!r} in {file.path} is used by no module that headwater builds; {ORIGINAL}")
-    return found
+    return names
 
 
 def read_as_stored(file: GGUFFile, config: Any, own: str) -> Tensor:

@@ -54,13 +54,6 @@ def read_lens_checkpoint(
 ) -> object:
     """Build the model of a HookedTransformer's checkpoint.
 
-    Args:
-        path: the folder, or the file of the state dict.
-        tokenizer: for texts.
-        device: where the model goes.
-        dtype: default: as stored.
-        pickled: whether the state dict may be a pickled one.
-
     Returns:
         A TransformerBridge around TransformerLens's native model; under transformer-lens 3.9 a HookedTransformer.
     """

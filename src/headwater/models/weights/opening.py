@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -34,14 +34,12 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.kernels.devices import usable_device
 from headwater.models.checks import tokenizer_fits
+from headwater.models.model import Model
 from headwater.models.tokenizers import load_tokenizer
 from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint, revision_of
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.models.weights.streamed_weights import StreamedWeights
 from headwater.models.weights.weight_source import OVWeights, WeightSource
-
-if TYPE_CHECKING:
-    from headwater.models.model import Model
 
 
 @checked_call
@@ -131,13 +129,7 @@ class LayersAhead:
             return self.weights.ov(layer), self._stream.record_event()
 
 
-if TYPE_CHECKING:
-    from headwater.models.model import Model as Surface
-else:
-    Surface = object
-
-
-class ParametersByHead(Surface):
+class ParametersByHead(Model):
     """`W_E`, `W_U`, `W_Q` ... `W_O` and their biases."""
 
     @cached_property

@@ -27,24 +27,28 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def quantization_of(config: object) -> str | None:
     """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
-    said = getattr(config, "quantization_config", None)
-    if not said:
+    entry = getattr(config, "quantization_config", None)
+    if not entry:
         return None
-    if isinstance(said, dict) and "quant_method" not in said and any(one.startswith("load_in_") for one in said):
+    if (
+        isinstance(entry, dict)
+        and "quant_method" not in entry
+        and any(option.startswith("load_in_") for option in entry)
+    ):
         return "bitsandbytes"  # as its configs were before they named the method
-    found = said.get("quant_method") if isinstance(said, dict) else getattr(said, "quant_method", None)
-    return str(getattr(found, "value", found) or "an unnamed method")
+    method = entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)
+    return str(getattr(method, "value", method) or "an unnamed method")
 
 
 def refuse_odd_quantization(file: Path) -> None:
     """Refuse a config file whose entry on quantization is no object: transformers fails on it in words of its own."""
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
+        entry = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
-    if not isinstance(said, dict | None):
+    if not isinstance(entry, dict | None):
         raise ModelError(
-            f"{file} says quantization_config={shown(said)}, which describes no quantization: it is an object as "
+            f"{file} says quantization_config={shown(entry)}, which describes no quantization: it is an object as "
             '{"quant_method": "fp8"}; take the entry out where the weights are plain numbers.'
         )
 
@@ -90,9 +94,9 @@ def without_quantization(config: Any) -> Any:
 
 def block_size(config: object) -> tuple[int, int]:
     """How many rows and columns share a scale, as the config says it."""
-    said = getattr(config, "quantization_config", None) or {}
-    found = said.get("weight_block_size") if isinstance(said, dict) else getattr(said, "weight_block_size", None)
-    sizes = found or (128, 128)
+    entry = getattr(config, "quantization_config", None) or {}
+    stored = entry.get("weight_block_size") if isinstance(entry, dict) else getattr(entry, "weight_block_size", None)
+    sizes = stored or (128, 128)
     if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ModelError(
             f"The config says weight_block_size={sizes!r}; blocks of float8 have two sizes, as [128, 128]."
@@ -107,11 +111,11 @@ def dequantized(
     """Return what a weight in float8 stands for, in float32."""
     if scale.numel() == 1:
         return stored.float() * scale.float().reshape(())
-    wanted = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
-    if tuple(scale.shape) != wanted:
+    expected = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
+    if tuple(scale.shape) != expected:
         raise ModelError(
             f"Tensor {name!r} of shape {tuple(stored.shape)} has {tuple(scale.shape)} scales; its blocks of "
-            f"{block[0]} x {block[1]} take {wanted}. The checkpoint is damaged."
+            f"{block[0]} x {block[1]} take {expected}. The checkpoint is damaged."
         )
     for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
         scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)

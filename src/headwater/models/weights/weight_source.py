@@ -13,7 +13,6 @@ that Qwen3 and Gemma 3 put on them. Gemma 2 and 3 apply one more norm to the sum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -22,9 +21,6 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InputError, ModelError
 from headwater.models.shape import ModelShape
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
