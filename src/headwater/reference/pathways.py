@@ -133,11 +133,10 @@ def reproduce_pathways(
         if practice:
             answered = _for_practice(answered, len(asked))
         traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
-        middle = model.shape.n_layers // 2  # l* of few answers is any layer, and what is run ends there
-        steps("saliency", saliency, model, answered, traced.probes[middle] if practice else traced.probe)
+        deep = 3 * model.shape.n_layers // 4  # l* of few answers is any layer, and what is run ends there
+        steps("saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
         steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
-        layer = middle if practice else None
-        return steps("detection", detect, model, answered, methods=methods, layer=layer, **probing)
+        return steps("detection", detect, model, answered, methods=methods, **probing)
 
     def practise(trial: Steps, places: Sequence[int]) -> None:
         detected(trial, Questions(drawn.table.iloc[list(places)].reset_index(drop=True)), practice=True)
