@@ -82,7 +82,7 @@ def test_each_question_set_has_its_colour_with_solid_and_dashed_curves_and_bands
     for mode in MODES:
         own = pathways.modes[(pathways.modes["dataset"] == "third") & (pathways.modes["mode"] == mode)]
         place = labels.index(mode)
-        assert labels[place + 3].replace("*", "") == f"third ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})"
+        assert labels[place + 3].replace("†", "") == f"third ({len(own) / 2:,.0f}, {len(own) / 2:,.0f})"
 
 
 def test_the_legend_of_modes_by_random_tokens_counts_those_modes(pathways):
@@ -91,7 +91,7 @@ def test_the_legend_of_modes_by_random_tokens_counts_those_modes(pathways):
     own = pathways.curves.query("dataset == 'second' and split_by == 'random tokens'")
     own = own[own["layer"] == main_layer(pathways, "second")]
     for mode, share in own.set_index("mode")["share"].items():
-        assert labels[labels.index(mode) + 2].replace("*", "") == f"second ({60 * share:,.0f})"
+        assert labels[labels.index(mode) + 2].replace("†", "") == f"second ({60 * share:,.0f})"
 
 
 def test_curves_differ_in_mark_or_dash_and_the_legend_lies_within_the_figure(pathways):
@@ -200,16 +200,16 @@ def test_a_curve_of_fewer_than_ten_examples_is_thin_with_open_marks_and_a_probe_
 
 
 @pytest.mark.parametrize("at_chance", [(), SETS[1:3]])
-def test_a_star_in_the_legend_marks_the_sets_whose_probe_is_not_above_chance(pathways, at_chance):
+def test_a_dagger_in_the_legend_marks_the_sets_whose_probe_is_not_above_chance(pathways, at_chance):
     low = np.where(pathways.baselines["dataset"].isin(at_chance), 0.5, 0.6)
     one = dataclasses.replace(pathways, baselines=pathways.baselines.assign(low=low))
     legends = [one.plot().subfigs[1].legends[0], one.plot(plt.figure().add_subplot()).get_legend()]
     for legend in legends:
         words = [text.get_text() for text in legend.get_texts()]
-        assert {name for name in SETS if any(word.startswith(name) and word.endswith("*)") for word in words)} == {
+        assert {name for name in SETS if any(word.startswith(name) and word.endswith("†)") for word in words)} == {
             *at_chance
         }
-        assert ("* the probe is not above chance" in legend.get_title().get_text()) == bool(at_chance)
+        assert ("† the probe is not above chance" in legend.get_title().get_text()) == bool(at_chance)
 
 
 def test_of_questions_without_relations_it_is_said_once_that_two_modes_cannot_be_tested(pathways):

@@ -174,13 +174,13 @@ def test_a_result_plots_itself_on_given_axes_or_on_a_figure_of_its_own():
     assert "logit" in replace(result, target="logit").plot(Figure().subplots()).get_xlabel()
 
 
-def test_a_star_in_the_legend_marks_the_sets_whose_probe_is_not_above_chance():
+def test_a_dagger_in_the_legend_marks_the_sets_whose_probe_is_not_above_chance():
     result = made_up_saliency()
     table = result.table.assign(logit=result.table["logit"].where(result.table["dataset"] != "NQ", 0.0))
     at_chance = replace(result, table=table)
     (legend,) = hw.figures.saliency([at_chance]).legends
     alone = at_chance.plot(Figure().add_subplot()).get_legend()
     for shown in (legend, alone):
-        assert [text.get_text().endswith("(n = 60*)") for text in shown.get_texts()] == [False, True, False, True]
-        assert "* the probe is not above chance" in shown.get_title().get_text()
-    assert not any("*)" in text for text in texts(hw.figures.saliency([result])))
+        assert [text.get_text().endswith("(n = 60†)") for text in shown.get_texts()] == [False, True, False, True]
+        assert "† the probe is not above chance" in shown.get_title().get_text()
+    assert not any("†)" in text for text in texts(hw.figures.saliency([result])))

@@ -1,13 +1,16 @@
 """Draw the figures of README and documentation: `make figures`, or this file with names.
 
-All are of the embedded model but `evidence`, which needs SmolLM2's package.
+All are of the embedded model but `evidence`, which needs SmolLM2's package, and those of `real_`: these need question
+files too, take half an hour, and are drawn where they are named.
 """
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import headwater as hw
@@ -108,6 +111,27 @@ def membership() -> hw.Membership:
     return hw.membership(scores, facts["member"], strata=facts["relation"] + " " + facts["form"])
 
 
+@cache
+def real_answers() -> hw.AnsweredQuestions:
+    """Let SmolLM2 answer 100 questions of each of four public sets."""
+    files = ["popqa.jsonl", "triviaqa.jsonl", "hotpotqa_dev.json", "nq_open_dev.jsonl"]
+    return hw.answer(hw.load("smollm2"), hw.load_questions(files, sample=100), extractor="rules")
+
+
+@cache
+def real_pathways() -> hw.Pathways:
+    """Trace its pathways."""
+    return hw.trace_pathways(hw.load("smollm2"), real_answers(), seeds=1)
+
+
+def permuted() -> hw.Pathways:
+    """Trace them with the labels dealt out again among the answers to HotpotQA."""
+    answers = real_answers().select("hotpotqa")
+    z = np.random.default_rng(0).permutation(answers.z)
+    answers = replace(answers, table=answers.table.assign(z=z))
+    return hw.trace_pathways(hw.load("smollm2"), answers, seeds=1, controls=False)
+
+
 FIGURES: dict[str, Callable] = {
     "evidence": lambda: hw.evidence(hw.load("smollm2"), "country_to_capital"),
     "head_map": lambda: hw.classify_heads(model()),
@@ -132,12 +156,16 @@ FIGURES: dict[str, Callable] = {
     "detection": lambda: hw.detect(model(), answered(), token="before_answer", seeds=1),
     "memorization": lambda: hw.memorization(model(), hw.load_depth_graph(), controls=False),
     "membership": membership,
+    "real_heads": lambda: hw.classify_heads("smollm2"),
+    "real_delta_p": real_pathways,
+    "real_permuted": permuted,
+    "real_saliency": lambda: hw.saliency(hw.load("smollm2"), real_answers(), real_pathways().probe),
 }
 
 
 def main() -> None:
-    """Draw the figures named, or all of them."""
-    for name in sys.argv[1:] or FIGURES:
+    """Draw the figures named, or all but those of `real_`."""
+    for name in sys.argv[1:] or [name for name in FIGURES if not name.startswith("real_")]:
         print(*save_figure(FIGURES[name]().plot(), DOCS / "figures" / name, ("png",)), flush=True)
 
 

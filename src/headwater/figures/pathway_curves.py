@@ -2,7 +2,7 @@
 
 A panel per model; ΔP in percentage points against the layer whose probe is read. A question set has its colour and
 mark; Q-anchored examples are drawn solid, A-anchored ones dashed with open marks. 95 % bands over examples; one legend
-below all panels, with the number of examples in each mode at l*, and a star where the probe is not above chance. The
+below all panels, with the number of examples in each mode at l*, and a dagger where the probe is not above chance. The
 published form (Luo et al., ACL 2026, Figure 2) has no marks, and A-anchored examples in colours of their own: orange,
 red, brown and grey; how many examples there are and what the probe tells is said below its legend. A curve of fewer
 than ten examples is thin, with open marks.
@@ -24,9 +24,9 @@ from headwater.figures.pathway_controls import main_layer
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
+    DAGGER,
+    DAGGER_IS,
     DASHED,
-    STAR,
-    STARRED,
     checked_place,
     entitle,
     label,
@@ -128,7 +128,8 @@ def delta_p(
             ax.set_title(titles[0])
         return apply_title_and_size(ax, title, None)
     with shared_look(ax):
-        below = LINE * (len(names) + (1 + len(shown) * len(names) if as_published else 5)) + 0.1
+        said = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
+        below = LINE * (len(names) + said) + 0.1
         figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
         panels, legend = halves
@@ -261,7 +262,7 @@ def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | Non
         handles.append(Line2D([], [], linestyle="none"))
         labels.append(mode)
         for name in names:
-            counts = ", ".join(_count(one, name, mode, split_by) + STAR * _at_chance(one, name) for one in shown)
+            counts = ", ".join(_count(one, name, mode, split_by) + DAGGER * _at_chance(one, name) for one in shown)
             handles.append(Line2D([], [], **look_of(name, mode, names)))
             labels.append(f"{label(name)} ({counts})")
     return handles, labels
@@ -299,8 +300,8 @@ def _at_chance(pathways: Pathways, name: str) -> bool:
 
 
 def _counted(shown: Sequence[Pathways]) -> str:
-    starred = f"\n{STARRED}" if chance_note(shown) else ""
-    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}{starred}"
+    marked = f"\n{DAGGER_IS}" if chance_note(shown) else ""
+    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}{marked}"
 
 
 def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:

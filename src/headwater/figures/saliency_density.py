@@ -28,9 +28,9 @@ from headwater.colors import looks_of_sets
 from headwater.errors import InputError
 from headwater.figures.published import StyleName, in_order, is_published, model_name, set_names
 from headwater.figures.style import (
+    DAGGER,
+    DAGGER_IS,
     DASHED,
-    STAR,
-    STARRED,
     checked_place,
     entitle,
     label,
@@ -189,13 +189,13 @@ def _alone(
     ax.set(ylabel="Density")
     ax.set_title(title)
     entries = _in_order(handles)
-    starred = STARRED if _spelled(entries) != SPELLED else None
-    ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=starred, title_fontsize=7)
+    marked = DAGGER_IS if _spelled(entries) != SPELLED else None
+    ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=marked, title_fontsize=7)
 
 
 def _spelled(entries: Iterable[str]) -> str:
     """Say what a legend's signs mean."""
-    return f"{SPELLED}\n{STARRED}" if any(entry.endswith(f"{STAR})") for entry in entries) else SPELLED
+    return f"{SPELLED}\n{DAGGER_IS}" if any(entry.endswith(f"{DAGGER})") for entry in entries) else SPELLED
 
 
 def _in_order(handles: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def _panel(
         area, line = _looks(kind, name, names, as_published)
         ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
-        counted = f"n = {len(values):,}{STAR * bool(_at_chance(table[table['dataset'] == name]))}"
+        counted = f"n = {len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
         entry = _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} ({counted})"
         swatch = Patch(**area)
         handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))

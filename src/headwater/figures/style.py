@@ -107,7 +107,7 @@ DASHED: Any = (0, (4, 1.6))
 LINES_ARE = "lines: 95 % intervals"
 DEFAULT_FORMATS = ("png", "pdf")
 BANDS_ARE = "bands: 95 % intervals"
-STAR, STARRED = "*", "* the probe is not above chance"
+DAGGER, DAGGER_IS = "†", "† the probe is not above chance"
 WAYS = {"denoise": "clean into corrupted", "noise": "corrupted into clean"}
 """What is patched into what, by the direction."""
 MOST_TICKS = 16
