@@ -33,6 +33,8 @@ AXES = {
     "text": "whole texts",
     "example": "prompts, pairs of prompts, or answered questions",
     "row": "what is computed side by side: an example, or an example with one edit",
+    "group": "rows of one example that go through attention side by side",
+    "slot": "rows of such a group",
     # of relations
     "relation": "relations",
     "pair": "pairs of a source and an accepted target, or of a head and what it is asked",
