@@ -489,7 +489,7 @@ def test_the_report_and_the_figure_say_what_was_measured(detection):
         assert f"{NAMES[part['auc'].idxmax()]} tells them apart best (AUC {part['auc'].max():.3f}" in paragraph
         gain = part.loc["pr"]
         better, worse = gain["gain_low"] > 0, gain["gain_high"] < 0
-        verdict = "does better than" if better else "does worse than" if worse else "cannot be told from"
+        verdict = "does better than" if better else "does worse than" if worse else "is indistinguishable from"
         assert f"Pathway reweighting (PR) {verdict} the single probe ({gain['gain']:+.3f}" in paragraph
     ax = detection.plot()
     drawn = {line.get_label(): line.get_xdata() for line in ax.get_lines() if "wrong" in line.get_label()}

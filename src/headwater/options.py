@@ -89,7 +89,7 @@ def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
 
 
 def shown(value: object) -> str:
-    """Write out a value on one line, as it stands in a message; of one that takes many characters, its beginning."""
+    """Write out a value on one line, as it is in a message; of one that takes many characters, its beginning."""
     try:
         written = repr(value)
     except Exception:  # nested too deep, or of a class of the user's whose repr fails

@@ -205,7 +205,7 @@ class _Projection:
     def of(
         self, kind: str, inputs: Float[Tensor, "row position d_model"], heads: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position d_head"]:
-        """Return of each row the q (k, v) of its own head; rows stand head by head."""
+        """Return of each row the q (k, v) of its own head; rows are head by head."""
         if self.by_weights:
             return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
         made = self.receivers.projected(inputs)[kind]
@@ -315,7 +315,7 @@ class _Batch:
     def _mixed(self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL) -> ReceiverInputs:
         """Return what some receivers read in each circuit that has edges into them; at some positions, or at all.
 
-        The edges of a circuit are in the order of their receivers, so those into neighbours stand together.
+        The edges of a circuit are in the order of their receivers, so those into neighbours are together.
         """
         outside = outside[kept]
         parts = [self._entering(one, receivers) for one in range(self.n_circuits)]

@@ -9,7 +9,7 @@ shape. Four numbers sum a curve f(x) up, x from the least size to the largest (M
     least_size  the least size at which f is 0.9 or more
 
 Areas over x hide the start: half of them is the step from half of the edges to all, and random edges get a CPR of 0.28.
-So all four stand beside each other, and beside the placebos' own.
+So all four are beside each other, and beside the placebos' own.
 """
 
 from __future__ import annotations

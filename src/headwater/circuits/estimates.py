@@ -12,7 +12,7 @@ head (k, v, or the argument of an MLP), as one ordinary backward gives it,
 
 layer by layer, without any tensor `sender position head d_model`, and one product with the senders' Δ gives all edges
 of a layer. The sublayer's estimate is exact as far as the receiver's own output: through its norm, softmax or MLP, and
-first order only behind it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code
+first order only after it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code
 of Hanna et al. takes k/steps of the way from the corrupted side, as `quadrature="published"` does.
 
 Which edges are recomputed exactly after a screen: the strongest by their estimates, and some of the rest at random.
@@ -132,7 +132,7 @@ class Slopes:
 
     @property
     def _rows(self) -> slice:
-        """The rows of what is held that are of this pair: the other run may stand behind the base run."""
+        """The rows of what is held that are of this pair: the other run may be after the base run."""
         return slice(len(self.shares))
 
     def _logits_recorded(self, held: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:

@@ -98,7 +98,7 @@ def heads(
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
         validate: Run the model too: does it use the heads that are called? Each is silenced, and others of its layer;
             with --out also a folder validated, whose figure rings what is used.
-        template: With --validate: what asks for a target, with one {source} behind a space. Default: three examples;
+        template: With --validate: what asks for a target, with one {source} after a space. Default: three examples;
             for the embedded model the questions of its world.
     """
     if template is not None and not validate:

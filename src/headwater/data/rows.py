@@ -4,7 +4,7 @@
   number is the one a person would look for: the line of JSON lines, CSV and TSV, the item of a JSON array, the row of
   parquet.
 - `read_texts` yields one text of each row, or of each line, likewise; what cannot be read is a row without a text.
-- `read_objects` returns all rows of a file that is small, each with where it stands.
+- `read_objects` returns all rows of a file that is small, each with where it is.
 """
 
 import csv
@@ -97,7 +97,7 @@ def _text_in(line: str, field: str) -> str | None:
 
 
 def read_objects(path: Path) -> list[tuple[str, dict[str, object]]]:
-    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it stands."""
+    """Return the rows of a `.jsonl`, `.json` (a list) or `.parquet` file, each with where it is."""
     try:
         if path.suffix == ".jsonl":
             lines = path.read_bytes().split(b"\n")

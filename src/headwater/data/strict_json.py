@@ -1,4 +1,4 @@
-"""JSON from data files, where anything may stand, and texts that are no Unicode: each an error of one line."""
+"""JSON from data files, where anything may be, and texts that are no Unicode: each an error of one line."""
 
 import json
 import re
@@ -86,7 +86,7 @@ class JsonDocument:
             raise InputError(f"{file} is not a {what} in JSON ({error}).") from None
 
     def line(self, position: int) -> int:
-        """Return the line, from 1, of what stands at or behind a position."""
+        """Return the line, from 1, of what is at or after a position."""
         return self.text.count("\n", 0, self._skip(position)) + 1
 
     def error(self, position: int, what: str) -> InputError:

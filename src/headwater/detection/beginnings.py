@@ -2,7 +2,7 @@
 
 What a causal model computes at a position hangs on no later one. Rows that are edited from some position on are run up
 to it once, and as often as wanted from there on. Beginnings of several lengths lie in one tensor, each up against its
-end, and go together in one run, which is told by a mask what stands before a shorter one.
+end, and go together in one run, which is told by a mask what is before a shorter one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Beginnings:
     """The keys and values of some rows' first tokens."""
 
     place: Mapping[int, int] = field(default_factory=dict)
-    """By row, where it stands in `held`."""
+    """By row, where it is in `held`."""
     lengths: Mapping[int, int] = field(default_factory=dict)
     """By row, how many tokens were run."""
     held: KeysValues = field(default_factory=dict)

@@ -103,7 +103,7 @@ def _begun(name: str) -> str:
 def _verdict(row: Mapping[str, Any]) -> str:
     if row["gain_low"] > 0:
         return "does better than"
-    return "does worse than" if row["gain_high"] < 0 else "cannot be told from"
+    return "does worse than" if row["gain_high"] < 0 else "is indistinguishable from"
 
 
 def _signed(row: Mapping[str, object]) -> str:

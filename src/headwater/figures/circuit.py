@@ -1,6 +1,6 @@
 """A circuit as a graph by layers: from the embedding on the left to the logits on the right.
 
-MLPs stand on one line with the embedding and the logits, the heads of a layer above it, those that many low nodes feed
+MLPs are on one line with the embedding and the logits, the heads of a layer above it, those that many low nodes feed
 at the bottom. A line is an edge: red where its effect is above 0, blue below, grey where none is known; its width goes
 with the square root of the effect's size. What of a head it feeds is told by the line: q drawn through, k dashed, v
 dotted. Where several query heads read one key or value, it leads to those of them that take part. Up to `FEW` edges
@@ -132,7 +132,7 @@ def _mean_height(node: int, lines: list[Drawn], places: Mapping[int, Place]) -> 
 
 
 def _on_the_line(places: Mapping[int, Place], line: Drawn) -> bool:
-    """Whether an edge leads from one to another of the nodes that stand on one line, which it must go around."""
+    """Whether an edge leads from one to another of the nodes that are on one line, which it must go around."""
     return places[line.source][1] == places[line.target][1] == 0
 
 
@@ -163,7 +163,7 @@ def _draw(ax: Axes, curve: Path, line: Drawn, effect: float, top: float, rank: f
 def _write_effects(
     ax: Axes, circuit: Circuit, lines: list[Drawn], curves: Mapping[Drawn, Path], places: Mapping[int, Place]
 ) -> None:
-    """Write the effects on their lines, the largest first, each where nothing stands yet; else it is left out."""
+    """Write the effects on their lines, the largest first, each where there is room; else it is left out."""
     written: set[int] = set()
     taken = [(x, y, 0.35, 0.27) for x, y in places.values()]
     for line in lines:

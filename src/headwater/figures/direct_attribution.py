@@ -1,7 +1,7 @@
 """Direct logit attribution: heads and MLPs of every layer, or what heads attend to, as a map; else bars.
 
 The colour scale of the map diverges from 0 and reaches equally far both ways; its last column, set apart, is the MLPs.
-What has no layer, the embedding and the bias, stands in the title. Several prompts are averaged.
+What has no layer, the embedding and the bias, is in the title. Several prompts are averaged.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
 
     Args:
         head_map: a result of `classify_heads`.
-        ax: where to draw. The legend then stands below it; on a figure of its own, to the right.
+        ax: where to draw. The legend then is below it; on a figure of its own, to the right.
     """
     checked_place(ax, 1, None)
     with shared_look(ax):

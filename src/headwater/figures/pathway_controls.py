@@ -52,7 +52,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 MODE_LOOKS = {"Q-anchored": (BLUE, "o"), "A-anchored": (ORANGE, "s")}
 PANEL = (2.5, 1.9)
 NARROW = 2.4
-"""Inches of a panel below which a legend stands in one column."""
+"""Inches of a panel below which a legend is in one column."""
 MOST_ACROSS = 4
 RANDOM_ARE = "random: examples with as many random tokens"
 
@@ -64,7 +64,7 @@ def flip_rates(
     """Draw how often the probe's prediction flips, by layer, for every intervention: a panel per question set.
 
     Args:
-        pathways: a result of `hw.trace_pathways`. The dotted line stands at the layer chosen most often as l*.
+        pathways: a result of `hw.trace_pathways`. The dotted line is at the layer chosen most often as l*.
         ax: where to draw a single question set; default: a new figure.
         title: in place of the figure's own.
         figsize: width and height of a new figure, in inches.

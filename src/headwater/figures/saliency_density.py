@@ -267,7 +267,7 @@ def _axis(target: str, pairs: object) -> str:
 
 
 def _published_axis(ax: Axes, axis: str) -> None:
-    """Name the axis as published, where it shows what is published; powers of ten stand at the ends of both axes."""
+    """Name the axis as published, where it shows what is published; powers of ten are at the ends of both axes."""
     power = ax.get_xlabel().partition("{")[2].partition("}")[0]
     means = axis.startswith(PAIRS["mean"])
     ax.set_xlabel(f"Saliency Score ({PAIRS['mean']})" if means else "Saliency Score")

@@ -234,7 +234,7 @@ def plain_title(model: str, seen: str) -> str:
 
 
 def entitle(figure: Figure, title: str, **place: Any) -> None:
-    """Put a title above all panels of a figure, where the title of a single one would stand."""
+    """Put a title above all panels of a figure, where the title of a single one would be."""
     figure.suptitle(title, x=0.01, ha="left", size=mpl.rcParams["axes.titlesize"], weight="bold", **place)
 
 

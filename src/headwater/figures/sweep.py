@@ -108,7 +108,7 @@ def plot_sweep(
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
     """Cut a sweep into what a panel shows: a site and metric, and a role where there are two more axes beside roles.
 
-    Where both queries and keys stand by role and a third axis runs, a panel is one query and one key.
+    Where both queries and keys are named by role and a third axis runs, a panel is one query and one key.
     """
     panels: list[tuple[Any, pd.DataFrame]] = []
     for name, part in table.groupby(["site", "metric"], sort=False):

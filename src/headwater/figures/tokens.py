@@ -37,7 +37,7 @@ SEEN = "how likely each token is"
 
 
 class Placed(NamedTuple):
-    """A token and where it stands."""
+    """A token and where it is."""
 
     text: str
     line: int

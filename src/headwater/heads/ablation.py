@@ -147,7 +147,7 @@ def ablate_heads(
         relations: what `classify_heads` was given, if it was given relations.
         top: how many heads, by score; by default all that implement the relation.
         method: "zero" or "mean".
-        template: what asks for a target, with one `{source}` behind a space (relations are about words behind a space);
+        template: what asks for a target, with one `{source}` after a space (relations are about words after a space);
             the target comes next.
         shots: examples in front of each question.
         draws: sets of layer-matched random heads, at most 1,000.

@@ -5,7 +5,7 @@
     previous_token    the position before
     delimiter         earlier punctuation and line breaks
     duplicate_token   earlier positions with the query's token
-    induction         the positions behind those (Olsson et al. 2022)
+    induction         the positions after those (Olsson et al. 2022)
     successor         earlier positions with what follows the query's token in a series: letters, numbers, days, years
 
 The third, fifth and sixth are those of TransformerLens's head detector, which takes text, one prompt at a time, and
@@ -52,7 +52,7 @@ class TokenKinds:
     series: Int[Tensor, " d_vocab"]
     """Its number among the members of series; 0 of what is none."""
     follows: Bool[Tensor, "source target"]
-    """By these numbers, whether the second comes right behind the first in a series."""
+    """By these numbers, whether the second comes right after the first in a series."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _series(tokenizer: Tokenizer, ordinary: Bool[Tensor, " d_vocab"]) -> set[tup
 def repeated_tokens(
     model: HookedModel, sequences: int, length: int, seed: int, kinds: TokenKinds | None = None
 ) -> Int[Tensor, "batch position"]:
-    """Draw sequences of different ordinary tokens, each sequence said twice, behind the model's BOS if it wants one."""
+    """Draw sequences of different ordinary tokens, each sequence said twice, after the model's BOS if it wants one."""
     kinds = token_kinds(model) if kinds is None else kinds
     ordinary = kinds.ordinary.nonzero()[:, 0]
     length = min(length, len(ordinary), (model.shape.n_ctx - len(model.bos)) // 2)

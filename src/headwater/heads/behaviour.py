@@ -353,7 +353,7 @@ def named(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def words(behaviour: object) -> str:
-    """Return a behaviour's name as it stands in a sentence."""
+    """Return a behaviour's name as it is in a sentence."""
     return str(behaviour).replace("_", " ")
 
 

@@ -89,7 +89,7 @@ def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame
 
 
 def add_excess(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a score table with the columns `excess` and `suppression_excess`, each behind what was expected."""
+    """Return a score table with the columns `excess` and `suppression_excess`, each after what was expected."""
     table = table.copy()
     for sign, prefix in PREFIXES.items():
         place = list(table.columns).index(f"{prefix}expected") + 1

@@ -13,7 +13,7 @@ in Frobenius norms: between 0 and 1, and 1 where the reader reads the one direct
    ‖A B‖ = ‖R B‖. So a writer is its R W_O (d_head × d_model), a reader its W_Q L (d_model × d_head), and a score the
    norm of one d_head × d_head product; nothing of size d_model × d_model is formed.
 2. The reader reads through its norm: the gain is folded in. A writer's values are read through its own norm likewise.
-   What norms do beside their gain (scales, centring, a norm behind the attention), rotation and biases are left out.
+   What norms do beside their gain (scales, centring, a norm after the attention), rotation and biases are left out.
 3. Null: the same two matrices, one turned at random against the other in the residual stream. With g an entry of a
    random rotation of d dimensions, E g² = 1/d, so the squared score has the mean 1/d whatever the singular values; its
    variance follows from theirs and from the fourth moments of g (Collins & Śniady 2006):

@@ -8,10 +8,10 @@ tokens that are written as themselves, times the eigenvalue: positive where it c
 
 1. M has the eigenvalues of the product in the other order, W_O (U E) W_V, and zeros: U E is d_model × d_model and the
    same for all heads of a layer, the product d_head × d_head.
-2. E is the raw embedding at layer 0 and the effective embedding behind it (`models.weights.effective_embedding`).
+2. E is the raw embedding at layer 0 and the effective embedding after it (`models.weights.effective_embedding`).
 3. Null: heads of this shape whose W_V and W_O are drawn at random, with the same E and U.
 
-Biases, norms, and a norm behind the attention are left out.
+Biases, norms, and a norm after the attention are left out.
 """
 
 from __future__ import annotations

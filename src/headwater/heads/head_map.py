@@ -187,13 +187,13 @@ class HeadMap(Result):
         The accuracy on a relation when the head writes nothing at the last position, beside that when another head
         writes nothing; see `heads.use` for the test. A head that only looks as if it did something is not used, and
         some heads harm what they seem to do: `loss` is below 0. Where the map lets one token stand for several, the
-        model is asked for that token, behind those before it.
+        model is asked for that token, after those before it.
 
         Args:
             model: the model that was classified.
             relations: what `classify_heads` was given, if it was given relations, or some of them: then these alone are
                 asked for.
-            template: what asks for a target, with one `{source}` behind a space; or a mapping from relations to such
+            template: what asks for a target, with one `{source}` after a space; or a mapping from relations to such
                 texts, and then only these relations are asked for.
             shots: examples in front of each question.
             draws: how many other heads are silenced, one at a time, for each.

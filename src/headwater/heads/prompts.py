@@ -41,7 +41,7 @@ class TaskPrompts:
 
     batch: Batch
     accepted: tuple[tuple[int, ...], ...]
-    """The accepted target tokens of each row; of targets of several tokens those that stand for them, all behind the
+    """The accepted target tokens of each row; of targets of several tokens those that stand for them, all after the
     same tokens, which the prompt ends with."""
     foil: Int[Tensor, "row"]
     """A target of another item that is not accepted here: what the logit difference is taken against."""
@@ -194,7 +194,7 @@ def _words_of_items(model: HookedModel, tokens: TokenRelation) -> list[tuple[str
 
 
 def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of each item the tokens before the one that stands for its first target, and the tokens accepted behind them."""
+    """Of each item the tokens before the one that stands for its first target, and the tokens accepted after them."""
     if not tokens.words:
         yield from (((), standing) for standing in tokens.targets)
         return

@@ -67,7 +67,7 @@ class SuitePairs:
     source_tokens: Int[Tensor, "source"]
     """The union of the relations' sources: what the heads' embeddings are wanted for."""
     item_source: Int[Tensor, "item"]
-    """Where each item's source stands in `source_tokens`."""
+    """Where each item's source is in `source_tokens`."""
     item_relation: Int[Tensor, "item"]
     pair_item: Int[Tensor, "pair"]
     pair_target: Int[Tensor, "pair"]
@@ -75,7 +75,7 @@ class SuitePairs:
 
     @cached_property
     def pair_source(self) -> Int[Tensor, "pair"]:
-        """Where each pair's source stands in `source_tokens`."""
+        """Where each pair's source is in `source_tokens`."""
         return self.item_source[self.pair_item]
 
     @cached_property
@@ -103,7 +103,7 @@ class SuitePairs:
 
     @property
     def source_of_item(self) -> Sequence[Int[Tensor, "item"]]:
-        """Which of its relation's sources, as they stand in its grid, each item is of, by relation."""
+        """Which of its relation's sources, as they are in its grid, each item is of, by relation."""
         return [place for _, place in self._distinct]
 
     @cached_property

@@ -128,7 +128,7 @@ def dynamic_scores(
         model: the model that was classified.
         head_map: its static scores; relations and k are taken from there.
         relations: what `classify_heads` was given, if it was given relations.
-        templates: sentences with one `{source}`, behind a space.
+        templates: sentences with one `{source}`, after a space.
         bos: what each sentence begins with, as in `hw.load`; by default what the model's texts do. The publication
             did as the tokenizer does by itself, `bos="tokenizer"`: without one for GPT-2, where heads that rest on the
             first position give other scores.
@@ -168,7 +168,7 @@ def scored_prompts(
         model: the model.
         head_map: of that model.
         asked: of each relation the prompts, the items that they are of, and k.
-        templates: what the prompts stand in.
+        templates: what the prompts are in.
         batch_size: sentences in a run.
     """
     weights = open_weights(model)

@@ -64,7 +64,7 @@ def layer_predictions(
     """Return what layers predict, in one pass over the vocabulary.
 
     Args:
-        hidden: states of several layers at some tokens, behind the final norm.
+        hidden: states of several layers at some tokens, after the final norm.
         last: the same of the last layer.
         head: the unembedding.
         target: the token whose rank is asked for, for each.

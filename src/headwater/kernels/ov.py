@@ -1,4 +1,4 @@
-"""What attention heads map a token to: the OV maps of one layer's heads, and where a target stands in them.
+"""What attention heads map a token to: the OV maps of one layer's heads, and where a target is in them.
 
 A head that attends to a source s writes m_s = x_s W_V W_O W_U, one logit for each token of the vocabulary (Elhelo &
 Geva, ACL 2025). This file is the formula as it is read: the whole map in float64, then counts. `ov_blocked`,
@@ -76,7 +76,7 @@ def longest_column(W_U: Float[Tensor, "d_model d_vocab"]) -> float:
 def first_tokens(W_U: Float[Tensor, "d_model d_vocab"], n: int) -> Int[Tensor, " token"]:
     """Choose tokens that often have the largest and smallest logits: half of them those farthest from the mean column.
 
-    What all columns share moves all logits alike, so that it is taken off. The other half stand evenly apart, since the
+    What all columns share moves all logits alike, so that it is taken off. The other half are evenly apart, since the
     farthest may all lie one way (tokens that were never trained).
     """
     n, mean = min(n, W_U.shape[1]), W_U.mean(1, keepdim=True, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The counts of `ov`, without the maps: where a target stands in x W_V W_O W_U, in a workspace of fixed size.
+"""The counts of `ov`, without the maps: where a target is in x W_V W_O W_U, in a workspace of fixed size.
 
 Three things make it fast. Counting replaces sorting: whether t is in the top k takes one comparison per token. The maps
 stay low rank: x W_V once for every source of the suite, and W_O W_U once for all heads. And almost every pair is out

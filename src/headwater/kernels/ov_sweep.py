@@ -44,7 +44,7 @@ class Grid:
 
     @cached_property
     def tokens(self) -> tuple[Int[Tensor, "token"], Int[Tensor, "pair"]]:
-        """The targets, each once, and where each pair's stands among them."""
+        """The targets, each once, and where each pair's is among them."""
         return self.target.unique(return_inverse=True)
 
 

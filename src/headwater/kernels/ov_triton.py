@@ -100,7 +100,7 @@ def count_beyond(
         W: W_O W_U of each head, for some tokens.
         own: the logit of each pair's own target.
         margin: how near is too near to call.
-        column: where each pair's own target stands among these tokens; any number beyond them if it does not.
+        column: where each pair's own target is among these tokens; any number beyond them if it does not.
         precision: "highest" multiplies in float32, "high" in three tensor-core products.
     """
     (n_heads, d_head, n_tokens), n_pairs = W.shape, z.shape[1]

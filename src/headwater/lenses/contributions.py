@@ -127,7 +127,7 @@ class Contributions:
         return [heads.double(), constant.double()[:, None], mlp[:, None]]
 
     def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:
-        """The direction in front of the norm behind the attention, where there is one, at its recorded scale."""
+        """The direction in front of the norm after the attention, where there is one, at its recorded scale."""
         post_norm = attention_post_norm(self.model, layer)
         along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
         return residual_scale(self.model) * along.to(summed)

@@ -7,7 +7,7 @@ the final norm held as it was in this run, the logit difference is a sum over th
 1. One run of the prompts keeps, at the positions read, the embedding, z of every head, what attention and MLP add, and
    the residual stream after the last block.
 2. The direction w = W_U[correct] - W_U[wrong] is pulled back through the final norm at its recorded scale.
-3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm behind the
+3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm after the
    attention, where there is one (Gemma), at that norm's recorded scale.
    A layer without heads (recurrent, convolution) has one part in their place, `mixer`: resid_mid - resid_pre.
 4. What depends on no input is `bias`: b_O of each layer, and, without a layer, the final norm's and the unembedding's.
@@ -71,7 +71,7 @@ class DirectAttribution(Result):
     `component` is embed, head, mlp, bias, or mixer (what a layer without heads adds in their place); `layer` and
     `head` are `<NA>` where a row is of none or of all; `position`
     is where the logits are read, and with `by="position"` of a head where it attends to. With several positions read a
-    contribution is its share of their mean. Where positions stand by role, `role` says which, and
+    contribution is its share of their mean. Where positions are named by role, `role` says which, and
     means are of each role by itself."""
     totals: pd.DataFrame
     """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""

@@ -3,12 +3,12 @@
 nostalgebraist, "interpreting GPT: the logit lens", 2020; Belrose et al., "Eliciting Latent Predictions from
 Transformers with the Tuned Lens", 2023.
 
-    logits of a layer = cap(norm(lens(h)) W_U + b_U)      h: the residual stream behind the layer's block
+    logits of a layer = cap(norm(lens(h)) W_U + b_U)      h: the residual stream after the layer's block
 
 with the model's own final norm, unembedding, its bias and its soft cap. lens(h) is h itself or h + A h + b
 (`lenses.reading`).
 
-1. One run of the prompts keeps the residual stream behind every layer asked for, and the last, at the positions read.
+1. One run of the prompts keeps the residual stream after every layer asked for, and the last, at the positions read.
 2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
@@ -165,7 +165,7 @@ def lens(
 ) -> LayerPredictions:
     """Read every layer as if it were the last: its top tokens, the rank of what comes next, how far it is from the end.
 
-    The logits of a layer are cap(norm(lens(h)) W_U + b_U), with h the residual stream behind its block; divergences
+    The logits of a layer are cap(norm(lens(h)) W_U + b_U), with h the residual stream after its block; divergences
     are in nats (nostalgebraist 2020; Belrose et al. 2023).
 
     Args:
@@ -173,7 +173,7 @@ def lens(
         prompts: one prompt, several, or token ids.
         lens: how layers are read: "logit", the folder of a tuned lens (as the tuned-lens package writes it), a function
             of the residual stream and the layer, or (A, b) of a tuned lens by layer.
-        layers: "all", a layer or several; the last is always read too. Layer l is the residual stream behind its block.
+        layers: "all", a layer or several; the last is always read too. Layer l is the residual stream after its block.
         positions: which positions are read, as in `hw.patch`.
         answer: the token whose rank is asked for at every position: a text or an id, one for all prompts or one per
             prompt. Default: at each position the token that comes next in the prompt.

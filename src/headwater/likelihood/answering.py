@@ -2,7 +2,7 @@
 
 1. Answers are those in the data, or the model's own: greedy, to the end of the first line in a raw context, to the end
    of the message in a chat.
-2. Scores are those in the data, a judge's (any function), or by label match: 5 where an accepted answer stands in the
+2. Scores are those in the data, a judge's (any function), or by label match: 5 where an accepted answer is in the
    answer (`headwater.questions.labels`), else 1. Label match needs short accepted answers.
 3. An answer of the model's own that had not ended at the token limit is not judged: it has no score, and is counted.
 """
@@ -64,7 +64,7 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
         answers: "data", "model", or None for the first that there is.
         judge: see `hw.memorization`.
         span: what is scored.
-        alone: questions are asked alone. Answers in the data are taken for such: behind other questions they count only
+        alone: questions are asked alone. Answers in the data are taken for such: after other questions they count only
             where "data" is asked for.
     """
     if answers is not None:
@@ -124,7 +124,7 @@ def own_answers(
     known: dict[str, Own | None],
     stage: str = "answers",
 ) -> list[Own | None]:
-    """Let the model answer, behind each different prompt once; None where one leaves no room for an answer.
+    """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
 
     Args:
         run: the analysis that asks.

@@ -3,7 +3,7 @@
 Ko et al., EMNLP 2024, ask the questions above depth 1 in four ways, the names here:
 
     none         the question alone ("zero-shot")
-    gold         behind its direct predecessors, each with its accepted answer ("Prompt (Gold)")
+    gold         after its direct predecessors, each with its accepted answer ("Prompt (Gold)")
     predicted    likewise, each with the model's own answer to it, asked alone ("Prompt (Pred.)")
     multi-turn   as the last turn of a conversation in which the model is asked its predecessors one after another
 
@@ -42,7 +42,7 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class ContextWording:
-    """How questions are put to a model, alone and behind others."""
+    """How questions are put to a model, alone and after others."""
 
     model: HookedModel
     context: str
@@ -51,11 +51,11 @@ class ContextWording:
     """Of a question alone, and of the turns before the last; see `questions.asking.question_frame`."""
     predecessors: str
     predecessor_prompt: str | Messages | None
-    """Of a question behind others."""
+    """Of a question after others."""
 
     @property
     def written(self) -> str | list[dict[str, str]] | None:
-        """The prompt of a question behind others, as a run's record holds it."""
+        """The prompt of a question after others, as a run's record holds it."""
         prompt = self.predecessor_prompt
         return prompt if prompt is None or isinstance(prompt, str) else [dict(one) for one in prompt]
 
@@ -65,7 +65,7 @@ class ContextWording:
         return question_frame(self.model, self.context, self.prompt)
 
     def behind(self, before: Pairs, *, last: bool = True) -> Frame:
-        """Return the frame of a question behind others; of a conversation, of its last turn or of an earlier one."""
+        """Return the frame of a question after others; of a conversation, of its last turn or of an earlier one."""
         if not before:
             return self.alone
         if self.predecessors == TURNS:
@@ -124,7 +124,7 @@ def _messages(prompt: str | Messages | None) -> Messages:
 
 
 def checked_wording(wording: ContextWording) -> ContextWording:
-    """Write a question alone and behind another, once."""
+    """Write a question alone and after another, once."""
     if wording.predecessors == NONE and wording.predecessor_prompt is not None:
         raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
     given = wording.predecessor_prompt
@@ -156,7 +156,7 @@ def frames_of(
         nodes: of a graph.
         wording: how questions are put.
         asking: how the model is asked, where its own answers are shown.
-        known: what the model wrote behind a prompt; what it is asked here is added.
+        known: what the model wrote after a prompt; what it is asked here is added.
     """
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
@@ -177,7 +177,7 @@ def _answered(
     asking: AnsweringOptions,
     known: dict[str, Own | None],
 ) -> dict[str, list[tuple[str, str]] | None]:
-    """Let the model answer the questions before each node: each alone, or each behind those before it."""
+    """Let the model answer the questions before each node: each alone, or each after those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in asked}
     for turn in range(max(map(len, asked.values()), default=0)):
         prompts = {}

@@ -1,7 +1,7 @@
 """The layout of DepthQA (Ko et al., EMNLP 2024): a folder of questions, nodes, which question each is, and answers.
 
     questions    qid, depth, question, answer
-    nodes        nodeid, depth, direct_predecessors, direct_successors, group (or what stands before the _ of nodeid)
+    nodes        nodeid, depth, direct_predecessors, direct_successors, group (or what is before the _ of nodeid)
     node_to_q    nodeid, qid; several nodes may be one question
     answers      {qid or nodeid: {predicted_answer, score}}; the score of a judge, 1 to 5, may be missing
 
@@ -24,7 +24,7 @@ from headwater.errors import InputError, did_you_mean
 
 
 class DepthRow(NamedTuple):
-    """A row of a file, and where it stands."""
+    """A row of a file, and where it is."""
 
     where: str
     fields: Mapping[str, object]
@@ -58,7 +58,7 @@ class Answers(NamedTuple):
 
 
 def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Read the nodes of a folder, each with where it stands, and say what the folder lacks."""
+    """Read the nodes of a folder, each with where it is, and say what the folder lacks."""
     found = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
     if found["questions"] is None:
         raise InputError(

@@ -135,8 +135,8 @@ def score_file(
         k: the shares of lowest tokens.
         reference: another model, for the score `reference`.
         lowercase: also read the lowercased texts, for the score `lowercase`.
-        prefix: also read every text behind this one, which is known not to have been seen, for the score `recall`.
-        token_counts: how often each token id stands in a corpus, for the score `dc_pdd`.
+        prefix: also read every text after this one, which is known not to have been seen, for the score `recall`.
+        token_counts: how often each token id occurs in a corpus, for the score `dc_pdd`.
         maximum_entropy: in nats; the score `surp` is over positions of a lower one.
         gradient_norm: also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
         long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
@@ -149,7 +149,7 @@ def score_file(
 
     Raises:
         InputError: the file does not exist, is empty or has no such column, an option cannot be used, or a text does
-            not fit behind the prefix, or is longer than the context where its gradient is taken.
+            not fit after the prefix, or is longer than the context where its gradient is taken.
         RunFolderError: `out` holds another run.
     """
     check_model(model)

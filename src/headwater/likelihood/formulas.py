@@ -17,11 +17,11 @@ tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
                  at positions of an entropy below `maximum_entropy`
     dc_pdd       mean min(p_t · -log f_t, 0.01) over the first occurrence of      DC-PDD, Zhang et al. 2024
                  each token id; f_t its share of a corpus, Laplace-smoothed       (EMNLP)
-    recall       mean l_t behind a given prefix / mean l_t                        ReCaLL, Xie et al. 2024
+    recall       mean l_t after a given prefix / mean l_t                        ReCaLL, Xie et al. 2024
     grad_norm    -mean over parameters of the norm of the gradient of -mean l_t   MIMIR, Duan et al. 2024
 
 The last four need what is given for them: an entropy, for which no published default is known; counts of tokens in a
-corpus; statistics of the same texts behind texts that are known not to have been seen; gradients (`gradient_norms`). A
+corpus; statistics of the same texts after texts that are known not to have been seen; gradients (`gradient_norms`). A
 text without a surprising token has no `surp`.
 
 k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of three (a text of fewer than three tokens
@@ -29,7 +29,7 @@ is not averaged). Published code agrees, but for texts so short that K · T < 1:
 σ_t² is at least `minimum_variance`; where a position is certain, this choice decides the score, so `texts` counts the
 tokens it touched (`clamped`).
 
-Each is a row of `SCORES`. A score of one's own is one more: it then stands in every table, figure and file of scores.
+Each is a row of `SCORES`. A score of one's own is one more: it then is in every table, figure and file of scores.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TextTokens:
     reference: float = math.nan
     """The mean log-probability under another model."""
     prefixed: float = math.nan
-    """The mean log-probability behind a prefix."""
+    """The mean log-probability after a prefix."""
     gradient_norm: float = math.nan
     """The mean norm of the gradient of the loss, over parameters."""
     token_id: Int[ndarray, " token"] | None = None

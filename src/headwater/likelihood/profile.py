@@ -2,7 +2,7 @@
 
 Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-K% of Shi et al., ICLR 2024.
 
-1. Write every question, or an answer behind its question, as the model reads it (`framed`), alone or behind the
+1. Write every question, or an answer after its question, as the model reads it (`framed`), alone or after the
    questions that it builds on (`contexts`).
 2. Take the likelihood statistics of the tokens of the span, at the final layer and at any others (`statistics`), and
    score them: Min-K% and its relatives (`scores`). Higher = more likely seen; the figure draws minus Min-K%.

@@ -37,7 +37,7 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0)
 """The K at which published sweeps look; 0.2 is the published default."""
 PUBLISHED_SHARE = 0.2
 Counts: TypeAlias = Sequence[int] | Real[ndarray, " d_vocab"]
-"""How often each token id stands in a corpus."""
+"""How often each token id occurs in a corpus."""
 Norms: TypeAlias = Sequence[float] | Float[ndarray, " text"]
 """A number for every text; NaN of one without tokens to score."""
 
@@ -161,8 +161,8 @@ def memorization_scores(
         k: the shares of lowest tokens, each above 0 and at most 1.
         reference: statistics of the same texts under another model, for the score `reference`.
         lowercased: statistics of the same texts in lower case under the same model, for the score `lowercase`.
-        prefixed: statistics of the same texts behind a prefix, given as spans (`prefixed_statistics`), for `recall`.
-        token_counts: how often each token id stands in a corpus, for the score `dc_pdd`.
+        prefixed: statistics of the same texts after a prefix, given as spans (`prefixed_statistics`), for `recall`.
+        token_counts: how often each token id occurs in a corpus, for the score `dc_pdd`.
         maximum_entropy: in nats; the score `surp` is over positions of a lower one.
         gradient_norms: of the same texts under the same model (`likelihood.gradient_norms`), for `grad_norm`.
         minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats².
@@ -225,7 +225,7 @@ def prefixed_statistics(
     batch_size: int = 16,
     progress: bool = True,
 ) -> TextStatistics:
-    """Return the statistics of texts behind a prefix, for the score `recall`.
+    """Return the statistics of texts after a prefix, for the score `recall`.
 
     Args:
         model: the model.
@@ -259,7 +259,7 @@ def checked_shares(k: float | Iterable[float]) -> list[float]:
 
 
 def checked_counts(token_counts: Counts) -> Float[ndarray, " d_vocab"]:
-    """Return how often each token id stands in a corpus."""
+    """Return how often each token id occurs in a corpus."""
     try:
         counts = np.asarray(token_counts, dtype=np.float64)
     except (TypeError, ValueError):
@@ -286,7 +286,7 @@ def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
 
 
 def checked_prefix(prefix: str) -> str:
-    """Return a text to stand before others."""
+    """Return a text to come before others."""
     if not isinstance(prefix, str) or not prefix.strip():
         raise InputError(f"prefix={shown(prefix)} must be a text that is known not to have been seen.")
     return prefix

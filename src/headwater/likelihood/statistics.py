@@ -9,11 +9,11 @@
    2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
    with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
 5. Take the statistics in one pass over tiles of the vocabulary (`headwater.kernels.likelihood_blocked`): the logits of
-   all of it are never held. Float32 states (of a float32 model, or behind a lens) are multiplied with all their bits on
+   all of it are never held. Float32 states (of a float32 model, or after a lens) are multiplied with all their bits on
    a CUDA device; with precision="high" in fewer tensor-core products, and a logit is then off by less than 2⁻¹⁸ of
    Σ |h_i W_i| with float32 weights and 2⁻¹⁶ with bfloat16 ones, a log-probability by twice that.
 
-A token is scored if something stands before it. Where a model wants no BOS (GPT-NeoX, Phi, Qwen) a text's first token
+A token is scored if something is before it. Where a model wants no BOS (GPT-NeoX, Phi, Qwen) a text's first token
 is therefore not scored, and a text of one token has nothing to score; such texts stay in `texts` with a note.
 """
 
@@ -172,7 +172,7 @@ def token_statistics(
         texts: a text, or texts; a chat, or chats, as of `model.tokenize`.
         spans: for each text the characters (start, end) whose tokens are scored, or None for all of them. A token that
             holds characters on both sides of an edge is scored. The whole text is read in any case.
-        layers: "final", "all", a layer or several. Layer l is read behind its block, resid_post.
+        layers: "final", "all", a layer or several. Layer l is read after its block, resid_post.
         lens: how layers are read: "logit", the folder of a tuned lens, a function, or the (A, b) of a tuned lens by
             layer. The final layer may be missing from a mapping: it is read as the model reads it.
         long: whether a text longer than the context is an "error" or read in windows ("window").

@@ -107,16 +107,16 @@ def patch(
             `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a
             tensor with the axes `d`, `head d_head`, `example (head) d` or `example position (head) d` of the site (one
             example may stand for all; of a pattern `example head query key`); or a function `(activation, other,
-            place) -> activation` of rows, `row width`: what stands there, what the other run has there (None without
+            place) -> activation` of rows, `row width`: what is there, what the other run has there (None without
             one) and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). It must treat each row
             by itself.
         layers: which take part.
         positions: which take part; query positions for `pattern`. A mapping names them by role, each prompt resolved by
-            itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which stand in a
+            itself: `{"subject": [" France", " Italy"], "end": "last"}`. The sweep runs over roles, which are in a
             column `role`, and prompts may be of any lengths, also the two of a pair. See `headwater.models.positions`.
         heads: which take part, by number (key-value heads for `k` and `v`) or by names of heads of one layer, as "9.2"
             or (9, 2).
-        keys: of `pattern`, which attended tokens take part, named as positions are. By role they run too and stand in a
+        keys: of `pattern`, which attended tokens take part, named as positions are. By role they run too and are in a
             column `key_role`; then the two prompts of a pair may be of any lengths here as well.
         spans: whether the tokens of a role are patched `together` (one cell) or `token by token`.
         window: patch this many layers around each at once, or `"cumulative"`; a mapping gives it by axis.

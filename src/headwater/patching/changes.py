@@ -37,14 +37,14 @@ from headwater.patching.replacements import (
 from headwater.patching.writing import EditedRows
 
 RTOL, ATOL = 1e-3, 1e-5
-"""How far a function's result for a row may differ when other rows stand beside it: more than rounding does."""
+"""How far a function's result for a row may differ when other rows are beside it: more than rounding does."""
 SAMPLES = 10_000
 """Draws of noise, at most: each is a run of its own."""
 
 
 @checked_call
 def add(direction: TensorLike) -> ReplacementSpec:
-    """Values: the activation that stands there, with a direction added; zeros are the control, and change nothing.
+    """Values: the activation that is there, with a direction added; zeros are the control, and change nothing.
 
     Args:
         direction: a tensor, a numpy array or a list of numbers: one for all rows, `d`; for sites with heads one for
@@ -59,7 +59,7 @@ def add(direction: TensorLike) -> ReplacementSpec:
 
 @checked_call
 def scale(factor: SupportsFloat) -> ReplacementSpec:
-    """Values: the activation that stands there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
+    """Values: the activation that is there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
 
     Raises:
         InputError: the factor is no finite number.
@@ -76,7 +76,7 @@ def noise(
     absolute: bool = False,
     positions: Where | None = None,
 ) -> ReplacementSpec:
-    """Values: the activation that stands there, with Gaussian noise added, drawn several times.
+    """Values: the activation that is there, with Gaussian noise added, drawn several times.
 
     Given as `corrupted=`, it is noise at the embeddings of some tokens of the clean prompts, which makes the corrupted
     runs of causal tracing (Meng et al. 2022).
@@ -110,7 +110,7 @@ def noise(
 
 
 class _Changing(Replacement):
-    """Values made of what stands there."""
+    """Values made of what is there."""
 
     changes = True
 
@@ -119,7 +119,7 @@ class _Changing(Replacement):
         return next(site for site in self.inputs.sites if site.name == name)
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return nothing: what stands there is enough."""
+        """Return nothing: what is there is enough."""
         return {}
 
 
@@ -269,7 +269,7 @@ class TensorReplacement(_OfTensor):
 
 @VALUES.add("add")
 class Added(_OfTensor):
-    """What stands there, with a direction added."""
+    """What is there, with a direction added."""
 
     needs = ("direction",)
 
@@ -285,7 +285,7 @@ class Added(_OfTensor):
 
 @VALUES.add("scale")
 class Scaled(_Changing):
-    """What stands there, times a factor."""
+    """What is there, times a factor."""
 
     needs = ("factor",)
 
@@ -305,7 +305,7 @@ class Scaled(_Changing):
 
 @VALUES.add("noise")
 class Noise(_Changing):
-    """What stands there, with noise added."""
+    """What is there, with noise added."""
 
     needs = ("std",)
     of_prompts = True

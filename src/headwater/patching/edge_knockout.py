@@ -125,9 +125,9 @@ def knockout(
         model: the model; it is left as it was.
         prompts: one prompt, several, or token ids.
         block: the edges to sever: `hw.Edges(query, key, heads)`, the pair (query, key), or a mapping with these names;
-            or a mapping from names of your own to several of them, which then stand in the column `site`. Positions are
+            or a mapping from names of your own to several of them, which are then in the column `site`. Positions are
             a number, a span (start, stop), a set, a text, "last", "first", "all", a function of the tokens, or a list
-            with one of these per prompt; the query may be "after". Queries, keys, or both may stand by role, as in
+            with one of these per prompt; the query may be "after". Queries, keys, or both may be named by role, as in
             `hw.Edges({"end": "last"}, {"subject": [" France", " Italy"]})`: the edges of each role, or pair of roles,
             are severed by themselves, and the table's column `role` says which ("end ← subject").
         metric: see `hw.patch`. A metric that reads the residual stream with `layer=None` reads the last severed layer.
@@ -210,7 +210,7 @@ def named_edges(block: Blocked | Any) -> dict[str, Edges]:
 
 
 def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edges]]:
-    """Cut edges whose queries or keys stand by role into those of each role, or pair of roles.
+    """Cut edges whose queries or keys are named by role into those of each role, or pair of roles.
 
     Returns:
         For each its labels in the table: `site`, its name, and `role`: "subject", or "end ← subject" (query ← key).

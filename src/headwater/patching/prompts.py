@@ -1,4 +1,4 @@
-"""Prompts and pairs of prompts as sweeps read them, and where what is named in one of a pair stands in the other.
+"""Prompts and pairs of prompts as sweeps read them, and where what is named in one of a pair is in the other.
 
 Pairs must align token by token; where they do not, the error shows the two tokenizations side by side. Only where
 positions are named by role (`models.positions`) may pairs be of any two lengths: each prompt is resolved by itself, and
@@ -128,7 +128,7 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
 def aligned_positions(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> tuple[int, ...]:
-    """Return the positions a name stands for in both prompts of a pair; a text may stand in one of them only."""
+    """Return the positions a name stands for in both prompts of a pair; a text may be in one of them only."""
     if other is None:
         return positions_of(where, base, example, n)
     found = []

@@ -203,7 +203,7 @@ class Readout:
                 )
 
     def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
-        """Where a metric's answers stand in what was read: token ids, or columns where only answers were read."""
+        """Where a metric's answers are in what was read: token ids, or columns where only answers were read."""
         answers = self.plan.answers[m]
         if self._answer_tokens is None or reading[0] != LOGITS:
             among = torch.from_numpy(owners + self.examples.start)
@@ -213,7 +213,7 @@ class Readout:
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
 
     def _places_of(self, m: int) -> tuple[Int[np.ndarray, "example position"], Indices]:
-        """By example: where one metric's positions stand among those kept for all metrics, and how many they are."""
+        """By example: where one metric's positions are among those kept for all metrics, and how many they are."""
         own = [self.plan.kept[i][m] for i in self.examples]
         counts = np.array([len(positions) for positions in own])
         places = np.zeros((len(own), max(counts, default=0)), dtype=np.int64)

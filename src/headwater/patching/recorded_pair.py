@@ -35,7 +35,7 @@ from headwater.patching.walk_runner import CannotStepError, WalkRunner
 from headwater.patching.whole_runs import WholeRuns
 
 STATE = "resid_post"
-"""What is read behind each layer."""
+"""What is read after each layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class NodeEffect:
 
 @dataclass(frozen=True, eq=False)
 class NextTokens:
-    """What the residual stream behind every layer says of the next token."""
+    """What the residual stream after every layer says of the next token."""
 
     by_layer: list[float]
     """The metric as each layer would have it, were it the last."""
     probabilities: Float[Tensor, " d_vocab"]
-    """Of all tokens at the last position of the metric, behind the last layer."""
+    """Of all tokens at the last position of the metric, after the last layer."""
 
     def likeliest(self, count: int) -> list[int]:
         """Return the ids of the likeliest tokens, the likeliest first."""
@@ -127,7 +127,7 @@ class RecordedPair:
 
     @property
     def states(self) -> Float[Tensor, "layer kept d_model"]:
-        """What stands behind each layer of the run that is edited, at the positions of the metric."""
+        """What is after each layer of the run that is edited, at the positions of the metric."""
         base = self._runner.readout.base
         return torch.stack([base[reading][0] for reading in self.plan.states])[:, self._columns]
 
@@ -165,7 +165,7 @@ class RecordedPair:
         return self.read(self.states)
 
     def read(self, states: Float[Tensor, "layer kept d_model"]) -> NextTokens:
-        """Return what states behind every layer say, each read as if it were the last (logit lens).
+        """Return what states after every layer say, each read as if it were the last (logit lens).
 
         A metric that is against the clean run is against that run's logits at the end.
         """
@@ -177,7 +177,7 @@ class RecordedPair:
             return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
     def logits(self, states: Float[Tensor, "layer kept d_model"]) -> Float[Tensor, "layer kept d_vocab"]:
-        """Return the logits that states behind some layers would give."""
+        """Return the logits that states after some layers would give."""
         with torch.inference_mode(), self.model.lock:
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
@@ -191,5 +191,5 @@ class RecordedPair:
 
     @property
     def _columns(self) -> list[int]:
-        """Where the positions of the metric stand among all that are read."""
+        """Where the positions of the metric are among all that are read."""
         return [self.plan.positions[0].index(position) for position in self.kept]

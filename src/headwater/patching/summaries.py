@@ -177,7 +177,7 @@ def note_of_lengths(lengths: Sequence[int], columns: Sequence[str]) -> str | Non
 
 
 def note_of_gaps(table: pd.DataFrame, columns: Sequence[str], measure: str) -> str | None:
-    """Say it where pairs of hardly any gap stand in a mean of ratios."""
+    """Say it where pairs of hardly any gap are in a mean of ratios."""
     if measure != "normalized_effect" or table["example"].nunique() < 2:
         return None
     gaps = gaps_of(table).abs()

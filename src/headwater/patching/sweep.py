@@ -104,7 +104,7 @@ class Sweep(Result):
 
         Warns:
             UserWarning: prompts of different length share the cells of a position; or pairs whose gap is a tenth of
-                the others' stand in a mean of ratios.
+                the others' are in a mean of ratios.
         """
         measure = measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)

@@ -104,7 +104,7 @@ class Tile:
 
     @property
     def prefix_length(self) -> int:
-        """How many recorded keys stand before the rows' own."""
+        """How many recorded keys are before the rows' own."""
         return int(self.rows.start.max())
 
     @property

@@ -115,7 +115,7 @@ class WalkRunner(Runner):
 
     @cached_property
     def _same(self) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
-        """By place, where what edits write is what stands there in the unedited runs."""
+        """By place, where what edits write is what is there in the unedited runs."""
         return unchanged_places(self.values, self.group.sites, self.recording.activations, len(self.group.examples))
 
     def _distrust(self, batch: Batch) -> str | None:
@@ -219,7 +219,7 @@ class WalkRunner(Runner):
 def unchanged_places(
     values: ReplacementValues, sites: Mapping[str, Site], recorded: Mapping[str, Tensor], n_examples: int
 ) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
-    """Say by place where what is written is what stands there, wherever something is the same; fetched in one go.
+    """Say by place where what is written is what is there, wherever something is the same; fetched in one go.
 
     Args:
         values: what edits write.

@@ -162,7 +162,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, or the link that stands in its place and not what it leads to."""
+    """Remove a folder, or the link that is in its place and not what it leads to."""
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)

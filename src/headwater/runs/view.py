@@ -42,7 +42,7 @@ class View:
 
     @property
     def title(self) -> str:
-        """What stands over the page."""
+        """What is over the page."""
         found = re.search(r"<title>(.*?)</title>", self.page, re.DOTALL)
         return html.unescape(found[1]) if found else ""
 

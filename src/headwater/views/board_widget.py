@@ -1,6 +1,6 @@
 """The live patch board: a widget whose clicks the kernel answers. A thin layer: pages draw, `views.clicks` computes.
 
-The page stands in a frame of its own, which can reach nothing of the notebook. A few lines of script hand its messages
+The page is in a frame of its own, which can reach nothing of the notebook. A few lines of script hand its messages
 to the kernel, and the answers back:
 
     {"id": 7, "how": "denoise", "nodes": [{"site": "z", "layer": 1, "head": 2}]}   what was clicked -> what it did

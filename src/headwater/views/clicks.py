@@ -282,7 +282,7 @@ class Clicks:
 
 
 def _layers(first: NextTokens, then: NextTokens) -> pd.DataFrame:
-    """Say what the metric is behind each layer, before and after."""
+    """Say what the metric is after each layer, before and after."""
     before, after = first.by_layer, then.by_layer
     table = pd.DataFrame({"layer": range(len(before)), "before": before, "after": after})
     return table.assign(change=table["after"] - table["before"])

@@ -1,6 +1,6 @@
 """The view of head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
 
-Several maps stand side by side (`beside=`): what is pointed at, kept, filtered or coloured in one is so in all. With
+Several maps are side by side (`beside=`): what is pointed at, kept, filtered or coloured in one is so in all. With
 `model=` a head's card says what it writes and suppresses, for the tokens that it writes most strongly about.
 """
 

@@ -1,4 +1,4 @@
-"""An interactive view: a page with its numbers, the script that draws them, and the picture that stands without it.
+"""An interactive view: a page with its numbers, the script that draws them, and the picture shown without it.
 
 1. Numbers go into the page as base64 of deflated bytes, all else as JSON that no text can break out of.
 2. The script draws on canvas and puts texts in as text. It may reach for nothing outside: the page says so to the
@@ -48,9 +48,9 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
 
     Args:
         result: what is shown.
-        scripts: the files in `assets/` that draw it, the last one of all; `core.js` stands before them.
+        scripts: the files in `assets/` that draw it, the last one of all; `core.js` is before them.
         spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads
-            the page, that of the figure where one draws the same; its `note`, if there is one, stands below.
+            the page, that of the figure where one draws the same; its `note`, if there is one, is below.
         height: of the frame in a notebook, in pixels.
     """
     said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
@@ -70,7 +70,7 @@ def page_around(
     Args:
         spec: see `interactive`.
         scripts: see `interactive`.
-        figure: the picture that stands where scripts do not run, as PNG, or why there is none; and its caption.
+        figure: the picture shown where scripts do not run, as PNG, or why there is none; and its caption.
         below: HTML that unfolds below the view.
         height: of the frame in a notebook, in pixels.
     """

@@ -25,7 +25,7 @@ def line_of(
 
     Args:
         rows: its points.
-        columns: the names of where each stands, its value, and the ends of its interval.
+        columns: the names of where each is, its value, and the ends of its interval.
         name: what the line is called.
         look: colour and mark.
         dashed: whether it is drawn with dashes.

@@ -152,5 +152,5 @@ def picture_in(figure: bytes | str, caption: str) -> str:
 
 
 def caption_of(result: Result) -> str:
-    """Return what stands below a result's figure."""
+    """Return what is below a result's figure."""
     return f"{type(result).__name__} of {result.run.model}"
