@@ -159,7 +159,7 @@ def test_what_a_budget_leaves_untried_stays_in_and_is_said():
     assert counts["kept"] + counts["removed"] == 30
     assert len(found.circuit) == counts["kept"] + counts["not tried"]
     assert found.report()[0].startswith(
-        f"This is no circuit yet: {counts['not tried']:,} of {len(found.table):,} edges"
+        f"This is not a circuit yet: {counts['not tried']:,} of {len(found.table):,} edges"
     )
     assert f"{counts['not tried']:,} not tried" in repr(found)
     all_at_once, few_at_once = (

@@ -149,7 +149,7 @@ def test_files_of_other_tools_are_refused_by_their_ending_or_by_what_is_missing(
         read_graph_file(pickled, graph)
     scores = tmp_path / "scores.pt"
     torch.save({"blocks.0.hook_mlp_out": torch.zeros(3, 5)}, scores)
-    with pytest.raises(InputError, match=r"scores.pt is no graph that EAP-IG wrote \('edges_in_graph'\)"):
+    with pytest.raises(InputError, match=r"scores.pt is not a graph that EAP-IG wrote \('edges_in_graph'\)"):
         read_graph_file(scores, graph)
     held = json.loads(as_json(SIZES, *drawn(SIZES, 1)))
     for torn, said in (
@@ -197,7 +197,7 @@ def test_what_is_written_is_read_back(family, ending, tmp_path):
         (lambda held: held["edges"]["input->m0"].update(score="1.5"), "the score of input->m0 is '1.5'"),
         (lambda held: held["edges"]["input->m0"].update(in_graph="false"), "in_graph='false' must be True or False"),
         (lambda held: held["edges"]["input->m0"].update(in_graph=float("nan")), "in_graph=nan must be True or False"),
-        (lambda held: held.update(edges=[]), "no graph that EAP-IG wrote"),
+        (lambda held: held.update(edges=[]), "not a graph that EAP-IG wrote"),
     ],
 )
 def test_values_that_no_graph_has_are_refused_in_one_line(change, said, tmp_path):
@@ -213,7 +213,7 @@ def test_pt_files_that_are_empty_or_not_finite_are_refused(tmp_path):
     scores, inside = drawn(SIZES, 1)
     file, graph = tmp_path / "graph.pt", Graph(3, 4, 4, False)
     file.write_bytes(b"")
-    with pytest.raises(InputError, match="no graph that EAP-IG wrote"):
+    with pytest.raises(InputError, match="not a graph that EAP-IG wrote"):
         read_graph_file(file, graph)
     held = as_pt(SIZES, scores, inside)
     for more in (
@@ -238,5 +238,5 @@ def test_a_graph_file_whose_heads_disagree_on_a_shared_key_is_refused(tmp_path):
     with pytest.raises(InputError, match="groups='some'"):
         read_graph_file(file, model, groups="some")
     (tmp_path / "text.json").write_text("{}")
-    with pytest.raises(InputError, match="no graph that EAP-IG wrote"):
+    with pytest.raises(InputError, match="not a graph that EAP-IG wrote"):
         read_graph_file(tmp_path / "text.json", model)

@@ -239,7 +239,7 @@ def test_what_cannot_be_compared_is_said_in_one_line(changed):
         ([changed[0]], "1 of two or more"),
         ([changed[0], changed[0]], r"Several of the models are named .* name them yourself"),
         ({"a": changed[0], "b": other}, r"b has 6 layers × 16 heads, a has 2 layers × 3 heads"),
-        ("embedded", "are no two models"),
+        ("embedded", "are not two models"),
     ]:
         with pytest.raises(InputError, match=message) as raised:
             hw.compare_heads(models, relations=CHOSEN, **QUIET)

@@ -208,7 +208,7 @@ def test_the_terminal_says_whose_answers_are_judged_and_which_probe_is_not_above
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("saliency", "nowhere"), "nowhere is no folder"),
+        (("saliency", "nowhere"), "nowhere is not a folder"),
         (("heads", "{run}"), "holds a Saliency, not a HeadMap"),
         (("saliency", "{empty}"), "it is not a folder that headwater wrote"),
         (("maps", "{run}"), "maps"),

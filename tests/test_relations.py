@@ -194,9 +194,9 @@ def test_tables_that_are_no_relation_are_refused_with_their_row(tmp_path):
     assert "several categories" in refusal(tmp_path / "mine.csv")
     (tmp_path / "mine.csv").write_text("source,target\nFrance,\n")
     assert f"{tmp_path / 'mine.csv'}, row 2: its target is None" in refusal(tmp_path / "mine.csv")
-    assert "is no pair (source, target)" in refusal({"mine": [("France",)]})
-    assert "('France',) is no pair (source, target)" in refusal([("France", "Paris"), ("France",)])
-    assert "('France', 3) is no pair" in refusal([("France", 3)])
+    assert "is not a pair (source, target)" in refusal({"mine": [("France",)]})
+    assert "('France',) is not a pair (source, target)" in refusal([("France", "Paris"), ("France",)])
+    assert "('France', 3) is not a pair" in refusal([("France", 3)])
     assert "holds no pairs" in refusal({"mine": []})
     assert "France does not exist, and headwater has no relation of that name" in refusal(["France", "Paris"])
 
@@ -212,7 +212,7 @@ def test_a_target_may_be_one_word_or_several():
     "pair", [("France", []), "France", ("France", 3), (" France", "Paris"), ("France", ["Paris", ""]), 3]
 )
 def test_pairs_that_are_not_words_are_refused(pair):
-    with pytest.raises(InputError, match=r"Relation 'mine': .* is no pair"):
+    with pytest.raises(InputError, match=r"Relation 'mine': .* is not a pair"):
         checked_pairs("mine", [("Italy", "Rome"), pair])
 
 
@@ -353,11 +353,11 @@ def test_half_characters_and_names_that_are_none_are_refused_where_a_relation_is
 
 @pytest.mark.parametrize("path", ["a" * 400, "a\0b", "\ud800"], ids=["long", "NUL", "half a character"])
 def test_paths_that_no_file_can_have_are_no_relations(path):
-    assert re.search("is no path|cannot be used as a path", refusal(path))
+    assert re.search("is not a path|cannot be used as a path", refusal(path))
 
 
 def test_a_tokenizer_that_is_none_is_refused():
-    with pytest.raises(ModelError, match="is no tokenizer"):
+    with pytest.raises(ModelError, match="is not a tokenizer"):
         tokenize_relations([Relation("r", None, (("x", ("y",)),))], None)
 
 

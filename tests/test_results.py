@@ -371,7 +371,7 @@ def test_a_manifest_of_other_files_is_damage(tmp_path, name):
     plain = read_sealed(tmp_path / "run.json")
     plain["manifest"][name] = {"bytes": 0, "sha256": ""}
     write_sealed(tmp_path / "run.json", plain)
-    with pytest.raises(RunFolderError, match=r"its manifest names .* which is no file of a Sample"):
+    with pytest.raises(RunFolderError, match=r"its manifest names .* which is not a file of a Sample"):
         Sample.load(tmp_path)
 
 
@@ -397,10 +397,10 @@ ODD_PATHS = {
     "  ": "is empty",
     "a" * 300: r"\(300 characters\)' cannot be used as a path: File name too long",
     "a/" * 3000: "cannot be used as a path: File name too long",
-    "a\0b": "is no path: embedded null byte",
-    "a\ud800b": "is no path: .*surrogates not allowed",
-    "caf\udce9": "is no path: .*surrogates not allowed",
-    "~nobody-of-this-name/a": "is no path: Could not determine home",
+    "a\0b": "is not a path: embedded null byte",
+    "a\ud800b": "is not a path: .*surrogates not allowed",
+    "caf\udce9": "is not a path: .*surrogates not allowed",
+    "~nobody-of-this-name/a": "is not a path: Could not determine home",
 }
 
 

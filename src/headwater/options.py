@@ -101,7 +101,7 @@ def shown(value: object) -> str:
 def whole_number(value: Any) -> int:
     """Return a whole number of whatever library as Python's own."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return operator.index(value)
 
 
@@ -184,7 +184,7 @@ def checked_path(option: str, value: object) -> Path:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / _A_FILE).stat()
     except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of nobody
-        raise InputError(f"{option}={said} is no path: {error}.") from None
+        raise InputError(f"{option}={said} is not a path: {error}.") from None
     except OSError as error:  # too long, or a folder that may not be entered
         raise InputError(f"{option}={said} cannot be used as a path: {error.strerror}.") from None
     return path

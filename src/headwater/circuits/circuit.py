@@ -84,7 +84,7 @@ class Circuit:
             model: whose, or its graph.
 
         Raises:
-            InputError: a name is no edge's.
+            InputError: a name is not that of an edge.
         """
         graph = graph_of(model)
         if isinstance(edges, str):
@@ -118,7 +118,7 @@ class Circuit:
         """Return which part of this circuit's edges another has too; 1 where this one has none.
 
         Raises:
-            InputError: the other is no circuit, or one of another graph.
+            InputError: the other is not a circuit, or one of another graph.
         """
         return float(np.isin(self.edges, self._same(other).edges).mean()) if len(self.edges) else 1.0
 
@@ -321,7 +321,7 @@ class Circuit:
         return replace(self, edges=self.edges[which], effects=self.effects[which])
 
     def _same(self, other: object) -> Circuit:
-        """Refuse what is no circuit of this graph."""
+        """Refuse what is not a circuit of this graph."""
         circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if circuit.graph != self.graph:
             raise InputError(f"The circuits are of different graphs: {said(self.graph)}, and {said(circuit.graph)}.")
@@ -386,7 +386,7 @@ def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
         raise InputError("circuits is empty; give at least one, such as edges.circuit(100).")
     for name, one in items:
         if not isinstance(name, str) or not name:
-            raise InputError(f"{shown(name)} is no name of a circuit; give texts.")
+            raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
         checked_kind("circuits", one, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if one.graph != graph:
             raise InputError(f"{name} is of {said(one.graph)}; this model has {said(graph)}.")

@@ -373,7 +373,7 @@ def said_of_discovery(run: RunRecord) -> list[str]:
     some = ", ".join(map(str, found[:8]))
     return [
         f"{len(found)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
-        "chosen on: what is said of these is no test."
+        "chosen on: what is said of these is not a test."
     ]
 
 

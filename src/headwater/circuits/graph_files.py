@@ -67,7 +67,7 @@ def read_graph_file(
         MemoryError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise InputError(f"{file} is no graph that EAP-IG wrote ({reason}).") from None
+        raise InputError(f"{file} is not a graph that EAP-IG wrote ({reason}).") from None
     if sizes != (graph.n_layers, graph.n_heads, graph.parallel):
         raise InputError(
             f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "

@@ -297,9 +297,9 @@ class CircuitSearch(Result):
         said = []
         if row["not_tried"]:
             said.append(
-                f"This is no circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, since the "
-                f"budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller start=: "
-                "hw.edges(...).circuit(n)."
+                f"This is not a circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, as "
+                f"the budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller "
+                "start=: hw.edges(...).circuit(n)."
             )
         if row["left_out"]:
             begun, first = len(self.table) - row["left_out"], self.faithfulness_at_first

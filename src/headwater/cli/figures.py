@@ -91,7 +91,7 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
 def _read(result_class: Any, folder: Path, part: str) -> Any:
     """Read a run's result: in the folder itself, or in the part that a command with several results made."""
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder: give the --out folder of a finished run.")
+        raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
     inside = folder / part
     return result_class.load(inside if part and inside.is_dir() else folder)
 

@@ -70,7 +70,7 @@ def read_texts(path: Path, field: str) -> Iterator[str | None]:
     """
     if path.suffix in NOT_TEXTS:
         raise InputError(
-            f"{path} is no file of texts: give .jsonl, .csv or .tsv with the texts under {field!r}, or a text per line."
+            f"{path} is not a file of texts: give .jsonl, .csv or .tsv with texts under {field!r}, or a text per line."
         )
     with path.open("rb") as file:
         if file.read(2) in (b"\xff\xfe", b"\xfe\xff"):
@@ -134,7 +134,7 @@ def check_readable(path: Path, what: str) -> None:
     except OSError as error:
         raise InputError(f"The file of {what} {path} cannot be read: {error.strerror}.") from None
     except ValueError as error:  # NUL, half a character
-        raise InputError(f"{str(path)!r} is no path of a file of {what}: {error}.") from None
+        raise InputError(f"{str(path)!r} is not a path of a file of {what}: {error}.") from None
 
 
 def refuse_repeated(where: object, names: Iterable[object]) -> None:

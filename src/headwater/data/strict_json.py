@@ -1,4 +1,4 @@
-"""JSON from data files, where anything may be, and texts that are no Unicode: each an error of one line."""
+"""JSON from data files, where anything may be, and texts that are not Unicode: each an error of one line."""
 
 import json
 import re

@@ -313,7 +313,7 @@ def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> di
         return {}
     return {
         "probe": f"length and place of the exact answer alone reach AUC {found['auc']:.3f}, {found['low']:.3f} to "
-        f"{found['high']:.3f}: this is no sign that the states know which answer is wrong"
+        f"{found['high']:.3f}: this is not a sign that the states know which answer is wrong"
     }
 
 

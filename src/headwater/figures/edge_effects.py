@@ -1,4 +1,4 @@
-"""Edges as a map: senders across, receivers down, in the order of the layers; what is no edge is left blank.
+"""Edges as a map: senders across, receivers down, in the order of the layers; what is not an edge is left blank.
 
 The colour scale diverges from 0 and reaches equally far both ways; it is of the square root of the size, because a few
 edges carry far more than all others. Layers are parted by thin lines.

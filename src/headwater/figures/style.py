@@ -229,7 +229,7 @@ def model_title(run: RunRecord, seen: str) -> str:
 
 
 def plain_title(model: str, seen: str) -> str:
-    """Return the same title as plain text: of a view, which shows what a figure draws and is no figure."""
+    """Return the same title as plain text: of a view, which shows what a figure draws and is not a figure."""
     return f"{_last(model)}: {seen}"
 
 
@@ -345,7 +345,7 @@ def figure_of(plot: Axes | Figure) -> Figure:
     """Return the figure that axes are in, or the figure itself."""
     if not isinstance(plot, Axes | Figure):
         hint = ": give what its plot() returns" if hasattr(plot, "plot") else ""
-        raise InputError(f"A {type(plot).__name__} is no figure of matplotlib{hint}.")
+        raise InputError(f"A {type(plot).__name__} is not a matplotlib figure{hint}.")
     figure = plot if isinstance(plot, Figure) else plot.figure
     while not isinstance(figure, Figure):
         figure = figure.figure
@@ -355,7 +355,7 @@ def figure_of(plot: Axes | Figure) -> Figure:
 def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
     """Return the size of a new figure, if one was given; see whether a figure of so many panels can be on `ax`."""
     if not isinstance(ax, Axes | None):
-        raise InputError(f"ax=, a {type(ax).__name__}, is no matplotlib axes: leave it out for a new figure.")
+        raise InputError(f"ax=, a {type(ax).__name__}, is not a matplotlib axes: leave it out for a new figure.")
     if ax is not None and panels > 1:
         raise InputError(f"This figure has {panels} panels, and ax= holds one: leave it out for a new figure.")
     return checked_size(figsize, ax)
@@ -389,7 +389,7 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
         The files written.
 
     Raises:
-        InputError: what is given is no figure, no path, or no such format.
+        InputError: what is given is not a figure, a path or such a format.
         RunFolderError: the folder cannot be made.
     """
     figure = figure_of(plot)

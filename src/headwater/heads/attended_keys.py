@@ -46,7 +46,7 @@ class TokenKinds:
     """What is known of the tokens of a vocabulary."""
 
     ordinary: Bool[Tensor, " d_vocab"]
-    """Whether a text can hold it: the tokenizer knows it, and it is no special token."""
+    """Whether a text can hold it: the tokenizer knows it, and it is not a special token."""
     delimiter: Bool[Tensor, " d_vocab"]
     """Whether it is punctuation alone, or a line break."""
     series: Int[Tensor, " d_vocab"]

@@ -151,7 +151,7 @@ def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.Da
     """
     table = behaviour.table if isinstance(behaviour, AttentionBehaviour) else behaviour
     if not isinstance(table, pd.DataFrame) or (lacking := [name for name in BEHAVIOUR if name not in table]):
-        found = f"lacks {', '.join(lacking)}" if isinstance(table, pd.DataFrame) else "is no table"
+        found = f"lacks {', '.join(lacking)}" if isinstance(table, pd.DataFrame) else "is not a table"
         raise InputError(
             f"behaviour={shown(behaviour)} {found}: give what hw.attention_behaviour returns, or a table with the "
             f"columns {', '.join(BEHAVIOUR)}."

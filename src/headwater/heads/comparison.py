@@ -268,7 +268,7 @@ def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, Any
     if isinstance(models, Mapping):
         named = {str(name): model for name, model in models.items()}
     elif is_one(models) or has_no_order(models):
-        raise InputError(f"models={shown(models)} are no two models: give a list, or a mapping that names them.")
+        raise InputError(f"models={shown(models)} are not two models: give a list, or a mapping that names them.")
     else:
         listed = list(models)
         named = dict(zip(_names([str(getattr(model, "name", model)) for model in listed]), listed, strict=True))

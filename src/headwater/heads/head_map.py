@@ -311,7 +311,7 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the model cannot be opened by its name, or is another one.
-            InputError: a head does not exist, or is no pair.
+            InputError: a head does not exist, or is not a pair.
         """
         asked = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
         weights = self._weights(model)

@@ -69,7 +69,7 @@ def attention_classes(
 
     Raises:
         ModelError: the model is none that runs.
-        InputError: the vocabulary or the context is too small for a repeated sequence, or an option is no number.
+        InputError: the vocabulary or the context is too small for a repeated sequence, or an option is not a number.
     """
     if not isinstance(model, HookedModel):
         raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")

@@ -141,7 +141,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise ModelError(
-            f"Relations are words, and tokenizer={shown(tokenizer)} is no tokenizer: load the model with its own."
+            f"Relations are words, and tokenizer={shown(tokenizer)} is not a tokenizer: load the model with its own."
         )
     if not words:
         return []

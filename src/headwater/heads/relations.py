@@ -86,7 +86,7 @@ class Relation:
     """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`.
 
     Raises:
-        InputError: the name is no text, the category does not exist, or a pair is not one of words.
+        InputError: the name is not a text, the category does not exist, or a pair is not one of words.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Relation:
 def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
     """Return the pairs of a relation, each with a tuple of targets, which may be given as one word."""
     if is_one(pairs) or has_no_order(pairs):
-        raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is no list of pairs (source, target).")
+        raise InputError(f"Relation {name!r}: pairs={shown(pairs)} is not a list of pairs (source, target).")
     checked = []
     for pair in pairs:
         try:
@@ -129,8 +129,8 @@ def checked_pairs(name: str, pairs: Iterable[Any]) -> tuple[Pair, ...]:
             are_words = False
         if not are_words:
             raise InputError(
-                f"Relation {name!r}: {shown(pair)} is no pair (source, target) or (source, targets) of words without "
-                "spaces around them."
+                f"Relation {name!r}: {shown(pair)} is not a pair (source, target) or (source, targets) of words "
+                "without spaces around them."
             )
         for word in (source, *accepted):
             refuse_half_characters(word)
@@ -175,7 +175,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         found, where = _read_relations(path), relations
     elif is_one(relations):
         raise InputError(
-            f"relations={shown(relations)} is no folder, file or name of a relation, nor several of these."
+            f"relations={shown(relations)} is not a folder, file or name of a relation, nor several of these."
         )
     elif is_pairs(parts := list(relations)):
         return (_named("own", parts),)

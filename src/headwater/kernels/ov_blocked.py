@@ -97,7 +97,7 @@ def topk_membership(
 def settle_left(
     maps: OVMaps, left: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, "pair"], ...]
 ) -> Bool[Tensor, "sign head pair"]:
-    """Decide what is left after a first glance at pairs, given as there; all on the CPU. The others are no hits."""
+    """Decide what is left after a first glance at pairs, given as there; all on the CPU. The others are not hits."""
     source, target, k = pairs
     head, pair = left.any(0).nonzero(as_tuple=True)
     hits = torch.zeros_like(left)

@@ -9,8 +9,8 @@ What a lens gives goes through the model's final norm and its unembedding.
 Tuned lenses as the tuned-lens package keeps them (Belrose et al. 2023): a folder with config.json and params.pt.
 
 The file holds a translator (`0.weight`, `0.bias`, `1.weight`, ...) for each of the model's blocks, and translator i
-reads what goes *into* block i: h + A_i h + b_i. So translator i + 1 is that of the residual stream behind block i,
-where headwater reads layer i; translator 0 reads the embedding, which is no layer here, and the last layer needs none.
+reads what goes *into* block i: h + A_i h + b_i. So translator i + 1 is that of the residual stream after block i, where
+headwater reads layer i; translator 0 reads the embedding, which is not a layer here, and the last layer needs none.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
 
 
 def _check_translators(lens: Mapping[Any, Any]) -> None:
-    """Refuse a mapping that is no tuned lens."""
+    """Refuse a mapping that is not a tuned lens."""
     for layer, given in lens.items():
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")

@@ -95,7 +95,9 @@ def _auc(row: Mapping[str, Any]) -> str:
 def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:
     """Say what keeps an AUC from being a sign of memorization, if anything does."""
     if not row["auc_low"] > 0.5:
-        return ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", indistinguishable from chance"
+        return (
+            ", below chance: non-members score higher" if row["auc_high"] < 0.5 else ", indistinguishable from chance"
+        )
     if baseline is not None and not row["auc_low"] > baseline["auc_high"]:
         return ", not clearly more than the words alone: no sign of memorization"
     return ""

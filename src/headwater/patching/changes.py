@@ -52,7 +52,7 @@ def add(direction: TensorLike) -> ReplacementSpec:
             (see `hw.patch`).
 
     Raises:
-        InputError: these are no finite numbers.
+        InputError: these are not finite numbers.
     """
     return ReplacementSpec("add", {"direction": checked_tensor("direction", direction)})
 
@@ -62,7 +62,7 @@ def scale(factor: SupportsFloat) -> ReplacementSpec:
     """Values: the activation that is there, times a factor; `hw.scale(0)` is `"zero"`, `hw.scale(1)` the control.
 
     Raises:
-        InputError: the factor is no finite number.
+        InputError: the factor is not a finite number.
     """
     return ReplacementSpec("scale", {"factor": _number("factor", factor)})
 

@@ -97,7 +97,9 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
     known = [field.name for field in fields(ActivationNode)]
     given = _by_name(model, given) if isinstance(given, str | tuple) else given
     if not isinstance(given, ActivationNode | Mapping):
-        raise InputError(f"{shown(given)} is no node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}.")
+        raise InputError(
+            f"{shown(given)} is not a node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}."
+        )
     asked = (
         given.described()
         if isinstance(given, ActivationNode)

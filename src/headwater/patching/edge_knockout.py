@@ -271,7 +271,7 @@ def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, 
     """Look up sites at which a state of the residual stream's width is read in every layer, whose attention is cut."""
     (pattern,), read = sites_named("pattern", model), sites_named(sites, model)
     if other := [site.name for site in read if site.name not in STATES]:
-        raise InputError(f"{other[0]} is no state of the residual stream. Valid: {', '.join(STATES)}.")
+        raise InputError(f"{other[0]} is not a state of the residual stream. Valid: {', '.join(STATES)}.")
     for site, layer in product((pattern, *read), range(model.shape.n_layers)):
         site.among([layer], model)
     return tuple(site.name for site in read)
@@ -309,7 +309,7 @@ def knocked_out_states(
         By site, the states before and after, `layer example d_model` in float32 on the CPU.
 
     Raises:
-        InputError: a site is no state of the residual stream, or the model has none of it.
+        InputError: a site is not a state of the residual stream, or the model has none of it.
     """
     check_call(model, batch_size)
     checked_name("variant", variant, VARIANTS)
@@ -357,7 +357,7 @@ def windowed_states(
         batch_size: see `hw.patch`.
 
     Raises:
-        InputError: the site is no state of the residual stream, or the model has none of it.
+        InputError: the site is not a state of the residual stream, or the model has none of it.
     """
     _states_named(site, model)
     base, layers = read_prompts(model, prompts), range(model.shape.n_layers)

@@ -255,7 +255,7 @@ def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.nd
 
 
 def _chosen_keys(stretches: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
-    """Say by stretch which keys are written, and last whether what is no key of the row is; None where all are."""
+    """Say by stretch which keys are written, and last whether what is not a key of the row is; None where all are."""
     if all(stretch.edit.keys is None for stretch in stretches):
         return None
     chosen = np.zeros((len(stretches), n_keys + 1), dtype=bool)

@@ -73,7 +73,7 @@ def given_states(given: object, site: str | None, layers: Sequence[int] | int | 
     if hasattr(given, "to_numpy") and hasattr(given, "frame"):
         return _of_cache(given, site, layers)
     if site is not None and not isinstance(site, str):
-        raise InputError(f"site={shown(site)} is no name of a site.")
+        raise InputError(f"site={shown(site)} is not the name of a site.")
     if isinstance(given, Mapping):
         found = dict(given)
     elif isinstance(given, Tensor | ndarray) and given.ndim in (2, 3):
@@ -93,7 +93,7 @@ def given_states(given: object, site: str | None, layers: Sequence[int] | int | 
 def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
     """Read the token rows of a site of a cache."""
     kept: dict[str, list[int]] = {}
-    for key in cache.keys():  # noqa: SIM118  (a cache is no dictionary)
+    for key in cache.keys():  # noqa: SIM118  (a cache is not a dictionary)
         if isinstance(key, tuple):
             kept.setdefault(key[0], []).append(key[1])
     if site is None and len(kept) > 1:
@@ -118,7 +118,7 @@ def _chosen(layers: Sequence[int] | int | None, found: Sequence[object]) -> list
         known = [number for one in found for number in whole_numbers(one)]
         asked = known if layers is None else whole_numbers(layers)
     except TypeError:
-        raise InputError(f"layers={shown(layers)} of states of {shown(found)[:80]} are no layers. {WANTED}") from None
+        raise InputError(f"layers={shown(layers)} of states of {shown(found)[:80]} are not layers. {WANTED}") from None
     missing = [layer for layer in asked if layer not in known]
     if missing or not asked or len(set(asked)) < len(asked) or known != list(found):
         raise InputError(f"layers={shown(layers)}: the states have layers {', '.join(map(str, known)) or 'none'}.")

@@ -361,7 +361,7 @@ def _named(option: str, given: Iterable[Hashable] | None, rows: int) -> list[Has
         raise InputError(f"{len(listed)} {option} were given for {rows} rows of states.")
     if unnamed := [i for i, one in enumerate(listed) if not isinstance(one, Hashable) or isinstance(one, Tensor)]:
         raise InputError(
-            f"{option}: entry {unnamed[0]}, {shown(listed[unnamed[0]])}, is no name; give texts or numbers."
+            f"{option}: entry {unnamed[0]}, {shown(listed[unnamed[0]])}, is not a name; give texts or numbers."
         )
     return listed
 

@@ -151,7 +151,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     """Hash all that decides what a tokenizer makes of a text, and how it writes a chat.
 
     A fast one: its `tokenizer.json` (vocabulary, merges, normaliser, pre-tokenizer, special and added tokens,
-    post-processor, decoder), which padding and truncation, set anew by each call, are no part of. A slow one: class,
+    post-processor, decoder), which padding and truncation, set anew by each call, are not part of. A slow one: class,
     vocabulary, added tokens, the SentencePiece model or merges, and its options. Both: special tokens, chat template,
     and whether a beginning and an end of sequence are added.
 

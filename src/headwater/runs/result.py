@@ -177,7 +177,7 @@ def drawn_by(
     """Draw with what is registered for the class of a result, or for the nearest that it inherits from."""
     if ax is not None and not hasattr(ax, "get_subplotspec"):
         raise InputError(
-            f"ax={shown(ax)} is no matplotlib axes: leave it out for a new figure. A figure is written by "
+            f"ax={shown(ax)} is not a matplotlib axes: leave it out for a new figure. A figure is written by "
             "hw.figures.save_figure(result.plot(), path)."
         )
     size = checked_size(figsize, ax)
@@ -334,7 +334,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
         folder, _, part = name.partition("/")
         if (folder if part else name) not in known or (part and not NAME.fullmatch(part)):
             raise RunFolderError(
-                f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is no file of a "
+                f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is not a file of a "
                 f"{cls.__name__}. Delete the folder and run again."
             )
         file = path / name
