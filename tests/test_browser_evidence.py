@@ -47,3 +47,9 @@ def test_what_is_hovered_says_the_numbers_of_the_table(browser, tmp_path):
     numbers = row.margin, row.attention, row.effect
     assert [line.rsplit(" ", 1)[1] for line in lines[1:]] == ["–" if one != one else f"{one:.3f}" for one in numbers]
     look.is_well()
+
+
+@pytest.mark.parametrize("width", [340, 800])
+def test_a_page_of_any_width_shows_it_without_scrolling_sideways(browser, tmp_path, width):
+    look = Look(browser, viewed("evidence"), tmp_path, viewport={"width": width, "height": 900})
+    assert look.page.evaluate("document.documentElement.scrollWidth") <= width

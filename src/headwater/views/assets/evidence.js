@@ -13,7 +13,7 @@ hw.start(async (spec, root) => {
     if (at && !event) hw.say(brief(at).join(", "));
     if (String(at) !== String(state.hovered)) { state.hovered = at; draw(); }
   };
-  const card = hw.element("div", { className: "card" });
+  const card = hw.element("div", { className: "card scroll" });
   const carried = (layer) => spec.when.charts[0].lines.map((line) => [`share of gap ${line.name}, before layer ${layer}`, hw.number(line.value[line.at.indexOf(layer)] ?? NaN)]);
   const keep = (at) => {
     state.locked = String(state.locked) === String(at) ? null : at;
