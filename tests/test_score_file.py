@@ -162,9 +162,7 @@ def test_files_that_hold_nothing_to_read_are_refused(model, tmp_path):
     with pytest.raises(InputError, match=r"cannot be used as a path: File name too long"):
         score_file(model, tmp_path / ("a" * 300), progress=False)
     for name in ("a.json", "a.parquet", "a.jsonl.gz"):
-        with pytest.raises(
-            InputError, match=rf"{name} is not a file of texts: give .jsonl, .csv or .tsv with texts"
-        ):
+        with pytest.raises(InputError, match=rf"{name} is not a file of texts: give .jsonl, .csv or .tsv with texts"):
             score_file(model, written(tmp_path, name, "[]"), progress=False)
     with pytest.raises(InputError, match="reads at most 64"):
         score_file(model, written(tmp_path, "long.txt", as_lines(TEXTS)), long="error", progress=False)
