@@ -51,7 +51,7 @@ def source(name: str) -> nbformat.NotebookNode:
 
 
 def execute(name: str) -> nbformat.NotebookNode:
-    """Run a notebook and return it with its outputs; bars and estimates of time, which are of the moment, are left out."""
+    """Run a notebook and return it with its outputs, but for bars and estimates of time, which are of the moment."""
     notebook = source(name)
     manager = AsyncKernelManager(kernel_spec_manager=ThisPython())
     NotebookClient(notebook, km=manager, timeout=600, resources={"metadata": {"path": str(FOLDER)}}).execute()
