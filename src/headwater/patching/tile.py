@@ -166,9 +166,9 @@ class Tile:
 class FoldedRows:
     """A tile's rows side by side, several of one example in one row of attention, which a mask keeps apart.
 
-    The recorded keys and values of an example are then there once for a group of its rows. Side by side with each row
-    alone they are copied for every row, and where heads share keys once more for every head: a third of the time of a
-    sweep whose rows are of one token.
+    The recorded keys and values of an example are then there once for a group of its rows. With each row by itself they
+    are copied for every row, and where heads share keys once more for every head: a third of the time of a sweep whose
+    rows are of one token.
 
     Args:
         tile: the rows.
@@ -301,6 +301,9 @@ class Masks:
         self._like = recording.activations[main_site(Stage.BLOCK_INPUT).hook_name(0)]
         self._added: dict[int, Tensor] = {}
         """By what a layer's queries see: the mask that says so."""
+        cuts = (edit for change in variants.changes for edit in change.edits if not edit.writes)
+        self.severed_layers = {layer for cut in cuts if not cut.after_softmax for layer in cut.layers}
+        """Where edges of some row are severed before the softmax."""
         self._keyless: list[tuple[int, Tile, Bool[Tensor, "row head_or_one position"]]] = []
         """Where edges are severed, by layer and tile: the tokens that are left no key."""
 
@@ -315,10 +318,6 @@ class Masks:
     def folded_mask(self, layer: int, folded: FoldedRows) -> Float[Tensor, "group 1 place key"]:
         """Say which keys each token may read, of rows side by side of which nothing is severed before the softmax."""
         return self._of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
-
-    def severs_any(self, layer: int) -> bool:
-        """Whether edges of some row are severed before the softmax."""
-        return any(change.severs_in(layer, False) for change in self.variants.changes)
 
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
         """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""

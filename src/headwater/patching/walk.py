@@ -191,7 +191,7 @@ class Walk:
 
     def _folds(self, layer: int) -> bool:
         """Whether rows go through a layer's attention side by side: nothing in it may ask which row a token is of."""
-        alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or self._masks.severs_any(layer)
+        alone = self.blocks.has_own_steps or layer in self._hooked["attention"] or layer in self._masks.severed_layers
         return layer < self.last_layer and not alone
 
     @contextlib.contextmanager
