@@ -251,12 +251,12 @@ def rows_of(variants: Variants) -> RowTable:
 
 
 def tiled(rows: RowTable, taken: Indices, folded: bool, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
-    """Edit rows into tiles that take the same as recorded and are of similar length.
+    """Cut rows into tiles that take the same as recorded and are of similar length.
 
     Args:
         rows: all rows of a layer.
         taken: by row, a number for what of the layer it takes as it was recorded.
-        folded: whether rows of one example will share its recorded keys.
+        folded: whether rows of one example will share its recorded keys, as far as they are short enough.
         tile_tokens: the size of the next tile; it shrinks where memory runs out.
     """
     for same in np.unique(taken):
@@ -264,16 +264,17 @@ def tiled(rows: RowTable, taken: Indices, folded: bool, tile_tokens: Callable[[]
         # The longest first: neighbours differ least in length, and where memory is too small the first tile shows it.
         waiting = waiting[np.lexsort((waiting.example, waiting.start, waiting.length))[::-1]]
         while len(waiting):
-            n = _how_many_fit(waiting, tile_tokens(), FOLDED_PREFIX_SHARE if folded else PREFIX_SHARE)
+            n = _how_many_fit(waiting, tile_tokens(), folded)
             yield waiting[:n]
             waiting = waiting[n:]
 
 
-def _how_many_fit(rows: RowTable, tile_tokens: int, prefix_share: int) -> int:
+def _how_many_fit(rows: RowTable, tile_tokens: int, folded: bool) -> int:
     """Return how many rows, the longest first, go into a tile: within its size, with little padding if it is large."""
     length, start = rows.length[: max(1, tile_tokens)], rows.start[: max(1, tile_tokens)]
     width, count = int(length[0]), np.arange(1, len(length) + 1)
-    size = count * (width + start // prefix_share)
+    share = FOLDED_PREFIX_SHARE if folded and 2 * width <= FOLDED_PLACES else PREFIX_SHARE  # wider ones do not fold
+    size = count * (width + start // share)
     padding = count * width - np.cumsum(length)
     fits = ((padding <= count * width // PADDING_SHARE) | (size <= tile_tokens // 8)) & (size <= tile_tokens)
     fits[0] = True
