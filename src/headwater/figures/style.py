@@ -364,15 +364,22 @@ def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
 def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
     """Return a figure as a picture of 300 dots per inch, or of `dpi`."""
     written, figure = BytesIO(), figure_of(plot)
-    with style():
-        figure.savefig(written, format="png", bbox_inches=_whole(figure), dpi=dpi or mpl.rcParams["savefig.dpi"])
+    with style(), _laid_out(figure) as whole:
+        figure.savefig(written, format="png", bbox_inches=whole, dpi=dpi or mpl.rcParams["savefig.dpi"])
     return written.getvalue()
 
 
-def _whole(figure: Figure) -> Bbox:
-    """Draw once, so that what arranges itself does, and return the figure in inches, with what lies outside of it."""
+@contextmanager
+def _laid_out(figure: Figure) -> Iterator[Bbox]:
+    """Arrange a figure once for all that is written of it; give its size in inches, with what lies outside of it."""
     figure.draw_without_rendering()
-    return Bbox.union([figure.bbox_inches, figure.get_tightbbox()])
+    engine = figure.get_layout_engine()
+    # With its engine on, matplotlib arranges a figure twice more for each file: half of the time that writing takes.
+    figure.set_layout_engine("none")
+    try:
+        yield Bbox.union([figure.bbox_inches, figure.get_tightbbox()])
+    finally:
+        figure.set_layout_engine(engine)
 
 
 @checked_call
@@ -401,8 +408,7 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     make_folder(path.parent)
     files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-    with style():
-        whole = _whole(figure)
+    with style(), _laid_out(figure) as whole:
         for file in files:
             metadata = dates.get(file.suffix[1:])
             figure.savefig(file, bbox_inches=whole, metadata=metadata)

@@ -98,10 +98,8 @@ def salient_of_heads(
     asked = [head_named(one, None, weights.shape) for one in heads]
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in asked]
-        tables = [
-            _described(weights, *one, of_head, embedding, targets, sources)
-            for one, of_head in zip(factors, gains_of_heads(weights, factors, embedding), strict=True)
-        ]
+        gains = gains_of_heads(weights, factors, embedding)
+        tables = _described(weights, factors, gains, embedding, targets, sources) if factors else []
     for place, table in zip(asked, tables, strict=True):
         table.insert(0, "head", place[1])
         table.insert(0, "layer", place[0])
@@ -115,19 +113,24 @@ def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
 
 def _described(
     weights: WeightSource,
-    W_V: Float[Tensor, "d_model d_head"],
-    W_O: Float[Tensor, "d_head d_model"],
-    gains: Float[Tensor, "token"],
+    factors: Sequence[Factors],
+    gains: Sequence[Float[Tensor, "token"]],
     embedding: str,
     targets: int,
     sources: int,
-) -> pd.DataFrame:
-    """Describe a head's salient sources by both ends of its map."""
-    strongest = gains.topk(min(sources, len(gains)))
-    x = weights.effective_embedding(strongest.indices, embedding)
-    logits = (x @ W_V @ W_O @ weights.unembedding())[:, : len(gains)]
-    ends = [logits.topk(min(targets, len(gains)), largest=largest) for largest in (True, False)]
-    return _table(weights, strongest.values, strongest.indices, ends)
+) -> list[pd.DataFrame]:
+    """Describe every head's salient sources by both ends of its map."""
+    known = len(gains[0])
+    strongest = [of_head.topk(min(sources, known)) for of_head in gains]
+    # Once for all heads: the first MLP and the check of the unembedding cost more than the products with it.
+    read = weights.effective_embedding(torch.cat([top.indices for top in strongest]), embedding)
+    unembedding = weights.unembedding()
+    tables = []
+    for (W_V, W_O), top, x in zip(factors, strongest, read.split(len(strongest[0].indices)), strict=True):
+        logits = (x @ W_V @ W_O @ unembedding)[:, :known]
+        ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
+        tables.append(_table(weights, top.values, top.indices, ends))
+    return tables
 
 
 def source_gains(
