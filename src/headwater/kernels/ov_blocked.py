@@ -135,8 +135,8 @@ def _first_glance(
     own = torch.empty_like(margin)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads.start : heads.stop].flatten(0, 1)
+        # Transposed: a target's d_head numbers lie together, since W_target[column] copies them pair by pair.
         to_target = rearrange(
-            # Transposed: a target's d_head numbers lie together, since W_target[column] copies them pair by pair.
             exact_product(targets.T, W_O.T), "token (head d_head) -> head token d_head", d_head=z.shape[-1]
         )
         to_sample = rearrange(
