@@ -137,6 +137,7 @@ class Replacement(ABC):
     def written(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return `changed`, and remember whether it ever was anything else than the rows themselves."""
         changed = self.changed(activation, other, rows)
+        # Compared until the first difference: once one row changed, no other need be looked at.
         if self.outcome != CHANGED and len(rows):
             self.outcome = LEFT if torch.equal(changed, activation) else CHANGED
         return changed
@@ -254,11 +255,11 @@ def build_replacement(
         raise InputError("hw.resample(..., positions=) says what roles are, but the edited positions have none.")
     if "prompts" in spec.arguments and dataset is not None:
         raise InputError(f"values=hw.{spec.kind}(prompts) and dataset= both give prompts; give one of them.")
-    given = spec.arguments.get("prompts", dataset)
-    if given is not None and not kind.takes_dataset:
+    prompts = spec.arguments.get("prompts", dataset)
+    if prompts is not None and not kind.takes_dataset:
         takers = " or ".join(repr(name) for name, row in VALUES.items() if row.takes_dataset)
         raise InputError(f"dataset= was given, but values={spec.kind!r} takes nothing from it; use {takers}.")
-    pool = read_prompts(model, given) if given is not None else None
+    pool = read_prompts(model, prompts) if prompts is not None else None
     seed = int(spec.arguments.get("seed", seed))
     replacement = kind(ReplacementInputs(spec.kind, pair, sites, pool, seed, spec.arguments, roles))
     if pair.corruption is not None and replacement.samples is not None:
@@ -396,17 +397,17 @@ class Resample(_OfDataset):
         if self.inputs.dataset is None and where is roles:
             return self.inputs.positions_by_role
         try:
-            found = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
+            by_prompt = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
         except InputError as error:
             raise InputError(
                 f"Roles of the prompts to resample from: {error} hw.resample(prompts, positions={{...}}) names them."
             ) from None
-        if set(found[0]) != set(roles):
+        if set(by_prompt[0]) != set(roles):
             raise InputError(
-                f"hw.resample(..., positions=) names the roles {', '.join(found[0])}; those that are edited are "
+                f"hw.resample(..., positions=) names the roles {', '.join(by_prompt[0])}; those that are edited are "
                 f"{', '.join(roles)}."
             )
-        return found
+        return by_prompt
 
     def _edited(self, example: int) -> Mapping[str, Sequence[int]]:
         return self.inputs.positions_by_role[example // self.inputs.pair.draws]
