@@ -48,6 +48,7 @@ def gradient_norms(
         raise InputError(f"order={shown(order)} is not one of 1, 2, inf.")
     listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)
     check_texts(model, listed)
+    # All texts before the first run: one that is too long is refused at once.
     ids = [_ids(model, text, index) for index, text in enumerate(listed)]
     means = np.full(len(listed), np.nan)
     with progress_bar(checked_flag("progress", progress), total=len(listed), desc="Gradients", unit="text") as bar:
