@@ -357,7 +357,7 @@ class BothRuns:
 
         if self.exchanged is None:
             changes, first = self.base("resid_pre", 0).new_empty(self._size), 0
-            # Filled as layers come: joined at the end, what is largest would be held twice.
+            # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
             for some in changed_by_layer(self.model, graph, weights, recorded(0), recorded(1)):
                 changes[first : first + len(some)] = some
                 first += len(some)

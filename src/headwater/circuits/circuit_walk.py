@@ -162,7 +162,7 @@ class CircuitWalk:
             ) from None
 
     def _live(self, edges: Indices) -> Indices:
-        # A norm after attention divides by the size of all heads together: each head hangs on what the others read.
+        # A norm after attention divides by the size of all heads together: each head depends on what the others read.
         together = any(shares.norm is not None for shares in self.shares)
         # With values that are of no run a sender differs from them also where nothing of the clean prompt reaches it.
         which = on_a_path if self.outside.is_run else leads_to_logits

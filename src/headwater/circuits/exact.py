@@ -211,7 +211,7 @@ class Receivers:
     def heads_of(self, given: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
         """Return what heads give of some q, k and v, those that are not given being the base run's."""
         n_rows = len(next(iter(given.values())))
-        # All rows enter alike and are exchanged behind their projections: one is projected for all of them.
+        # All rows enter the same and are exchanged after their projections: one is projected for all of them.
         with self.rows.blocks.alike(self.layer):
             seen = self._run_until(frozenset("z"), given, self.entering.expand(n_rows, -1, -1))
         return seen["z"].view(n_rows, *self.z.shape)

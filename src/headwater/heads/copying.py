@@ -87,7 +87,7 @@ def _joined(weights: WeightSource, embedding: str, seed: int, layers: Sequence[i
     for layer in layers:
         kind = embedding if layer else "raw"
         if kind not in by_kind:
-            # Only layer 0 reads another embedding: d_model² numbers of one kind are held at a time.
+            # Only layer 0 reads another embedding: d_model² numbers of one kind are kept at a time.
             by_kind.clear()
             joined = _read_and_written(weights, kind)
             by_kind[kind] = (joined, _bounds(joined, weights.shape.d_head, seed))

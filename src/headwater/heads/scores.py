@@ -201,7 +201,7 @@ def score_layer(
         hits, moments = _hits_and_moments(maps, suite, glance.left.cpu(), null_from)
         accepted = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
         shares = _shares(suite, accepted)
-        # The sweep also ran where a glance could not rule the score out; what turned out lower is not said.
+        # The sweep also ran where a glance could not rule the score out; what turned out lower is not reported.
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         return LayerScores(
             score=shares[0],
@@ -337,7 +337,7 @@ def _beyond_copying(
     maps: OVMaps, suite: SuitePairs, hits: Bool[Tensor, "sign head pair"]
 ) -> Bool[Tensor, "sign head pair"]:
     """The hits whose target has a greater logit (suppressed: a smaller one) than the source token, or is that token."""
-    # Hits alone: what a head would do with other pairs is not asked.
+    # Hits alone: what a head would do with other pairs does not matter.
     head, pair = hits.any(0).nonzero(as_tuple=True)
     source, target = suite.pair_source[pair], suite.pair_target[pair]
     token = suite.source_tokens[source]

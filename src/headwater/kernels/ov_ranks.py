@@ -40,12 +40,12 @@ def count_ranks(
         target: token ids.
     """
     source, target = (to_device(one, maps.x.device) for one in (source, target))
-    # Of every row of x once: pairs of several relations share their sources.
+    # z of every row of x once: pairs of several relations share their sources.
     z = head_values(maps, maps.x.double())[:, source]
     own, tie = _own_logits(maps, z, target), maps.tie[:, source]
     z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
     counts = torch.zeros(maps.n_heads, 2, len(source), dtype=torch.int64, device=source.device)
-    # Logits of wider tiles leave the cache before they are counted: with them ranks were 7 ×, not 14 × (NOTES.md).
+    # Logits of wider tiles leave the cache before they are counted (benchmarks/NOTES.md).
     tile_at_most = RANK_TILE * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
     width = min(tile_at_most, max(1, factor_numbers(maps) // maps.x.shape[1]))
     for start in range(0, maps.d_vocab, width):
@@ -53,10 +53,10 @@ def count_ranks(
         column = target - start
         # How many tokens of the tile could be above or below: all but the target where it lies here.
         others = tile.shape[1] - ((column >= 0) & (column < tile.shape[1])).long()
-        # Twice the columns: W_O W_U is held in float64, and in float32 beside it.
+        # Twice the columns: W_O W_U is in memory in float64, and in float32 beside it.
         for heads in head_blocks(maps, 2 * tile.shape[1]):
             block = slice(heads.start, heads.stop)
-            # float64: made in float32, W_O W_U leaves ten tokens a pair too near to call in place of a third of one.
+            # float64: predicted to leave a third of a token a pair too near to call, in place of ten (NOTES.md).
             W_tile = (maps.W_O[block].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
             by_head = _count_tile(maps, block, z32, size, W_tile.float(), own[block].float(), tie[block], column)
             for head, W, beyond in zip(heads, W_tile, by_head, strict=True):

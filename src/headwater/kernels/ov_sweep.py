@@ -136,7 +136,7 @@ def _settle_unsure(
     for (index, (hits, _)), cell, part in zip(found.items(), cells, parts, strict=True):
         if part.shape[1]:
             head, token, item = (to_device(one, hits.device) for one in cell)
-            # settle decides both signs; the one that was not asked for stays no hit.
+            # settle decides both signs; the one that is not wanted stays False.
             hits[:, head, token, item] = to_device(part & wanted[:, cell[0], index], hits.device)
 
 

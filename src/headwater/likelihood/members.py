@@ -196,7 +196,7 @@ def _discrimination(
         found = [auc(values, member, counts=counts, strata=strata)]
         for rate in FALSE_POSITIVE_RATES.values():
             one_threshold = strata is None
-            # Within strata each kind would have a threshold of its own: there is no one rate to give.
+            # Within strata each kind would have a threshold of its own: no single rate describes them.
             found.append(true_positives(values, member, rate, counts=counts) if one_threshold else found[0] * math.nan)
         return np.stack(found, axis=1)
 

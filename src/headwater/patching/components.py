@@ -334,6 +334,7 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
     for layer in layers:
         among = tuple(index for index in every if ((layer, index) in held) != complement)
         if among:
+            # None where all are named: the whole activation is written without an index.
             parts.append(Part(site, layer, None if len(among) == len(every) else among))
     return parts
 

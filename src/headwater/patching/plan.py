@@ -133,7 +133,7 @@ class Plan:
         for metric, answers in zip(self.metrics, by_metric, strict=True):
             if metric.name == "logit_difference" and len(answers) == 2:
                 _refuse_equal(metric, *answers)
-        # An answer "Paris" after " is" is another token than " Paris": said once, from the prompts' last tokens.
+        # An answer "Paris" after " is" is another token than " Paris": warned of once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(draws) for ids in answers) for answers in by_metric)
@@ -254,7 +254,7 @@ class Group:
         reads = list(zip(self.kept, whole, strict=True))
         number = {one: i for i, one in enumerate(dict.fromkeys(reads))}
         read = np.array([number[one] for one in reads])[example]
-        # Examples that read the same positions share a variant: what is asked of it is asked once for all of them.
+        # Examples that read the same positions share a variant: its properties are computed once for all of them.
         pairs, which = np.unique(np.stack([cells.template, read]), axis=1, return_inverse=True)
         listed = list(number)
         changes = tuple(self._variant(cells.templates[template], *listed[i]) for template, i in pairs.T)

@@ -223,6 +223,7 @@ def checked_tensor(option: str, value: Any) -> Tensor:
         )
     if not bool(tensor.isfinite().all()):
         raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
+    # A copy: the record has its digest, which must stay that of what is written.
     return tensor.detach().clone()
 
 
@@ -269,6 +270,7 @@ def build_replacement(
 
 def compute_values(replacement: Replacement, wanted: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
     """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
+    # Draws of one prompt are examples of their own: functions know them by the caller's prompt.
     known = [example // replacement.inputs.pair.draws for example in wanted.examples]
     change = replacement.written if replacement.changes else None
     return ReplacementValues(replacement.values(wanted), change, known, lengths, replacement.samples or 1)
@@ -329,6 +331,7 @@ class Mean(_OfDataset):
                 "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
         self.mean_over = "examples" if one_length else "tokens"
+        # Kept for the whole sweep: every group of examples asks for the same places.
         self._means: dict[Place, Tensor] = {}
 
     @property
@@ -356,6 +359,7 @@ class Mean(_OfDataset):
             lengths = [len(self.pool[i]) for i in numbers]
             held = self.runs(wanted, numbers)
             by_position = self.mean_over == "examples"
+            # One less per prompt: its first token is left out of the sum.
             count += len(numbers) if by_position else sum(lengths) - len(numbers)
             for place, activation in held.items():
                 added = activation.double().sum(0) if by_position else _sum_over_tokens(activation, lengths)
@@ -378,6 +382,7 @@ class Resample(_OfDataset):
         generator = torch.Generator().manual_seed(inputs.seed)
         by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
         self._roles = self._roles_of_pool() if by_role else None
+        # Drawn here, for all prompts in order: the same donors whichever groups or pieces a process measures.
         self.donors: list[int] = []
         for i, prompt in enumerate(inputs.pair.base):
             fitting = [j for j, donor in enumerate(self.pool) if donor.ids != prompt.ids and self._fits(i, j)]
@@ -486,6 +491,7 @@ def capture(
         held[name] = activation.clone()
 
     n_layers = model.shape.n_layers
+    # Kept in any case: what is not finite anywhere in a run shows in its last residual stream.
     last = main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)
     hooks = [(name, read_hook(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:

@@ -77,7 +77,7 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
         rows.append([*cell, counted, *with_interval, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
-    # False discoveries are counted by metric: another metric of the same cells is no further hypothesis.
+    # False discoveries are counted by metric: another metric of the same cells is not a further hypothesis.
     family = summary["metric"] if "metric" in summary else np.zeros(len(summary))
     summary["q_value"] = summary.groupby(family)["p_value"].transform(lambda p: q_values(p.to_numpy(float)))
     return summary.astype({name: table[name].dtype for name in coordinates})

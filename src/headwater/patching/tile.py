@@ -115,7 +115,7 @@ class Tile:
 
     def padded(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row position d"]:
         """Lay tokens out as rows of one length."""
-        # A view: rows of equal length, the usual case of one prompt, are laid out without a copy.
+        # A view: rows of one length are laid out without a copy.
         if self._is_full:
             return tokens.view(len(self.rows), self.width, -1)
         begins = to_device(self.begins, tokens.device)
@@ -251,7 +251,7 @@ def rows_of(variants: Variants) -> RowTable:
     stage = np.where(alone, entered, int(Stage.BLOCK_INPUT))
     start = variants.each(lambda one: one.first_position)[index]
     length = variants.each(lambda one: one.stop_position)[index] - start
-    # By layer, so that all rows that have joined are one slice; within it alike rows are neighbours, for tiles.
+    # By layer, so that all rows that have joined are one slice.
     order = np.lexsort((index, start, stage, layer))
     index, length = index[order], length[order]
     offset = np.cumsum(length) - length

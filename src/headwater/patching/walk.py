@@ -73,7 +73,7 @@ class Walk:
         self.deliver, self.tile_tokens, self.answers = deliver, tile_tokens, answers
         self.layers = sorted(recording.calls)
         changes = variants.changes
-        # Below the deepest layer that anything reads nothing is walked; logits need all of them.
+        # Layers after the last that anything reads are not walked; logits need all.
         needed = [layer if site != LOGITS else self.layers[-1] for change in changes for site, layer in change.readings]
         self.last_layer = max(needed, default=-1)
         self.writers: dict[tuple[str, int], set[int]] = {}
