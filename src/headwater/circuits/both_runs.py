@@ -75,6 +75,7 @@ class HeadShares:
         outputs = self._outputs(z)
         if self.norm is None:
             return outputs
+        # Under the scale of this run's sum: shares under scales of their own would not add up.
         return self.norm.share(self._written(outputs)[..., None, :], outputs)
 
     def of_bias(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*#row d_model"]:
@@ -139,6 +140,7 @@ def changed_by_layer(
         shares = HeadShares(model, layer, weights)
         if shares.norm is None:  # shares are linear in z
             z, before = (base(site, layer) for site in ("z", "attn_out"))
+            # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
             outputs, added = shares.of(other("z", layer) - z), other("attn_out", layer) - before
             left.append((layer, *_sizes(outputs.sum(1) - added.to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
@@ -159,6 +161,7 @@ def _by_heads(
 
 def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
     """Return how large what is left out is, as a part of what attention adds, and how large it may be."""
+    # Left on the device: all layers are looked at together at the end.
     return left.abs().max() / added.abs().max().clamp_min(1e-9), max(TOLERANCE, 16 * torch.finfo(added.dtype).eps)
 
 
@@ -213,14 +216,15 @@ class Exchanged:
         by_position, total, count = source.mean_over == "examples", torch.zeros(()), 0
         for prompt in source.pool:
             outputs = self._run(prompt).double()
+            # float64: a sum of many prompts in bfloat16 stops growing.
             total = total + (outputs if by_position else outputs[:, 1:].sum(1, keepdim=True))
             count += 1 if by_position else len(prompt) - 1
         return (total / count).to(self.model.dtype)
 
     def _run(self, prompt: Prompt) -> Float[Tensor, "sender position d_model"]:
         batch = Batch.of([list(prompt.ids)], pad_id(self.model.tokenizer))
-        held, _ = capture(self.model, batch, hook_names(self.graph))
-        recorded = lambda site, layer: held[SITES[site].hook_name(layer)][0]  # noqa: E731
+        activations, _ = capture(self.model, batch, hook_names(self.graph))
+        recorded = lambda site, layer: activations[SITES[site].hook_name(layer)][0]  # noqa: E731
         return written(self.model, self.graph, self._weights, recorded)
 
 
@@ -280,6 +284,7 @@ class BothRuns:
     ):
         self.exchanged = exchanged
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
+        # Where later tokens are read every position changes: there is no beginning to keep.
         if self.model.looks_ahead:
             raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
         self.graph = Graph.of(plan.model.shape)
@@ -287,12 +292,14 @@ class BothRuns:
             refuse_without_gradients(self.model)
         try:
             held = sloped_names(self.model) if sloped else ()
+            # A tensor made in inference mode can never be part of a graph.
             with torch.inference_mode(False) if sloped else contextlib.nullcontext():
                 self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), held)
         except CannotStepError as error:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]
         self.stop = self.kept[-1] + 1
+        # Metrics read rows: a position that is read lies in them also where it comes before the first difference.
         self.start = min(self._first, self.kept[0])
         self.changes: Float[Tensor, "sender position d_model"] = self._changes()
 
@@ -350,12 +357,13 @@ class BothRuns:
 
         if self.exchanged is None:
             changes, first = self.base("resid_pre", 0).new_empty(self._size), 0
+            # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
             for some in changed_by_layer(self.model, graph, weights, recorded(0), recorded(1)):
                 changes[first : first + len(some)] = some
                 first += len(some)
             return changes
-        given = self.exchanged.of(self.example, len(self.plan.base[self.example]))
-        return given[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))
+        outside = self.exchanged.of(self.example, len(self.plan.base[self.example]))
+        return outside[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))
 
     @property
     def _size(self) -> tuple[int, int, int]:

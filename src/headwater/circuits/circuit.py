@@ -134,6 +134,7 @@ class Circuit:
         n, generator = checked_repeats("n", n), np.random.default_rng(checked_seed(seed))
         strata = self.graph.stratum[self.edges]
         pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(*_counts(strata), strict=True)]
+        # A circuit that fills all its strata has no other of its shape: then it is drawn itself.
         spare = any(len(pool) > count for pool, count in pools)
         drawn = [_drawn(pools, generator, self.edges if spare else None) for _ in range(n)]
         return [made(self.graph, edges, model=self.model) for edges in drawn]
@@ -329,6 +330,7 @@ class Circuit:
 
     def _joined(self, other: Circuit, edges: set[int]) -> Circuit:
         known = {edge: effect for edge, effect in other._effect_of.items() if edge in edges}
+        # This circuit's effects win: where both know an edge they may be of other prompts.
         known |= {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
         model = self.model if other.model in ("", self.model) else "" if self.model else other.model
         return made(self.graph, edges, known, tuple(dict.fromkeys((*self.seen, *other.seen))), model)

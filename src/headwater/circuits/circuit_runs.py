@@ -353,8 +353,8 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
 
 def said_of_gaps(table: pd.DataFrame) -> str | None:
     """Say of how many prompts the gap is no more than rounding, if of any."""
-    own = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
-    for metric, part in own.groupby("metric", sort=False):
+    alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
+    for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]
         if len(missing):
             some = ", ".join(map(str, missing["example"].tolist()[:8]))
@@ -367,12 +367,12 @@ def said_of_gaps(table: pd.DataFrame) -> str | None:
 
 def said_of_discovery(run: RunRecord) -> list[str]:
     """Say on how many of its own prompts circuits of a run were chosen."""
-    found = coinciding(run)
-    if not found:
+    shared = coinciding(run)
+    if not shared:
         return []
-    some = ", ".join(map(str, found[:8]))
+    some = ", ".join(map(str, shared[:8]))
     return [
-        f"{len(found)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
+        f"{len(shared)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
         "chosen on: what is said of these is not a test."
     ]
 

@@ -96,6 +96,7 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
         first = 1 + layer * (n_heads + 1)
         heads.append(sent[first : first + n_heads].movedim(0, 1))
         mlps.append(sent[first + n_heads])
+        # Values are of no run: streams are added up sender by sender. The biases belong to no edge.
         attended = entering[-1] + heads[-1].sum(1) + share.of_bias(runs.base("z", layer)[: runs.stop]).to(sent)
         middle.append(entering[-1] if parallel else attended)
         entering.append(attended + mlps[-1])
@@ -135,12 +136,12 @@ class CircuitWalk:
 
     def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:
         """Return the metrics of the runs of some circuits, given as edges, ascending."""
-        found = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
+        values = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
         live = [self._live(edges) for edges in circuits]
         order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together
 
         def run(some: list[int]) -> None:
-            found[torch.tensor(some)] = self._measured(live, some)
+            values[torch.tensor(some)] = self._measured(live, some)
 
         hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
         with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
@@ -149,7 +150,7 @@ class CircuitWalk:
                 at_once = batch_size or self._at_once([live[i] for i in order[first:]])
                 in_halves([int(i) for i in order[first : first + at_once]], run)
                 first += at_once
-        return found
+        return values
 
     def _measured(self, live: Sequence[Indices], some: list[int]) -> Float[Tensor, "circuit metric"]:
         try:
@@ -161,7 +162,9 @@ class CircuitWalk:
             ) from None
 
     def _live(self, edges: Indices) -> Indices:
+        # A norm after attention divides by the size of all heads together: each head depends on what the others read.
         together = any(shares.norm is not None for shares in self.shares)
+        # With values that are of no run a sender differs from them also where nothing of the clean prompt reaches it.
         which = on_a_path if self.outside.is_run else leads_to_logits
         kept = which(self.graph, edges, together)
         return np.asarray(edges[kept])
@@ -174,6 +177,7 @@ class CircuitWalk:
         used, fit = np.zeros(len(self.graph.senders), dtype=bool), 0
         for edges in live:
             used[self.graph.sender[edges]] = True
+            # One circuit goes in any case; it is the second that has to fit.
             if fit and fit + 1 > budget // ((int(used.sum()) + heads) * a_stream):
                 break
             fit += 1
@@ -193,12 +197,13 @@ class _Projection:
         self.walk, self.layer = walk, layer
         self.receivers = walk.receivers[layer]
         outside = walk.outside.entering[layer]
-        made = self.receivers.projected(outside[None])
-        self.outside = {kind: made[kind].clone() for kind in KINDS}
+        projected = self.receivers.projected(outside[None])
+        self.outside = {kind: projected[kind].clone() for kind in KINDS}
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
-        every = {kind: torch.arange(made[kind].shape[2]) for kind in KINDS}
+        every = {kind: torch.arange(projected[kind].shape[2]) for kind in KINDS}
+        # Seen, not assumed: a model may norm or scale q and k after the projection, which columns alone leave out.
         self.by_weights = self._has_weights and _near(
-            (self._columns(kind, normed.expand(len(heads), -1, -1), heads), made[kind][0].movedim(1, 0))
+            (self._columns(kind, normed.expand(len(heads), -1, -1), heads), projected[kind][0].movedim(1, 0))
             for kind, heads in every.items()
         )
 
@@ -208,6 +213,7 @@ class _Projection:
         """Return of each row the q (k, v) of its own head; rows are head by head."""
         if self.by_weights:
             return self._columns(kind, self.walk.rows.blocks.normed(self.layer, inputs, mlp=False), heads)
+        # Else all heads of each row are made, of which it takes its own.
         made = self.receivers.projected(inputs)[kind]
         return made[torch.arange(len(heads), device=made.device), :, to_device(heads, made.device)]
 
@@ -224,15 +230,15 @@ class _Projection:
     def _columns(self, kind: str, normed: Tensor, heads: Int[Tensor, " row"]) -> Tensor:
         weight, bias = self._factors[kind]
         assert weight is not None
-        found = normed.new_empty(*normed.shape[:2], weight.shape[2])
+        columns = normed.new_empty(*normed.shape[:2], weight.shape[2])
         rows, start = normed.to(weight), 0
         for head, count in zip(*(one.tolist() for one in heads.unique_consecutive(return_counts=True)), strict=True):
             mine = slice(start, start + count)
             made = rows[mine].flatten(0, 1) @ weight[head]
             made = made if bias is None else made.add_(bias[head])
-            found[mine] = made.view(count, *found.shape[1:])
+            columns[mine] = made.view(count, *columns.shape[1:])
             start += count
-        return found
+        return columns
 
 
 class _Batch:
@@ -246,6 +252,7 @@ class _Batch:
         self.receiver, self.sender = graph.receiver[edges], graph.sender[edges]
         self.begins = np.concatenate([[0], np.cumsum([len(one) for one in circuits])])
         self.used = np.unique(self.sender)
+        # Only senders in use have memory, not all of the graph.
         self.slot = np.full(len(graph.senders), -1)
         self.slot[self.used] = np.arange(len(self.used))
         self.sends = np.zeros((len(circuits), len(graph.senders)), dtype=bool)
@@ -253,6 +260,7 @@ class _Batch:
         embedded = walk.outside.embedded
         self.now = embedded.new_zeros(len(circuits), len(self.used), *embedded.shape)
         if self.slot[0] >= 0:
+            # The embedding always sends the clean prompt's: nothing reaches it that could be another.
             clean = walk.rows.base("resid_pre", 0)
             self.now[:, 0] = clean - embedded
 
@@ -279,6 +287,7 @@ class _Batch:
         projection = self.walk.projection(layer)
         mixed = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
         place = np.searchsorted(rows, mixed.circuit)
+        # A head that no edge enters reads what is carried outside; the others are written over below.
         given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
         bounds = np.searchsorted(self.graph.receivers.kind[mixed.receiver], range(len(KINDS) + 1))
         for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
@@ -286,6 +295,7 @@ class _Batch:
             if len(heads):
                 made = projection.of(kind, mixed.inputs[mine], torch.from_numpy(heads)).to(given[kind])
                 given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
+        # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
         z = projection.receivers.heads_of(given)
         changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
@@ -303,6 +313,7 @@ class _Batch:
         mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
         inputs[to_device(np.searchsorted(rows, mixed.circuit), inputs.device)] = mixed.inputs
         changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        # In the last layer the MLP ran where it is read; elsewhere nobody asks for its change.
         if not isinstance(kept, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, kept, changes)
         self._write(rows, heard[rows], sender, changes[:, None])
@@ -321,6 +332,7 @@ class _Batch:
         parts = [self._entering(one, receivers) for one in range(self.n_circuits)]
         circuits = np.repeat(np.arange(self.n_circuits), [len(found) for found, _, _ in parts])
         entered = np.concatenate([found for found, _, _ in parts])
+        # Receiver by receiver, so that the rows of one head are one product with its columns.
         order = np.argsort(entered, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
@@ -329,7 +341,9 @@ class _Batch:
             mine, place = place[: len(found)], place[len(found) :]
             if not len(found):
                 continue
+            # Slots follow the senders' order, so that later ones are left out of the product.
             reach = int(slot.max()) + 1
+            # A product of zeros and ones: adding edge by edge would read each sender's stream once an edge.
             carried = np.zeros((len(found), reach), dtype=np.float32)
             carried[row, slot] = 1
             now = self.now[one, :reach][:, kept].flatten(1)
@@ -356,6 +370,7 @@ class _Batch:
 def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], into: Tensor, rows: Indices) -> None:
     """Write a product into some rows of a matrix: straight where these are at equal distances, else by a copy."""
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+    # mm writes into a strided view; an index would need the product first, and a copy of it.
     if (np.diff(rows) == step).all():
         torch.mm(a, b, out=into[int(rows[0]) : int(rows[-1]) + 1 : step])
     else:

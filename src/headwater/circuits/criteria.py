@@ -79,6 +79,7 @@ def completeness(
     named: dict[str, Circuit] = {}
     for draw, one in enumerate([circuit, *(circuit.placebos(placebos, seed) if placebos else [])]):
         for number, which in enumerate(removed):
+            # A random circuit loses as many edges as the circuit, drawn anew: its edges have no counterparts.
             taken = one._kept(which if draw == 0 else generator.permutation(which))
             named |= {f"{draw} {number} circuit": one - taken, f"{draw} {number} model": full - taken}
     rows = []
@@ -90,13 +91,14 @@ def completeness(
                     for draw in range(placebos + 1)
                 ]
             )
-            own, others = found[0], found[1:]
+            lacking, others = found[0], found[1:]
             chance = (
                 [float(others.mean()), float(np.quantile(others, 1 - PLACEBO_QUANTILE))] if placebos else [np.nan] * 2
             )
-            p = (1 + int((others <= own).sum())) / (1 + placebos) if placebos else np.nan
+            # Counted with the circuit itself among them: p is never 0.
+            p = (1 + int((others <= lacking).sum())) / (1 + placebos) if placebos else np.nan
             both = (values[f"0 {number} {what}"] for what in ("circuit", "model"))
-            rows.append([name, number, int(which.sum()), *both, own, own / gap if gap else np.nan, *chance, p])
+            rows.append([name, number, int(which.sum()), *both, lacking, lacking / gap if gap else np.nan, *chance, p])
     columns = ["metric", "set", "removed", "circuit", "model", "incompleteness", "part"]
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_low", "p_value"])
 
@@ -152,10 +154,10 @@ def minimality(
         others = np.abs([_largest(values, " and ", len(left), edge)[0] for edge in drawn])
         sizes = np.abs(effects)
         high = float(np.quantile(others, PLACEBO_QUANTILE)) if len(others) else 0.0
-        found = circuit.table.drop(columns="effect").assign(effect=effects, set=where)
-        found["placebo"], found["placebo_high"] = (others.mean(), high) if len(others) else (np.nan, np.nan)
-        found["p_value"] = [(1 + int((others >= size).sum())) / (1 + len(others)) for size in sizes]
-        tables.append(found.assign(needed=sizes > high))
+        table = circuit.table.drop(columns="effect").assign(effect=effects, set=where)
+        table["placebo"], table["placebo_high"] = (others.mean(), high) if len(others) else (np.nan, np.nan)
+        table["p_value"] = [(1 + int((others >= size).sum())) / (1 + len(others)) for size in sizes]
+        tables.append(table.assign(needed=sizes > high))
         tables[-1].insert(0, "metric", name)
     return pd.concat(tables, ignore_index=True)
 
@@ -185,12 +187,12 @@ def _means(
 ) -> list[tuple[str, Values, float]]:
     """Return by metric: its name, its mean over prompts of each circuit alone, and the gap of the model."""
     table = run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
-    found: list[tuple[str, Values, float]] = []
+    means: list[tuple[str, Values, float]] = []
     for name, part in table.groupby("metric", sort=False):
         values = part.groupby("circuit", sort=False)["value"].mean()
         gap = abs(float((part["clean"] - part["corrupted"]).mean()))
-        found.append((str(name), dict(zip(values.index, values.tolist(), strict=True)), gap))
-    return found
+        means.append((str(name), dict(zip(values.index, values.tolist(), strict=True)), gap))
+    return means
 
 
 def _largest(values: Values, how: str, sets: int, edge: int) -> tuple[float, int]:
@@ -198,6 +200,7 @@ def _largest(values: Values, how: str, sets: int, edge: int) -> tuple[float, int
     effects = []
     for number in range(sets):
         changed = values.get(f"{number}{how}{edge}")
+        # Put in, an edge's effect is minus that of taking it out again.
         sign = 1 if how == " less " else -1
         effects.append(0.0 if changed is None else sign * (changed - values[f"{number}"]))
     where = int(np.argmax(np.abs(effects)))

@@ -111,12 +111,14 @@ class CircuitCurve(ByMetric, Result):
         rows = []
         for metric, part in self.table.groupby("metric", sort=False):
             sizes, drawn, placebos = _curves(part, seed)
-            own = _areas(sizes, drawn)
+            # Of each draw's own curve: the least size of a mean curve is not the mean of least sizes.
+            of_circuit = _areas(sizes, drawn)
             random = _areas(sizes, placebos)
             for name in AREAS:
-                value, low, high = interval(own[name], level)
-                found = random[name] if name != "least_size" else np.nan_to_num(random[name], nan=1.0)
-                chance = [found.mean(), *np.quantile(found, [0.05, 0.95])] if len(found) else [np.nan] * 3
+                value, low, high = interval(of_circuit[name], level)
+                # A random curve that never comes to 0.9 needs the whole model.
+                of_random = random[name] if name != "least_size" else np.nan_to_num(random[name], nan=1.0)
+                chance = [of_random.mean(), *np.quantile(of_random, [0.05, 0.95])] if len(of_random) else [np.nan] * 3
                 rows.append([metric, name, value, low, high, *chance])
         columns = ["metric", "area", "value", "low", "high", "placebo", "placebo_low", "placebo_high"]
         return pd.DataFrame(rows, columns=columns)
@@ -239,10 +241,11 @@ def _curves(
     part: pd.DataFrame, seed: int
 ) -> tuple[Float[ndarray, " size"], Float[ndarray, "draw size"], Float[ndarray, "placebo size"]]:
     """Return the sizes, f at each in draws of prompts (the first: the prompts themselves), and that of placebos."""
-    own = part[part["placebo"].isna()]
-    values = own.pivot_table(index="example", columns="size", values="value")
-    ends = own.drop_duplicates("example").set_index("example").loc[values.index]
+    of_circuits = part[part["placebo"].isna()]
+    values = of_circuits.pivot_table(index="example", columns="size", values="value")
+    ends = of_circuits.drop_duplicates("example").set_index("example").loc[values.index]
     clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
+    # All sizes are resampled together: a draw is a curve.
     drawn = ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed)
     placebos = []
     for _, others in part[part["placebo"].notna()].groupby("placebo"):

@@ -204,6 +204,7 @@ class How:
         """How far on the way to the other run's embeddings the runs are whose gradients are taken."""
         if self.method != "eap-ig":
             return (0.0,)
+        # Hanna et al.'s code goes from the corrupted side, k / steps of the way: which end counts depends on the run.
         first = 0.5 if self.quadrature == QUADRATURES[0] else 0.0 if self.from_clean else 1.0
         return tuple((step + first) / self.steps for step in range(self.steps))
 
@@ -281,6 +282,7 @@ class _Measuring:
                 estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
         if how.method == "screened":
             kinds = self.graph.receivers.kind[self.graph.receiver[asked.chosen]]
+            # First-order estimates are ranked beside the sublayer's as if they were further metrics.
             ranked_by = torch.stack([torch.cat(list(piece.values()), -1) for piece in pieces])
             strengths = strength(np.nan_to_num(ranked_by.double().numpy()))
             strongest, drawn = strongest_and_drawn(strengths, kinds, how.verify, how.seed)
@@ -309,8 +311,8 @@ class _Measuring:
         if items:
             with self.run.bar("edges", "edge", n_examples * len(edges)) as bar:
                 pieces = self.run.pieces("layer", items, self._layer, bar, lambda item: len(item[1]))
-                for (example, own), piece in zip(items, pieces, strict=True):
-                    effects[example][:, np.searchsorted(self.asked.chosen, own)] = piece["effects"].float()
+                for (example, of_layer), piece in zip(items, pieces, strict=True):
+                    effects[example][:, np.searchsorted(self.asked.chosen, of_layer)] = piece["effects"].float()
         return effects
 
     def _layer(self, item: tuple[int, Indices]) -> dict[str, Tensor]:
@@ -318,22 +320,23 @@ class _Measuring:
         example, edges = item
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
-            found = self._nothing(example, len(edges))
+            effects = self._nothing(example, len(edges))
             for number, place in self.asked.places.of(runs):
-                found[number] = self.pairs.exact(runs, place, self.asked.how.through).effects(
+                effects[number] = self.pairs.exact(runs, place, self.asked.how.through).effects(
                     int(self.graph.stage[edges[0]]), edges
                 )
-        return {"effects": found}
+        return {"effects": effects}
 
     def _estimates(self, example: int) -> dict[str, Tensor]:
         """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
         edges, how = self.asked.chosen, self.asked.how
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
-            found = self._nothing(example, len(edges))
+            estimates = self._nothing(example, len(edges))
             numbered = list(self.asked.places.of(runs))
+            # Nothing read feels any sender here: no gradient is needed to say 0.
             if not numbered:
-                return {"estimates": found} | ({"first order": found.clone()} if how.ranks_twice else {})
+                return {"estimates": estimates} | ({"first order": estimates.clone()} if how.ranks_twice else {})
             slopes, first_order = Slopes(runs, how.shares), self._nothing(example, len(edges))
             if how.method in ("eap", "eap-ig") or how.ranks_twice:
                 numbers, places = map(list, zip(*numbered, strict=True))
@@ -343,12 +346,12 @@ class _Measuring:
             for number, place in numbered:
                 exact = self.pairs.exact(runs, place, self.asked.how.through)
                 for stage in np.unique(self.graph.stage[edges]):
-                    own = np.flatnonzero(self.graph.stage[edges] == stage)
-                    found[number, own] = sublayer_scores(slopes, exact, int(stage), edges[own])
-        return {"estimates": found} | ({"first order": first_order} if how.ranks_twice else {})
+                    of_layer = np.flatnonzero(self.graph.stage[edges] == stage)
+                    estimates[number, of_layer] = sublayer_scores(slopes, exact, int(stage), edges[of_layer])
+        return {"estimates": estimates} | ({"first order": first_order} if how.ranks_twice else {})
 
     def _nothing(self, example: int, n_edges: int) -> Float[Tensor, "position edge metric"]:
         """Return 0 at the places of a pair, NaN beyond."""
-        found = torch.zeros(len(self.asked.places), n_edges, len(self.plan.metrics), dtype=torch.float64)
-        found[self.asked.places.missing(example)] = torch.nan
-        return found
+        table = torch.zeros(len(self.asked.places), n_edges, len(self.plan.metrics), dtype=torch.float64)
+        table[self.asked.places.missing(example)] = torch.nan
+        return table

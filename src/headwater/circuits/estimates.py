@@ -56,6 +56,7 @@ DRAWN = 50
 
 def strength(estimates: Float[np.ndarray, "example position edge metric"]) -> Float[np.ndarray, " edge"]:
     """Return by what edges are ranked: the mean size over pairs, as a part of the metric's largest, on any metric."""
+    # Sizes before the mean: an edge that helps one pair and hurts another is strong, not absent.
     sizes = np.abs(estimates).sum(1).mean(0)
     return np.asarray((sizes / np.maximum(sizes.max(0), np.finfo(float).tiny)).max(1))
 
@@ -72,6 +73,7 @@ def strongest_and_drawn(
         seed: of the lot.
     """
     strongest, drawn = np.zeros(len(strengths), dtype=bool), np.zeros(len(strengths), dtype=bool)
+    # Stable: equal strengths are chosen by number, the same in every process.
     strongest[np.argsort(-strengths, kind="stable")[:verify]] = True
     rest = np.flatnonzero(~strongest)
     wanted = min(DRAWN, len(rest))
@@ -115,6 +117,7 @@ class Slopes:
         self._n_layers = runs.graph.n_layers
         self._final = hook_name("resid_post", self._n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
+            # The recorded run has a graph for one gradient: EAP needs no run of its own.
             recorded = runs.wave.recording.held if shares == (0.0,) else {}
             self._totals = self._totals_of(self._logits_recorded(recorded) if recorded else self._run())
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
@@ -138,6 +141,7 @@ class Slopes:
     def _logits_recorded(self, held: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
         """The logits of the base run as it was recorded, with its graph, which serves once."""
         self.held = dict(held)
+        # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
         held.clear()
         return self.runs.wave.logits(self.held[self._final][0, list(self.runs.kept)], 0)[None]
 
@@ -148,11 +152,13 @@ class Slopes:
         def begin(activation: Tensor, hook: object) -> Tensor:
             start, change = runs.base("resid_pre", 0), torch.zeros_like(runs.base("resid_pre", 0))
             change[runs.start : runs.stop] = runs.changes[0]
+            # All steps on the way are rows of one batch.
             rows = torch.stack([start + share * change for share in self.shares]).clone()
             self.held[first] = rows.requires_grad_(True)
             return self.held[first]
 
         def fork(activation: Tensor, hook: object, name: str) -> Tensor:
+            # A fork, so that the gradient is that of this use alone and not of all that reads the same tensor.
             self.held[name] = activation.view_as(activation)
             return self.held[name]
 
@@ -178,12 +184,13 @@ class Slopes:
         """The gradients of one metric at everything that was held."""
         metric, names = self.runs.plan.metrics[m].name, [n for n in self.held if n != hook_name("resid_pre", 0)]
         more = m + 1 < len(self._totals)
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             self._totals[m], [self.held[name] for name in names], retain_graph=more, allow_unused=True
         )
-        slopes = {n: torch.zeros_like(self.held[n]) if g is None else g for n, g in zip(names, found, strict=True)}
+        slopes = {n: torch.zeros_like(self.held[n]) if g is None else g for n, g in zip(names, gradients, strict=True)}
         runs_on = slopes[hook_name("resid_post", self._n_layers - 1)].device
         largest = max(float(slopes[hook_name("resid_post", self._n_layers - 1)].abs().max()), 0.0)
+        # One look at all of them: each look waits for the device.
         peaks = [slope.abs().amax().double().to(runs_on) for slope in slopes.values()]
         if not bool(torch.stack(peaks).isfinite().all()):
             raise NumericsError(
@@ -202,7 +209,7 @@ class Slopes:
 def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> Float[Tensor, "position edge metric"]:
     """Return Δ_s · ∂metric/∂x_r of edges at each of some places, the gradient averaged over the runs."""
     runs, graph = slopes.runs, slopes.runs.graph
-    found = torch.zeros(len(places), len(edges), len(slopes.by_metric), dtype=torch.float64)
+    estimates = torch.zeros(len(places), len(edges), len(slopes.by_metric), dtype=torch.float64)
     changes = [runs.changes_at(place).float() for place in places]
     scores = torch.zeros(len(places), len(graph.receivers), len(graph.senders), device=runs.changes.device)
     for m in range(len(slopes.by_metric)):
@@ -210,10 +217,11 @@ def gradient_scores(slopes: Slopes, places: Sequence[Place], edges: Indices) -> 
             for receivers, gradient in _by_receiver(slopes, m):
                 reach = int(graph.reach[receivers].max())
                 for number, change in enumerate(changes):
+                    # Both end at the last position that is read; a place may begin later than the runs.
                     along = gradient[:, -change.shape[1] :].flatten(1).float()
                     scores[number, receivers, :reach] = along.to(change) @ change[:reach].flatten(1).T
-        found[:, :, m] = scores.cpu()[:, graph.receiver[edges], graph.sender[edges]].double()
-    return found
+        estimates[:, :, m] = scores.cpu()[:, graph.receiver[edges], graph.sender[edges]].double()
+    return estimates
 
 
 def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, "receiver position d_model"]]]:
@@ -223,12 +231,14 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
         factors = runs.weights.layer(layer)
         normed = []
         for kind, weight in zip(KINDS, (factors.W_Q, factors.W_K, factors.W_V), strict=True):
+            # W_Q u of all heads first: the norm's backward then takes them as rows of one batch.
             normed.append(torch.einsum("sphk,hdk->hspd", slopes.at(m, kind, layer).to(weight), weight))
         heads = torch.cat(normed)
         blocks = runs.wave.blocks
         before_norm = partial(blocks.normed, layer, mlp=False)
         yield slice(first, first + len(heads)), _pulled_back(slopes.input_of(layer, mlp=False), heads, before_norm)
         first += len(heads)
+        # A HookedTransformer has no hook there: the gradient is pulled back through the MLP itself.
         has_hook = hook_name("mlp_in", layer) in slopes.held
         gradient = slopes.at(m, "mlp_in" if has_hook else "mlp_out", layer)[None]
         made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(_added_by_mlp, blocks, layer)
@@ -247,6 +257,7 @@ def _pulled_back(
     made: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "receiver position d_model"]:
     """Pull gradients back from what is made of a part's input to that input; average them over the runs."""
+    # Tensors of inference mode can be no leaves of a graph.
     with torch.inference_mode(False), torch.enable_grad():
         rows = entering.expand(len(gradient), *entering.shape).clone().requires_grad_(True)
         out = made(rows.flatten(0, 1))
@@ -266,7 +277,7 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
     kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
     changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
     device = exact.changes.device
-    found = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64, device=device)
+    estimates = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64, device=device)
     metrics = range(len(slopes.by_metric))
     with exact.rows.blocks.fused():
         if len(changed) and bool((kind < len(KINDS)).any()):
@@ -274,12 +285,12 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
             before = torch.from_numpy(graph.reach[receiver[kind.numpy() < len(KINDS)]]).max()
             written = _written_by_heads(exact, stage, changed[changed < before], slope)
             within = (kind < len(KINDS)).nonzero()[:, 0]
-            found[within] = written[kind[within], torch.from_numpy(sender)[within], head[within]].double()
+            estimates[within] = written[kind[within], torch.from_numpy(sender)[within], head[within]].double()
         if len(changed) and bool((kind == len(KINDS)).any()):
             slope = torch.stack([slopes.at(m, "mlp_out", stage).mean(0)[reached] for m in metrics])
             mlp = (kind == len(KINDS)).nonzero()[:, 0]
-            found[mlp] = _written_by_mlp(exact, stage, changed, slope)[torch.from_numpy(sender)[mlp]].double()
-    return found.cpu()
+            estimates[mlp] = _written_by_mlp(exact, stage, changed, slope)[torch.from_numpy(sender)[mlp]].double()
+    return estimates.cpu()
 
 
 def _written_by_heads(
@@ -287,18 +298,18 @@ def _written_by_heads(
 ) -> Float[Tensor, "kind sender head metric"]:
     """By q, k, v, sender and (key-value) head: what the heads that read it write, along the gradient."""
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
-    found = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
+    along_gradient = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
         with receivers.hooked():
-            own = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
+            projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
         for number, kind in enumerate(KINDS):
             with receivers.hooked():
-                written = receivers.heads_given(kind, own[kind]) - receivers.z
+                written = receivers.heads_given(kind, projected[kind]) - receivers.z
             along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
             if kind != "q":
                 along = along.unflatten(1, (-1, receivers.group)).sum(2)
-            found[number, some, : along.shape[1]] = along.float()
-    return found
+            along_gradient[number, some, : along.shape[1]] = along.float()
+    return along_gradient
 
 
 def _written_by_mlp(
@@ -306,9 +317,9 @@ def _written_by_mlp(
 ) -> Float[Tensor, "sender metric"]:
     """By sender: what the MLP writes of it, along the gradient."""
     rows = exact.rows
-    read = rows.read_by_mlp(layer)
-    found, recorded = torch.zeros(len(exact.changes), len(slope), device=slope.device), rows.base("mlp_out", layer)
+    read, recorded = rows.read_by_mlp(layer), rows.base("mlp_out", layer)
+    along_gradient = torch.zeros(len(exact.changes), len(slope), device=slope.device)
     for some in senders.split(rows.at_once):
         written = rows.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
-        found[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float()
-    return found
+        along_gradient[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float()
+    return along_gradient

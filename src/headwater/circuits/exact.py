@@ -75,6 +75,7 @@ class EdgeRows:
 
     def leaving(self, layer: int) -> Int[Tensor, " kept"] | slice:
         """At which of the rows' positions streams leave a layer: at all, but after the last where they are read."""
+        # Of the last layer only what is read: 133 MFLOP in place of 151 for a late edge of GPT-2's shape (NOTES.md).
         return self.kept if layer == self.n_layers - 1 else slice(None)
 
     def left(self, site: str, layer: int) -> Tensor:
@@ -87,10 +88,12 @@ class EdgeRows:
         positions = torch.arange(self.start, self.stop, device=residual.device).expand(n_rows, -1)
         if self.start:
             keys, values = (
+                # Expanded, not copied: keys and values before the first change are the recorded run's for every row.
                 cache[layer][:1, :, : self.start].expand(n_rows, -1, -1, -1)
                 for cache in (self.recording.keys, self.recording.values)
             )
             shared = SharedPrefix(keys, values)
+        # All rows begin and end alike, so that one mask serves them.
         mask = self._mask(layer, residual).expand(n_rows, -1, -1, -1)
         at, kept = self.leaving(layer), None
         if not whole and not isinstance(at, slice):
@@ -122,8 +125,10 @@ class EdgeRows:
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
         """Return the metrics of rows, given their last states."""
         runs = self.runs
+        # The runner's own unembedding: of a logit difference two columns of W_U, not all.
         logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
         finite = logits.isfinite().flatten(1).all(1)
+        # One of two waits for the device in a tile of rows; the metrics are the other.
         if not bool(finite.all()):
             raise NotFiniteRowError(int((~finite).nonzero()[0]))
         reading = (LOGITS, self.n_layers)
@@ -182,6 +187,7 @@ class Receivers:
     def exchanged(self, site: str, activation: Tensor) -> Tensor | None:
         """Keep what passes through a site, and put in its place what is given, if anything is."""
         self._seen[site] = activation
+        # Attention ends here: for q, k and v no scores are made, for z no W_O is read.
         if self._wanted and self._wanted <= self._seen.keys():
             raise _AllSeenError
         return self._given.get(site)
@@ -205,15 +211,17 @@ class Receivers:
     def heads_of(self, given: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
         """Return what heads give of some q, k and v, those that are not given being the base run's."""
         n_rows = len(next(iter(given.values())))
+        # All rows enter the same and are exchanged after their projections: one is projected for all of them.
         with self.rows.blocks.alike(self.layer):
-            made = self._run_until(frozenset("z"), given, self.entering.expand(n_rows, -1, -1))
-        return made["z"].view(n_rows, *self.z.shape)
+            seen = self._run_until(frozenset("z"), given, self.entering.expand(n_rows, -1, -1))
+        return seen["z"].view(n_rows, *self.z.shape)
 
     def one_head(
         self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
     ) -> Float[Tensor, "row position head d_head"]:
         """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
         heads = torch.arange(z.shape[2], device=z.device)
+        # A key-value head is read by all query heads of its group, a query by its own.
         reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]
         return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
 
@@ -229,9 +237,10 @@ class Receivers:
         added = self.rows.base("attn_out", layer)
         if not _near(self.attended(self.z[None])[0], added, tolerance):
             raise ModelError(f"Attention of layer {layer} of {name} adds something else than z W_O: no edges there.")
-        own = self.projected(self.entering[None])
+        projected = self.projected(self.entering[None])
         for kind in KINDS:
-            heads, n = own[kind].clone(), own[kind].shape[2]
+            heads, n = projected[kind].clone(), projected[kind].shape[2]
+            # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
             z, touched = self.heads_given(kind, heads)[0], 1 if kind == "q" else self.group
             if n > 1 and not _near(z[:, touched:], self.z[:, touched:], tolerance):
@@ -244,6 +253,7 @@ class Receivers:
 def refuse_heads_that_meet(rows: EdgeRows) -> None:
     """Check the structure of every layer, of a model that was not seen to have it."""
     model = rows.runs.model
+    # A property of the model, not of the prompt: once is enough.
     if model.heads_checked:
         return
     for layer in range(rows.n_layers):
@@ -271,6 +281,7 @@ class Exact:
         self.runs, self.place, self.graph = runs, place, runs.graph
         self.rows = EdgeRows(runs, place.start, tile_tokens)
         self.changes = runs.changes_at(place)
+        # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
         self.reaching: Reaching = lambda layer: (self.changes, self.changes)
         self._unedited: Tensor | None = None
@@ -280,20 +291,21 @@ class Exact:
         """The metrics of the base run, as the rows' own last layers give them."""
         if self._unedited is None:
             self._unedited = self.rows.measure(
+                # Through the same last step as the rows, so that rounding there is in no difference.
                 self.rows.base("resid_post", self.rows.n_layers - 1)[None, self.rows.kept]
             )
         return self._unedited
 
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
         """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
-        found = torch.zeros(len(edges), len(self.runs.plan.metrics), dtype=torch.float64)
+        effects = torch.zeros(len(edges), len(self.runs.plan.metrics), dtype=torch.float64)
         felt = np.flatnonzero(self.changed[self.graph.sender[edges]])
         rows = self.rows
 
         def measure(some: Sequence[int], enter: Enter) -> None:
             part = torch.tensor(some)
             try:
-                found[part] = rows.measure(rows.finish(enter(part), stage + 1)) - self.unedited
+                effects[part] = rows.measure(rows.finish(enter(part), stage + 1)) - self.unedited
             except NotFiniteRowError as error:
                 edge = self.graph.name(int(edges[int(part[error.row])]))
                 raise NumericsError(
@@ -305,8 +317,9 @@ class Exact:
             for mine, enter in self._entering(stage, edges, torch.from_numpy(felt)):
                 for part in mine.split(rows.at_once):
                     halves = in_halves(part.tolist(), partial(measure, enter=enter))
+                    # Where memory ran out, the next tiles begin with the size that fitted.
                     rows.at_once = max(1, rows.at_once // len(halves))
-        return found
+        return effects
 
     def rounding(self) -> Float[Tensor, " metric"]:
         """Return how far rows without any change, one entering at each layer, are at most from the base run."""
@@ -349,13 +362,15 @@ class Exact:
         sender, kind, head = columns
         leaving = self.rows.leaving(receivers.layer)
         with receivers.hooked():
-            own = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
+            # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
+            projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
             with receivers.hooked():
-                z = receivers.heads_given(name, own[name])[:, leaving]
+                z = receivers.heads_given(name, projected[name])[:, leaving]
 
+            # As defaults: a closure would see the loop's last kind.
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
                 heads = receivers.one_head(name, self._of(z, torch.searchsorted(some, sender[rows])), head[rows])
                 attended = receivers.attended(heads)
@@ -419,6 +434,7 @@ class ResidualChange:
         after = self._add(self._before, self._first_of(layer), mlp)
         if self.through == "mlps":
             changed = read.flatten(1).any(1).cpu()
+            # An MLP that is exchanged itself gives what it gave in the other run, whatever reaches it.
             changed[self._set[self._sender == mlp]] = False
             after, entering = after.clone(), rows.read_by_mlp(layer)
             for part in changed.nonzero()[:, 0].split(rows.at_once):

@@ -39,6 +39,7 @@ def ratio_of_means(
 ) -> Float[ndarray, "draw _"]:
     """Return the faithfulness of circuits, a column each: over the prompts, and in draws of them with replacement."""
     draws = Bootstrap.of(range(len(value)), draws=RESAMPLES if len(value) > 1 else 0, seed=seed)
+    # The same prompts above and below the line in each draw: their noise is shared.
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
@@ -60,10 +61,10 @@ def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
     """
     rows = []
     for (circuit, metric), part in table.groupby(["circuit", "metric"], sort=False):
-        own = part[part["placebo"].isna()]
-        clean, corrupted = own["clean"].to_numpy(), own["corrupted"].to_numpy()
-        found = ratio_of_means(own["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
-        low, high = percentile_interval(found, level)
+        alone = part[part["placebo"].isna()]
+        clean, corrupted = alone["clean"].to_numpy(), alone["corrupted"].to_numpy()
+        draws = ratio_of_means(alone["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
+        low, high = percentile_interval(draws, level)
         drawn = part[part["placebo"].notna()]
         others = drawn.pivot_table(index="example", columns="placebo", values="value", sort=False)
         f = ratio_of_means(others.to_numpy(), clean, corrupted)[0] if len(drawn) else np.zeros(0)
@@ -71,17 +72,18 @@ def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
             {
                 "circuit": circuit,
                 "metric": metric,
-                "edges": int(own["edges"].iloc[0]),
-                "edges_on_a_path": int(own["edges_on_a_path"].iloc[0]),
-                "examples": len(own),
-                "value": float(own["value"].mean()),
-                "faithfulness": float(found[0, 0]),
+                "edges": int(alone["edges"].iloc[0]),
+                "edges_on_a_path": int(alone["edges_on_a_path"].iloc[0]),
+                "examples": len(alone),
+                "value": float(alone["value"].mean()),
+                "faithfulness": float(draws[0, 0]),
                 "low": float(low[0]),
                 "high": float(high[0]),
                 "placebo": float(f.mean()) if len(f) else np.nan,
                 "placebo_high": float(np.quantile(f, 0.95)) if len(f) else np.nan,
                 "overlap": float(drawn["overlap"].mean()) if len(drawn) else np.nan,
-                "p_value": (1 + int((f >= found[0, 0]).sum())) / (1 + len(f)) if len(f) else np.nan,
+                # Counted with the circuit itself among them: p is never 0.
+                "p_value": (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f)) if len(f) else np.nan,
             }
         )
     return pd.DataFrame(rows)
@@ -116,12 +118,12 @@ def claim_on_runs(
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     name, metric = _chosen(table, "circuit", circuit), _chosen(table, "metric", metric)
     effects = _effects(table, name, metric)
-    drawn, own = effects[1:], effects[0]
+    drawn, effect = effects[1:], effects[0]
     n_edges = int(table.loc[table["circuit"] == name, "edges"].iloc[0])
-    held_out = None if seen is None else np.delete(own, list(seen))
+    held_out = None if seen is None else np.delete(effect, list(seen))
     notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
     beside = None if other is None else _effects(other, _chosen(other, "circuit", circuit), metric)[0]
-    evidence = ClaimEffects(own, drawn, beside, effects.T, held_out)
+    evidence = ClaimEffects(effect, drawn, beside, effects.T, held_out)
     what = f"The circuit {plain_text(name)} of {n_edges:,} edges"
     if len(drawn):
         what += f", {overlap:.0%} of which its random circuits share on average,"

@@ -111,8 +111,10 @@ class Graph:
     def reach(self) -> Indices:
         """By receiver: how many senders come before it; they are the first ones."""
         nodes = self.receivers
+        # The embedding, and heads and MLP of every layer before: q, k and v of a layer read none of its own heads.
         before = 1 + nodes.layer * (self.n_heads + 1)
         if not self.parallel:
+            # A serial block's MLP reads what its heads added.
             before = before + np.where(nodes.kind == 3, self.n_heads, 0)
         return np.where(nodes.kind == 4, len(self.senders), before)
 
@@ -124,6 +126,7 @@ class Graph:
     @cached_property
     def sender(self) -> Indices:
         """By edge: its sender."""
+        # A receiver's edges are numbered by sender, and its senders are the first so many: no list of pairs.
         starts = np.repeat(self._ends - self.reach, self.reach)
         return np.arange(self.n_edges) - starts
 
@@ -193,15 +196,15 @@ class Graph:
         They are `sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head`; numbers that do not apply
         are `<NA>`.
         """
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for role, nodes, which in (
             ("sender", self.senders, self.sender[edges]),
             ("receiver", self.receivers, self.receiver[edges]),
         ):
-            found[role] = np.array(nodes.kinds, dtype=object)[nodes.kind[which]]
-            found[f"{role}_layer"] = present(nodes.layer[which])
-            found[f"{role}_head"] = present(nodes.head[which])
-        return found
+            columns[role] = np.array(nodes.kinds, dtype=object)[nodes.kind[which]]
+            columns[f"{role}_layer"] = present(nodes.layer[which])
+            columns[f"{role}_head"] = present(nodes.head[which])
+        return columns
 
     def among(self, senders: object, receivers: object) -> Indices:
         """Return the edges from some senders to some receivers, ascending; None is all of them."""
@@ -217,10 +220,10 @@ class Graph:
 
     def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
         """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v."""
-        found = np.zeros(len(nodes), dtype=bool)
+        is_named = np.zeros(len(nodes), dtype=bool)
         for name in names:
-            found |= self._named(nodes, name)
-        return np.flatnonzero(found)
+            is_named |= self._named(nodes, name)
+        return np.flatnonzero(is_named)
 
     def _named(self, nodes: Nodes, name: Any) -> NDArray[np.bool_]:
         kind, layer, head, _ = part_named(name, self)
@@ -232,6 +235,7 @@ class Graph:
                 raise InputError(
                     f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some[what]}."
                 )
+            # Named as a head, its k and v are those of the group it shares.
             of = head if head is None or kind != "head" or one not in "kv" else head * self.n_kv_heads // self.n_heads
             which = nodes.kind == nodes.kinds.index(one)
             which &= True if layer is None else nodes.layer == layer
@@ -276,13 +280,14 @@ def on_a_path(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.n
 
 def reached(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " sender"]:
     """Return which senders are reached from the embedding by some edges, ascending."""
-    found = np.zeros(len(graph.senders), dtype=bool)
-    found[0] = True
+    is_reached = np.zeros(len(graph.senders), dtype=bool)
+    is_reached[0] = True
+    # In the order in which they are read: each step needs only what earlier ones reached.
     for mine, receivers, senders in _by_node(graph, edges):
         arrived = np.zeros(receivers.stop - receivers.start, dtype=bool)
-        arrived[graph.receiver[mine][found[graph.sender[mine]]] - receivers.start] = True
-        found[senders.start : senders.stop] = arrived @ _drives(graph, receivers, together)
-    return found
+        arrived[graph.receiver[mine][is_reached[graph.sender[mine]]] - receivers.start] = True
+        is_reached[senders.start : senders.stop] = arrived @ _drives(graph, receivers, together)
+    return is_reached
 
 
 def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
@@ -291,6 +296,7 @@ def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Boo
     leads = []
     for mine, receivers, senders in reversed(list(_by_node(graph, edges))):
         useful = _drives(graph, receivers, together) @ heard[senders.start : senders.stop]
+        # The logits are what is to be reached; they drive no sender.
         if receivers.stop == len(graph.receivers):
             useful = np.ones(1, dtype=bool)
         kept = useful[graph.receiver[mine] - receivers.start]

@@ -59,7 +59,7 @@ def read_graph_file(
         cfg, listed = (_of_pt if file.suffix == ".pt" else _of_json)(file)
         counts = [checked_count(name, cfg[name]) for name in ("n_layers", "n_heads")]
         sizes = (*counts, checked_flag("parallel_attn_mlp", cfg["parallel_attn_mlp"]))
-        found = [(name, _number(name, score), checked_flag("in_graph", inside)) for name, score, inside in listed]
+        read = [(name, _number(name, score), checked_flag("in_graph", inside)) for name, score, inside in listed]
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     except (
@@ -73,10 +73,11 @@ def read_graph_file(
             f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "
             f"has {graph.n_layers} of {graph.n_heads}{', parallel blocks' * graph.parallel}."
         )
-    edges = [(graph.edge_named(name), score, inside) for name, score, inside in found]
+    edges = [(graph.edge_named(name), score, inside) for name, score, inside in read]
     scores: dict[int, float] = {}
     inside_of: dict[int, set[bool]] = {}
     for edge, score, inside in edges:
+        # EAP-IG has an edge for each query head of a group: the one edge here carries all of their effects.
         scores[edge] = scores.get(edge, 0.0) + score
         inside_of.setdefault(edge, set()).add(inside)
     torn = [edge for edge, inside in inside_of.items() if len(inside) > 1]
@@ -122,6 +123,7 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     for target, (receiver, parts) in targets.items():
         for sender in range(int(graph.reach[receiver])):
             edge = graph.edge(sender, receiver)
+            # Divided among the query heads, so that reading it back adds up to the effect.
             edges[f"{sources[sender]}->{target}"] = {"score": scores[edge] / parts, "in_graph": bool(inside[edge])}
             sends[sources[sender]] |= bool(inside[edge])
     make_folder(file.parent)
@@ -153,6 +155,7 @@ def _number(edge: str, score: object) -> float:
 
 
 def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
+    # weights_only: a pickle from elsewhere could run code.
     held = torch.load(file, weights_only=True, map_location="cpu")
     _refuse_neurons([held["neurons_in_graph"]] if held.get("neurons_in_graph") is not None else [])
     inside, scores = held["edges_in_graph"], held["edges_scores"].double()

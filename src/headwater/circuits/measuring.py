@@ -101,8 +101,10 @@ class Outcome:
             pool = source.inputs.dataset
             given |= {"values": values, "dataset": None if pool is None else _ids(pool)}
             options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
+        # Another prompt's run is a run like the other prompt's: from here on it is one.
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
+        # A plan has two sides; where values are of no run the second is the first, and is not read.
         second = first if source is not None or second is None else second
         cells = CellTable.unedited(len(first))
         plan = Plan(model, PromptPair(first, second), cells, metrics, batch_size=batch_size)
@@ -194,10 +196,12 @@ class CircuitRunner:
 
     def _baselines(self, walk: CircuitWalk) -> Float[Tensor, "metric 3"]:
         runs, example = walk.runs, walk.runs.example
-        found = runs.wave.readout.unedited(range(example, example + 1))
-        clean, corrupted = found.unedited[0], found.other[0]
+        unedited = runs.wave.readout.unedited(range(example, example + 1))
+        clean, corrupted = unedited.unedited[0], unedited.other[0]
         if self.outcome.source is not None:
+            # Values are of no run: the empty circuit has to be run to know its metric.
             corrupted = walk.measure([np.zeros(0, dtype=np.int64)])[0]
+        # A share of a gap of rounding would be anything: faithfulness is NaN below this.
         floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * _largest_logit(walk)
         return torch.stack([clean, corrupted, torch.full_like(clean, floor)], -1)
 
@@ -207,6 +211,7 @@ class CircuitRunner:
         """Check once that all edges together are the clean run."""
         self._is_checked = True
         allowed = max(TOLERANCE, 64 * torch.finfo(self.plan.model.dtype).eps) * _largest_logit(walk)
+        # Written so that NaN is refused, too.
         if not float((full - clean).abs().max()) <= allowed:
             raise ModelError(
                 f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "

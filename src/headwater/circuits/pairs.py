@@ -118,10 +118,11 @@ def places_of(
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
-        spots = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(zip(base, others, strict=True))]
-        for i, found in enumerate(spots):
-            _refuse_moved(found, base[i], others[i], i)
-        return Places(tuple(tuple(spot.base for spot in one.values()) for one in spots), tuple(where), chosen=True)
+        pairs = enumerate(zip(base, others, strict=True))
+        by_role = [spans_by_role(where, *pair, i, n, base_side) for i, pair in pairs]
+        for i, of_pair in enumerate(by_role):
+            _refuse_moved(of_pair, base[i], others[i], i)
+        return Places(tuple(tuple(span.base for span in one.values()) for one in by_role), tuple(where), chosen=True)
     if where is None:
         chosen: list[tuple[int, ...] | None] = [None] * n
     else:
@@ -137,11 +138,11 @@ def places_of(
     return Places(tuple(apart), apart=True, chosen=where is not None)
 
 
-def _refuse_moved(spots: Mapping[str, AlignedSpan], base: Prompt, other: Prompt | None, example: int) -> None:
-    for role, spot in spots.items():
-        if spot.base != spot.other and other is not None:
+def _refuse_moved(by_role: Mapping[str, AlignedSpan], base: Prompt, other: Prompt | None, example: int) -> None:
+    for role, span in by_role.items():
+        if span.base != span.other and other is not None:
             raise InputError(
-                f"The role {role!r} is tokens {list(spot.base)} of one prompt of pair {example} and {list(spot.other)} "
+                f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {example} and {list(span.other)} "
                 f"of the other. What senders add is exchanged position by position: give pairs in which roles stand at "
                 f"the same positions.\n{side_by_side(base, other)}"
             )
@@ -245,6 +246,7 @@ class Pairs:
     def runs(self, example: int) -> BothRuns:
         """Return the two runs of a pair, made now unless they are the last ones."""
         if self._runs is None or self._runs.example != example:
+            # Freed before the next pair's runs are made: both at once would be twice the memory.
             self._runs = None
             self._runs = BothRuns(self.plan, example, self._weights, self._exchanged, self._sloped)
         return self._runs
@@ -257,6 +259,7 @@ class Pairs:
         """Return what computes exact effects at a place."""
         exact = Exact(runs, place, self.tile(runs, place))
         if through != "direct":
+            # Every sender a set of its own: an edge through MLPs is a path from one sender.
             each = [np.array([sender]) for sender in range(len(self.graph.senders))]
             exact.reaching = ResidualChange(exact.rows, exact.changes, each, through).at
         return exact
@@ -276,8 +279,9 @@ class Pairs:
             runs = self.runs(example)
             exact = self.exact(runs, Place(runs.start))
             refuse_heads_that_meet(exact.rows)
-            found = runs.wave.readout.unedited(range(example, example + 1))
-            base, other = found.unedited[0], found.other[0]
+            unedited = runs.wave.readout.unedited(range(example, example + 1))
+            base, other = unedited.unedited[0], unedited.other[0]
+            # At least the metrics' own precision: rows without a change may agree by luck.
             floor = torch.finfo(self.plan.model.dtype).eps * torch.maximum(base.abs(), other.nan_to_num().abs())
             if recomputed:
                 floor = torch.maximum(exact.rounding(), floor)

@@ -204,12 +204,12 @@ class PathEffects(ByMetric, Result):
         """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
         said, summary = [], self.summary()
         for metric in self.metrics:
-            own = self.table[self.table["metric"] == metric]
+            rows = self.table[self.table["metric"] == metric]
             named = [name for name in self.coordinates if name != "metric"]
-            means = own.groupby(named, sort=False)["effect"].mean().abs()
-            floor, row = float(own["floor"].mean()), summary[summary["metric"] == metric].iloc[0]
-            n, where = int(row["examples"]), f" at {row['role']}" if "role" in own else ""
-            where = f" at position {row['position']}" if "position" in own else where
+            means = rows.groupby(named, sort=False)["effect"].mean().abs()
+            floor, row = float(rows["floor"].mean()), summary[summary["metric"] == metric].iloc[0]
+            n, where = int(row["examples"]), f" at {row['role']}" if "role" in rows else ""
+            where = f" at position {row['position']}" if "position" in rows else where
             said.append(
                 f"Of {len(means):,} paths the largest effect on {metric.replace('_', ' ')} is {row['sender']} -> "
                 f"{row['receiver']}{where}: {said_number(row['mean'], row['low'], row['high'])}, over {n} "
@@ -227,10 +227,10 @@ class PathEffects(ByMetric, Result):
         Raises:
             InputError: there is no such metric.
         """
-        own = self.table[self.table["metric"] == self._metric(metric)]
-        by_example = own.groupby(["example", "receiver", "sender"], sort=False)["effect"].sum()
+        rows = self.table[self.table["metric"] == self._metric(metric)]
+        by_example = rows.groupby(["example", "receiver", "sender"], sort=False)["effect"].sum()
         means = by_example.groupby(level=["receiver", "sender"], sort=False).mean().unstack("sender")
-        return means.reindex(index=own["receiver"].unique(), columns=own["sender"].unique())
+        return means.reindex(index=rows["receiver"].unique(), columns=rows["sender"].unique())
 
     def __repr__(self) -> str:
         senders, receivers = (self.table[end].nunique() for end in ("sender", "receiver"))

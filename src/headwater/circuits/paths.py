@@ -73,28 +73,32 @@ class Paths:
         self, senders: Sequence[Indices], receivers: Sequence[Indices]
     ) -> Float[Tensor, "sender receiver metric"]:
         """Return the effect of each set of senders by way of each set of receivers; NaN where no path leads."""
-        found = torch.full((len(senders), len(receivers), len(self.runs.plan.metrics)), torch.nan, dtype=torch.float64)
+        shape = len(senders), len(receivers), len(self.runs.plan.metrics)
+        effects = torch.full(shape, torch.nan, dtype=torch.float64)
         unedited = self._unedited()
         with self.rows.blocks.fused():
             for first in range(0, len(senders), self.rows.at_once):
                 some = range(first, min(first + self.rows.at_once, len(senders)))
                 carried = ResidualChange(self.rows, self.changes, [senders[s] for s in some], self.through)
-                made = self._made(carried, receivers)
+                # Once for all sets of receivers: sets share layers, and often receivers.
+                by_layer = self._made(carried, receivers)
                 for r, targets in enumerate(receivers):
-                    led = [s for s in some if has_path(self.graph, senders[s], targets)]
-                    found[led, r] = 0.0
-                    felt = [s for s in led if self._is_felt(senders[s], targets)]
+                    reached = [s for s in some if has_path(self.graph, senders[s], targets)]
+                    # A path from senders that are the same in both runs changes nothing, and needs no run.
+                    effects[reached, r] = 0.0
+                    changing = [s for s in reached if self._is_felt(senders[s], targets)]
 
-                    def measure(cells: Sequence[int], r: int = r, first: int = first, made: Any = made) -> None:
+                    # As defaults: a closure would see the last values of the loop.
+                    def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
                         number = [s - first for s in cells]
                         try:
-                            found[cells, r] = self.rows.measure(self._last(number, receivers[r], made)) - unedited
+                            effects[cells, r] = self.rows.measure(self._last(number, receivers[r], by_layer)) - unedited
                         except NotFiniteRowError as error:
                             self._name_not_finite(senders[cells[error.row]], receivers[r])
 
-                    for at in range(0, len(felt), self.rows.at_once):
-                        in_halves(felt[at : at + self.rows.at_once], measure)
-        return found
+                    for at in range(0, len(changing), self.rows.at_once):
+                        in_halves(changing[at : at + self.rows.at_once], measure)
+        return effects
 
     def _unedited(self) -> Float[Tensor, "1 metric"]:
         return self.rows.measure(self.rows.base("resid_post", self.rows.n_layers - 1)[None, self.rows.kept])
@@ -108,7 +112,7 @@ class Paths:
         nodes = self.graph.receivers
         wanted = np.unique(np.concatenate(receivers))
         layers = np.where(nodes.layer[wanted] < 0, self.rows.n_layers, nodes.layer[wanted])
-        made = {}
+        by_layer = {}
         for layer in np.unique(layers).tolist():
             into_heads, into_mlp = carried.at(layer)
             kinds = set(nodes.kind[wanted[layers == layer]].tolist())
@@ -116,14 +120,14 @@ class Paths:
             mlps: list[Tensor] = []
             for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
                 if kinds & set(range(len(KINDS))):
-                    own = Receivers(self.rows, layer)
-                    with own.hooked():
-                        heads.append(own.projected(own.entering + into_heads[some]))
+                    receivers_here = Receivers(self.rows, layer)
+                    with receivers_here.hooked():
+                        heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
                 if MLP in kinds:
                     mlps.append(self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
             mlp = torch.cat(mlps) if mlps else into_heads if LOGITS in kinds else None
-            made[layer] = Made({k: torch.cat([one[k] for one in heads]) for k in KINDS} if heads else {}, mlp)
-        return made
+            by_layer[layer] = Made({k: torch.cat([one[k] for one in heads]) for k in KINDS} if heads else {}, mlp)
+        return by_layer
 
     def _last(
         self, sets: Sequence[int], receivers: Indices, made: dict[int, Made]
@@ -135,6 +139,7 @@ class Paths:
         if first == rows.n_layers:
             change = made[first].mlp
             assert change is not None
+            # No layer is left to run: the change is in front of the final norm.
             return (rows.base("resid_post", first - 1) + change[which])[:, rows.kept]
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
@@ -146,6 +151,7 @@ class Paths:
             residual = residual[:, leaving]
             middle = residual + attended
             if (nodes.kind[own] == MLP).any():
+                # In place of what the MLP makes of this run: it read what reached it along the path alone.
                 added = made[layer].mlp
                 assert added is not None
                 residual = middle + added[which][:, leaving]

@@ -174,26 +174,31 @@ class Greedy:
             trials = [left for _, left in batch if left is not None]
             values = self.evaluate(trials) if trials else np.zeros(0)
             self.runs += len(trials)
+            # Twice as many as were decided: guesses that come out right make larger batches, wrong ones smaller.
             width = min(MOST, max(LEAST, 2 * self._settle(batch, values)))
             self.decided(self.graph.n_edges - 1 - self.next)
         return Trace(self.decision, self.effect, self.value, self.runs)
 
     def _ahead(self, width: int) -> list[tuple[int, Indices | None]]:
         """Return the next edges, each with the circuit without it if all guesses are right; None: it leads nowhere."""
-        left, found, trials = self.left.copy(), [], 0
+        # A copy: guesses are decided in it, and only measured effects in the circuit itself.
+        left, batch, trials = self.left.copy(), [], 0
         if self.rule.budget is not None:
             width = min(width, self.rule.budget - self.tried)
         leads: dict[int, bool] = {}
+        # Edges are numbered by receiver, then sender: from the last number down is ACDC's order.
         for edge in self.start[self.start <= self.next][::-1].tolist():
             receiver = int(self.graph.receiver[edge])
             if receiver not in leads:
                 leads[receiver] = left.leads(receiver)
+            # An edge that leads nowhere needs no run: those at the end of a batch are taken along.
             if leads[receiver] and trials >= width:
                 break
-            found.append((edge, left.without(edge) if leads[receiver] else None))
+            batch.append((edge, left.without(edge) if leads[receiver] else None))
             trials += leads[receiver]
+            # Guessed as it came out in an earlier batch, else removed, as most edges are.
             left.decide(edge, leads[receiver] and bool(self.guessed_in[edge]))
-        return found
+        return batch
 
     def _settle(self, batch: Sequence[tuple[int, Indices | None]], values: Float[np.ndarray, " circuit"]) -> int:
         """Decide edges up to the first wrong guess, and guess those after it; return how many trials decided."""
@@ -210,7 +215,9 @@ class Greedy:
                 self.now = self.now if stays else value
                 self._decide(edge, KEPT if stays else REMOVED, effect)
                 decided += 1
+            # Also after a wrong guess: measured in another circuit, an effect still says what is likely.
             right, self.guessed_in[edge] = right and stays == guess, stays
+            # The next trial was made in the circuit of this guess: its effect is relative to that one's metric.
             guessed = guessed if guess else value
         self.tried += decided
         return decided
@@ -418,6 +425,7 @@ def find_circuit(
     if begun is not None and not len(begun):
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
+    # Before the screen, which is a search's price once more.
     outcome.say_how_long_a_search(tries, hours, progress)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
@@ -453,6 +461,7 @@ def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:
         return means(f"batch-{next(steps)}", circuits, "values")[:, 0].numpy()
 
     clean, corrupted, _ = means("baselines", (), "baselines")[0].tolist()
+    # Which way the answer is lost: a metric may be larger in the corrupted run.
     sign = (1 if clean >= corrupted else -1) if asked["by"] == "signed" else 0
     layers = range(runner.graph.n_layers)
     together = any(attention_post_norm(outcome.plan.model, layer) is not None for layer in layers)

@@ -335,6 +335,7 @@ def _runs(
     relation: str, controls: Sequence[str], heads: Heads, random: Sequence[Heads]
 ) -> Iterator[tuple[str, str, int, Heads]]:
     """Yield (task, what is removed, draw, heads) for one head, two, four, ..., all; the controls for all only."""
+    # Doubling: the curve over the number of heads in few runs.
     sizes = sorted({min(2**power, len(heads)) for power in range(len(heads).bit_length() + 1)})
     for size in sizes:
         yield relation, "relation heads", 0, heads[:size]

@@ -69,6 +69,7 @@ class Behaviour:
 
 def _current(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
     found = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+    # The first query has nothing else to attend to.
     found[0, 0] = False
     return found.expand(len(tokens), -1, -1)
 
@@ -94,7 +95,8 @@ def _duplicate(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 
 def _induction(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
-    return _duplicate(tokens, kinds).roll(1, 2).tril()
+    # The column that comes round is empty: no query is after the last key.
+    return _duplicate(tokens, kinds).roll(1, 2)
 
 
 def _successor(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query key"]:
@@ -144,6 +146,7 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     if tokenizer is None:
         return TokenKinds(ordinary, delimiter, series, follows)
     ordinary[[token for token in tokenizer.all_special_ids if token < size]] = False
+    # Pieces first: decoding a whole vocabulary token by token takes longer than looking for letters.
     pieces = tokenizer.convert_ids_to_tokens(list(range(known)))
     candidates = [token for token, piece in enumerate(pieces) if piece is not None and not _has_letters(str(piece))]
     texts = token_strings(tokenizer, candidates)
@@ -195,6 +198,7 @@ def repeated_tokens(
     if length < 2:
         raise InputError(f"{model.name} has too small a vocabulary or context to say a sequence of tokens twice.")
     generator = torch.Generator().manual_seed(seed)
+    # Different tokens: a chance repeat inside would be an induction of its own.
     once = torch.stack([_drawn(ordinary, kinds, length, generator) for _ in range(sequences)])
     bos = torch.tensor(model.bos, dtype=torch.long).expand(sequences, -1)
     return torch.cat([bos, once, once], dim=1)

@@ -269,6 +269,7 @@ def _summed(
     model: HookedModel, batch: Batch, kinds: TokenKinds, run: Run, on: str, at_once: int, bar: Bar
 ) -> dict[str, Tensor]:
     """Read what heads attend to in all sequences, like lengths together; in pieces, some sequences each."""
+    # Like lengths together: a pattern of padding is as large as one of tokens.
     order = [row for part in by_length(batch.lengths.tolist(), len(batch)) for row in part]
     batch = Batch(batch.tokens[order], batch.mask[order])
     n_bos = len(model.bos)
@@ -348,6 +349,7 @@ def named(table: pd.DataFrame) -> pd.DataFrame:
     }
     heads = table[["layer", "head"]].drop_duplicates(ignore_index=True)
     behaviours = [by_head.get(head, ()) for head in heads.itertuples(index=False, name=None)]
+    # A head rests on the first position where it has nothing to do: that names it only if nothing else does.
     labels = [next((name for name in found if name != RESTING), found[0] if found else NONE) for found in behaviours]
     return heads.assign(behaviours=pd.Series(behaviours, dtype=object), label=labels)
 

@@ -120,10 +120,11 @@ def head_categories(table: pd.DataFrame) -> pd.DataFrame:
         table: a row per layer, head and relation, with category, implemented and suppressed.
     """
     heads = table[["layer", "head"]].drop_duplicates().sort_values(["layer", "head"], ignore_index=True)
-    found = table[(table["implemented"] | table["suppressed"]) & table["category"].notna()]
-    of_head = found.groupby(["layer", "head"])["category"].agg(set).to_dict()
+    called = table[(table["implemented"] | table["suppressed"]) & table["category"].notna()]
+    of_head = called.groupby(["layer", "head"])["category"].agg(set).to_dict()
     places = zip(heads["layer"], heads["head"], strict=True)
     categories = [tuple(name for name in CATEGORIES if name in of_head.get(place, ())) for place in places]
+    # numpy would make a table of tuples of one length.
     cells = np.empty(len(heads), dtype=object)
     cells[:] = categories
     return heads.assign(categories=cells, label=[label_of(names) for names in categories])

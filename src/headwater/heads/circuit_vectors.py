@@ -223,6 +223,7 @@ def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:
     shares = []
     for _ in range(RANDOM_DRAWS):
         left, right = (torch.randn(d_model, len(s), generator=generator) for _ in range(2))
+        # R of both sides: the singular values of a d_model² product from d_head² numbers.
         random = torch.linalg.svdvals(
             torch.linalg.qr(left.double(), mode="r").R @ torch.linalg.qr(right.double(), mode="r").R.T
         ).square()

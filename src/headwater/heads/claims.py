@@ -109,19 +109,21 @@ def claim(
 def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs, each of the model's and named once."""
     found = parts_of_kind("heads", heads, model.shape)
+    # For its checks alone: a head named twice, or of a layer that has none.
     read_sets(model, {"heads": found})
     return [(layer, head) for layer, head in found]
 
 
 def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
     """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
-    generator, found = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
+    generator, sets = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
+    # Few heads have few sets of their layers: after so many draws what is there is all that is found.
     for _ in range(REDRAWS * n):
         drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)
-        found.setdefault(tuple(sorted(drawn)), drawn)
-        if len(found) == n:
+        sets.setdefault(tuple(sorted(drawn)), drawn)
+        if len(sets) == n:
             break
-    return list(found.values())
+    return list(sets.values())
 
 
 def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:

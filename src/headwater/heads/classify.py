@@ -105,6 +105,7 @@ def classify_heads(
     every_excess = checked_flag("every_excess", every_excess)
     given = load_relations(relations)
     weights = weights_of(model, device)
+    # The publication keeps items whose target is their source.
     same_words = rule == "published"
     tokenized, ks, usable = scored_relations(given, weights, k, multi_token=multi_token, same_words=same_words)
     asked = embedding or ("auto" if rule == "controlled" else None)
@@ -122,6 +123,7 @@ def classify_heads(
     }
 
     def work(run: Run) -> HeadMap:
+        # Below this no head is called whatever its p: the null model there is most of the price and decides nothing.
         null_from = callable_from(threshold) if rule == "controlled" else None
         null_from = 0.0 if every_excess else null_from
         layers = scored_layers(weights, usable, options, run, null_from=null_from)

@@ -247,6 +247,7 @@ def compare_heads(
             asked = weights, usable[name], options, parts[name]
             scored[name] = scored_layers(*asked, null_from=null_from, items=True, desc=f"Scoring {name}")
         shares = [[torch.stack([one["score"], one["suppression"]]) for one in layers] for layers in scored.values()]
+        # Where any model could be called chance is wanted of all: a difference needs both.
         wanted = (torch.stack([torch.stack(one) for one in shares]) >= null_from).any(0)
         tables, hits = [], []
         for name, weights in compared.items():
@@ -347,6 +348,7 @@ def _changes(
     """Count, for each sign, layer, head and relation, the sources that hit more often than before, and less often."""
     gained, lost, sources, start = [], [], [], 0
     for tokens, _ in usable:
+        # Items of one source are read alike: McNemar's pairs are sources.
         _, source = tokens.source.unique(return_inverse=True)
         items = slice(start, start := start + len(source))
         net = _net(now[..., items], before[..., items], source)

@@ -152,6 +152,7 @@ def composition_scores(
                     for kind, reader in readers.items()
                     for earlier, writer in enumerate(writers)
                 ]
+                # After the layer's own readers: heads of one layer do not read one another.
                 writers.append(_writer(factors, norm_gain))
                 bar.update()
         return Composition(_table(parts, chosen), run.record)
@@ -180,15 +181,18 @@ def _read_by(factors: HeadWeights, W: Float[Tensor, "head d_model d_head"], norm
 
 def _side(inner: Float[Tensor, "head d_model d_head"], outer: Float[Tensor, "head d_head d_model"]) -> _Side:
     """Make half of the product `inner outer`: the same norm and singular values, and only d_head rows."""
+    # inner = Q R and Q keeps lengths: R outer has the norm and singular values of the product, in d_head rows.
     factor = torch.linalg.qr(inner, mode="r").R @ outer
     gram = factor @ factor.transpose(1, 2)
     square = gram.diagonal(dim1=1, dim2=2).sum(-1)
+    # From the Gram matrix: Σ s⁴ is its squared norm, and no singular value is computed.
     evenness = gram.square().sum((1, 2)) / square.square().clamp(min=torch.finfo(gram.dtype).tiny)
     return _Side(factor, square.clamp(min=0).sqrt(), evenness)
 
 
 def scores_of(writer: _Side, reader: _Side) -> Float[Tensor, "sender receiver"]:
     """Return the score of every head of one layer with every head of a later one; 0 where a head does nothing."""
+    # d_head × d_head for each pair of heads, never d_model × d_model.
     products = torch.einsum("w i d, r j d -> w r i j", writer.factor, reader.factor)
     norms = writer.norm[:, None] * reader.norm[None]
     return torch.where(norms > 0, products.square().sum((2, 3)).sqrt() / norms.clamp(min=1e-30), 0.0)
@@ -212,6 +216,7 @@ def _rows(kind: str, earlier: int, writer: _Side, layer: int, reader: _Side) -> 
     d, (n_writers, n_readers) = writer.factor.shape[-1], scores.shape
     p, q = (side.evenness.double().cpu().numpy() for side in (writer, reader))
     spread = null_deviation(p[:, None], q[None], d)
+    # Of the square, whose mean and variance under random rotations are known exactly; the score's are not.
     z = (scores**2 - 1 / d) / np.where(spread > 0, spread, np.nan)
     size = n_writers * n_readers
     return {

@@ -69,26 +69,29 @@ def eigenvalue_share(
     W_V: Float[Tensor, "head d_model d_head"],
 ) -> Float[Tensor, " head"]:
     """Return Σ λ / Σ |λ| of W_O · joined · W_V, head by head; NaN where all eigenvalues are 0 but for rounding."""
-    made = W_O.double() @ joined @ W_V.double()
+    # d_head × d_head: the same eigenvalues but zeros as the circuit over the whole vocabulary (Elhage et al. 2021).
+    products = W_O.double() @ joined @ W_V.double()
     sizes = [factor.double().square().sum((-1, -2)).sqrt().expand(len(W_O)) for factor in (W_O, joined, W_V)]
-    both = torch.cat([made.flatten(1), torch.stack(sizes, 1)], dim=1).cpu()  # a GPU's host waits once
-    twins, norms = both[:, : -len(sizes)].view(made.shape), both[:, -len(sizes) :].T
+    both = torch.cat([products.flatten(1), torch.stack(sizes, 1)], dim=1).cpu()  # a GPU's host waits once
+    twins, norms = both[:, : -len(sizes)].view(products.shape), both[:, -len(sizes) :].T
     values: Inexact[Tensor, "head d_head"] = torch.linalg.eigvals(twins)
     size = values.abs().sum(-1)
     nothing = ROUNDING * norms[0] * norms[1] * norms[2] / len(joined)
+    # Σ λ as the trace: exact, where the sum of eigenvalues adds up their rounding.
     return torch.where(size > nothing, twins.diagonal(dim1=1, dim2=2).sum(-1) / size, torch.nan)
 
 
 def _joined(weights: WeightSource, embedding: str, seed: int, layers: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, layer by layer, U E and the bounds of random heads; each is computed once where layers share it."""
-    made: dict[str, tuple[Tensor, Tensor]] = {}
+    by_kind: dict[str, tuple[Tensor, Tensor]] = {}
     for layer in layers:
         kind = embedding if layer else "raw"
-        if kind not in made:
-            made.clear()
+        if kind not in by_kind:
+            # Only layer 0 reads another embedding: d_model² numbers of one kind are kept at a time.
+            by_kind.clear()
             joined = _read_and_written(weights, kind)
-            made[kind] = (joined, _bounds(joined, weights.shape.d_head, seed))
-        yield made[kind]
+            by_kind[kind] = (joined, _bounds(joined, weights.shape.d_head, seed))
+        yield by_kind[kind]
 
 
 def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_model d_model"]:
@@ -102,6 +105,7 @@ def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_mode
     tokens = torch.arange(weights.shape.d_vocab, device=U.device)
     whole = torch.zeros(len(U), weights.shape.d_model, dtype=torch.double, device=U.device)
     for piece in tokens.split(PIECE):
+        # Products in the weights' own precision, their sum in float64: vocabularies are long.
         whole += (U[:, piece] @ weights.effective_embedding(piece, kind)).double()
     return whole
 
@@ -110,6 +114,7 @@ def _bounds(joined: Float[Tensor, "d_model d_model"], d_head: int, seed: int) ->
     """Return the bounds within which 95 % of random heads lie."""
     generator = torch.Generator().manual_seed(seed)
     d_model = len(joined)
+    # Drawn on the CPU, so that a seed gives the same heads on every device.
     W_O = torch.randn(RANDOM_HEADS, d_head, d_model, generator=generator)
     W_V = torch.randn(RANDOM_HEADS, d_model, d_head, generator=generator)
     shares = torch.cat(

@@ -71,13 +71,13 @@ def head_margins(
     chosen, _ = chosen_embedding(weights, usable, embedding)
     scored = [tokens for tokens, _ in usable]
     options = {"embedding": chosen, "norm_gain": checked_flag("norm_gain", norm_gain)}
-    found = torch.cat(list(layer_margins(weights, scored, options)))
-    layer, head, relation = (index.ravel() for index in np.indices(found.shape))
+    all_margins = torch.cat(list(layer_margins(weights, scored, options)))
+    layer, head, relation = (index.ravel() for index in np.indices(all_margins.shape))
     names, categories = (
         np.array([getattr(tokens.relation, what) for tokens in scored], dtype=object) for what in ("name", "category")
     )
     columns = {"layer": layer, "head": head, "relation": names[relation], "category": categories[relation]}
-    return pd.DataFrame(columns | {"margin": found.flatten().numpy()})
+    return pd.DataFrame(columns | {"margin": all_margins.flatten().numpy()})
 
 
 def layer_margins(
@@ -95,6 +95,7 @@ def layer_margins(
         orders: of each relation, orders of its items' targets: each is one more draw. As many for every relation.
     """
     suite = suite_pairs(relations, [1] * len(relations))
+    # The relation itself is the first order, so that it and its shuffles round alike.
     as_it_is = [torch.arange(len(one.targets))[None] for one in relations]
     orders = [torch.cat(both) for both in zip(as_it_is, orders or [one[:0] for one in as_it_is], strict=True)]
     sources = suite.item_source.split([len(one.targets) for one in relations])
@@ -117,6 +118,7 @@ def _own_means(
     """Return the mean over items i of z_i W_O u_j, j the item whose targets each order deals to i."""
     device = maps.x.device
     x = maps.x[to_device(sources, device)].float()
+    # The scale that a norm gives: else long embeddings would weigh more than others.
     x = x / x.square().mean(1, keepdim=True).sqrt()
     counts = torch.tensor([len(accepted) for accepted in targets])
     ids = to_device(torch.tensor([one for accepted in targets for one in accepted]), device)
@@ -124,6 +126,7 @@ def _own_means(
     item = to_device(torch.arange(len(counts)).repeat_interleave(counts), device)
     u = torch.zeros(len(counts), columns.shape[1], device=device).index_add_(0, item, columns)
     z = ov_blocked.head_values(maps, x)[ov_blocked.value_heads(maps, device)]
+    # W_O u before z: items of d_head numbers, not sources of d_model.
     readers = einsum(maps.W_O.float(), u, "head d_head d_model, item d_model -> head d_head item")
     # All pairs at once: with a hundred draws or more that is less than the draws one by one.
     picked = (z @ readers)[:, torch.arange(len(x), device=device), to_device(orders, device)]

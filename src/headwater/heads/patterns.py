@@ -142,6 +142,7 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
 
     def reduce(pattern: Pattern, hook: object) -> None:
         device = pattern.device
+        # Once per device: a model over several GPUs has its patterns on each of them.
         if device not in there:
             there[device] = (to_device(keys, device), to_device(visible, device))
         for name, values in attention_on(pattern, *there[device]).items():
@@ -155,24 +156,26 @@ def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range 
     pattern, layers = SITES["pattern"], range(model.shape.n_layers)
     hooks = [(pattern.hook_name(layer), read_hook(reduce)) for layer in layers if not pattern.lacks(model, layer)]
     model.run(batch, hooks, stop_at=model.shape.n_layers)
-    made = {
+    sums = {
         name: torch.stack([one.to(values[0].device) for one in values], dim=2 if name in SUMS else 0).cpu()
         for name, values in kept.items()
     }
     counts = keys.sum(-1)
-    made |= {"queries": (counts > 0).sum(-1).T.contiguous(), "keys": counts.sum(-1).T.contiguous()}
-    return made | {"tokens": batch.lengths}
+    sums |= {"queries": (counts > 0).sum(-1).T.contiguous(), "keys": counts.sum(-1).T.contiguous()}
+    return sums | {"tokens": batch.lengths}
 
 
 def attention_on(
     pattern: Pattern, keys: Bool[Tensor, "class batch query key"], visible: Bool[Tensor, "batch query key"]
 ) -> dict[str, Float[Tensor, "batch class head"]]:
     """Sum over queries the attention on the keys of each class, and its mean and variance for keys drawn at random."""
+    # Sums over queries in bfloat16 would stop growing.
     a = pattern.float()
     on = torch.einsum("b h q k, c b q k -> b c h", a, keys.float())
     n, N = keys.sum(-1).float()[:, :, None], visible.sum(-1).float()[:, None]  # class b 1 q, b 1 q
     mean = (a * visible[:, None]).sum(-1) / N.clamp(min=1)
     spread = ((a - mean[..., None]) * visible[:, None]).square().sum(-1) / N.clamp(min=1)
+    # n keys drawn at random without replacement: mean n · mean, variance n (N - n) / (N - 1) · spread.
     expected = (n * mean).sum(-1)
     variance = (n * (N - n) / (N - 1).clamp(min=1) * spread).sum(-1)
     return {"on": on, "expected": expected.transpose(0, 1), "variance": variance.transpose(0, 1)}
@@ -183,7 +186,9 @@ def centred_scores(
 ) -> dict[str, Float[Tensor, "head kept kept"]]:
     """Sum over sequences the scores before the softmax, less their mean over a query's keys, and their squares."""
     span = slice(positions.start, positions.stop)
+    # Scores from the pattern, since log A is the score but for a number per query, which centring takes off.
     block = pattern[:, :, span, span].double()
+    # A weight that rounded to 0 has no score to read.
     seen = visible[:, None, span, span] & (block > 0)
     logs = torch.where(seen, block, 1).log()
     mean = logs.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)

@@ -124,6 +124,7 @@ def shared_relations(
         tokenizers: of the models that are to be compared.
         multi_token: as in `tokenize_relations`.
     """
+    # Until nothing changes: a pair that falls out changes which tokens tell targets apart.
     shared, before = tuple(relations), None
     while shared != before:
         before = shared
@@ -146,6 +147,7 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     if not words:
         return []
     first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
+    # SentencePiece writes a space before any text: a second one would be a token of its own.
     space = "" if first.startswith(("▁", "Ġ")) else " "
     with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
         encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
@@ -210,11 +212,11 @@ def _targets(
     one_token = {target: ids[0] for target, ids in standing.items() if len(ids) == 1}
     if len(own) != 1 or not one_token:
         return {}, _why_not(source if len(own) != 1 else accepted[0], words_of, is_target=len(own) == 1)
-    found: dict[int, str] = {}
+    by_token: dict[int, str] = {}
     for target, token in one_token.items():
         if token != own[0] or relation.is_copying or (same_words and target == source):
-            found.setdefault(token, target)
-    return found, "" if found else OWN_TARGET
+            by_token.setdefault(token, target)
+    return by_token, "" if by_token else OWN_TARGET
 
 
 def _why_not(word: str, words_of: RelationWords, *, is_target: bool) -> str:

@@ -156,14 +156,18 @@ def gains_of_heads(
     weights: WeightSource, factors: Sequence[Factors], embedding: str, piece: int = PIECE
 ) -> list[Float[Tensor, "token"]]:
     """Return `source_gains` of several heads, given by their W_V and W_O."""
+    # |z W_O|² = z (W_O W_Oᵀ) zᵀ: d_head² numbers a head, and no token's output is made.
     grams = [(W_O @ W_O.T).double() for _, W_O in factors]
     gains: list[list[Tensor]] = [[] for _ in factors]
+    # Vocabularies are padded: a row that no token has is not a word.
     known = min(len(weights.tokenizer), weights.shape.d_vocab)
     for tokens in torch.arange(known, device=factors[0][0].device if factors else None).split(piece):
+        # For all heads at once: an MLP's output of the whole vocabulary costs more than they do.
         x = weights.effective_embedding(tokens, embedding)
         read = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
         for of_head, (W_V, _), gram in zip(gains, factors, grams, strict=True):
             z = (x @ W_V).double()
+            # Rounding can leave a length of nearly 0 below 0.
             written = torch.linalg.vecdot(z @ gram, z).clamp(min=0).sqrt()
             of_head.append(torch.where(read > 0, written / read, 0.0))
     return [torch.cat(of_head).float() for of_head in gains]

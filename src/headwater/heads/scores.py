@@ -156,6 +156,7 @@ def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePa
         relations: relations with at least one item each, as token ids.
         k: how many of a row's largest (or smallest) logits count as hits, for each relation.
     """
+    # Over all relations: a head reads a word once, however many relations have it.
     sources, item_source = torch.cat([relation.source for relation in relations]).unique(return_inverse=True)
     targets = [accepted for relation in relations for accepted in relation.targets]
     pairs_per_item = torch.tensor([len(accepted) for accepted in targets])
@@ -196,9 +197,11 @@ def score_layer(
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
         glance = ov_blocked.first_glance(maps, suite.pair_source, suite.pair_target, suite.pair_k)
+        # The host waits here: which pairs a glance leaves decides what is computed.
         hits, moments = _hits_and_moments(maps, suite, glance.left.cpu(), null_from)
-        found = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
-        shares = _shares(suite, found)
+        accepted = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
+        shares = _shares(suite, accepted)
+        # The sweep also ran where a glance could not rule the score out; what turned out lower is not reported.
         moments = moments.masked_fill(shares[:2, ..., None] < (null_from or 0.0), torch.nan)
         return LayerScores(
             score=shares[0],
@@ -208,7 +211,7 @@ def score_layer(
             margin=margins(maps, suite, _own_means(maps, suite, glance.own), mean_target),
             moments=None if null_from is None else moments[0],
             suppression_moments=None if null_from is None else moments[1],
-            hits=found[:2] if items else None,
+            hits=accepted[:2] if items else None,
         )
 
 
@@ -223,11 +226,13 @@ def _hits_and_moments(
     pairs = suite.pair_source, suite.pair_target, suite.pair_k
     wanted = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
     if null_from is not None:
+        # Where half of the items are left most are hits, and each would cost the vocabulary by itself (NOTES.md).
         wanted = _shares(suite, suite.accepted(left)) >= max(null_from, EXPECTED_FROM)
     alone = left & ~wanted[:, :, suite.item_relation[suite.pair_item]]
     hits = ov_blocked.settle_left(maps, alone, pairs)
     moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
     if null_from is not None:
+        # Now from settled hits, not from what a glance left.
         wanted |= _shares(suite, suite.accepted(hits)) >= null_from
         _sweep(maps, suite, wanted, hits, moments)
     return hits, moments
@@ -256,10 +261,12 @@ def margins(
         mean_target: what `mean_targets` returns.
     """
     place, relation, scale = _scaled_pairs(maps, suite)
+    # x W_V W_O u is linear in x: the weighted mean of a relation's sources goes through the head once.
     share = torch.zeros(len(suite.k), len(maps.x), dtype=torch.float64, device=scale.device)
     share.index_put_((relation, place), scale, accumulate=True)
     z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, scale.device)]
     every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
+    # every includes i = j: n / (n - 1) takes it out. One item has no others: NaN.
     return (own - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
 
 
@@ -285,6 +292,7 @@ def _sweep(
     moments: Float[Tensor, "sign head relation moment"],
 ) -> None:
     """Fill in what is wanted of hits and moments: every source of a relation with every target of it."""
+    # On the CPU: no device is asked.
     if not wanted.any():
         return
     device = maps.x.device
@@ -294,15 +302,17 @@ def _sweep(
     cells, met, expected = [], [], []
     for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, wanted)):
         item, source = items[relation], sources[relation]
-        for sign, found in enumerate(signs):
+        for sign, met_in_grid in enumerate(signs):
             if len(heads := asked[2 * relation + sign]):
-                of_heads = found[asked_there[2 * relation + sign]]
+                of_heads = met_in_grid[asked_there[2 * relation + sign]]
+                # A hit of a pair is the grid's entry at its own source: not settled again.
                 met.append(of_heads[:, source[item], torch.arange(len(item), device=device)].flatten())
                 expected.append(_moments_by_source(of_heads, item, source))
                 cells.append((sign, heads, relation))
+    # One copy of all relations, not two for each.
     met_here, expected_here = (torch.cat(one).cpu().split([len(part) for part in one]) for one in (met, expected))
-    for (sign, heads, relation), own, moment in zip(cells, met_here, expected_here, strict=True):
-        hits[sign, heads, suite.pairs_of[relation]] = own.view(len(heads), -1)
+    for (sign, heads, relation), hits_of_pairs, moment in zip(cells, met_here, expected_here, strict=True):
+        hits[sign, heads, suite.pairs_of[relation]] = hits_of_pairs.view(len(heads), -1)
         moments[sign, heads, relation] = moment
 
 
@@ -314,9 +324,11 @@ def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[T
 
 def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_items: int) -> Bool[Tensor, "*row item"]:
     """Say of each item whether any of its pairs hits; `item` is the item of each pair."""
+    # One target an item: pairs are items.
     if len(item) == n_items:
         return hits
     by_pair = hits.movedim(-1, 0)
+    # uint8 adds up to 255 accepted targets of an item.
     counts = torch.zeros(n_items, *by_pair.shape[1:], dtype=torch.uint8, device=hits.device)
     return (counts.index_add_(0, item, by_pair.byte()) > 0).movedim(0, -1)
 
@@ -325,12 +337,14 @@ def _beyond_copying(
     maps: OVMaps, suite: SuitePairs, hits: Bool[Tensor, "sign head pair"]
 ) -> Bool[Tensor, "sign head pair"]:
     """The hits whose target has a greater logit (suppressed: a smaller one) than the source token, or is that token."""
+    # Hits alone: what a head would do with other pairs does not matter.
     head, pair = hits.any(0).nonzero(as_tuple=True)
     source, target = suite.pair_source[pair], suite.pair_target[pair]
     token = suite.source_tokens[source]
     lead = ov_blocked.logit_difference(maps, ov_blocked.Triples(head, source, target), token)
     tie = maps.tie[to_device(head, lead.device), to_device(source, lead.device)]
     beyond = torch.zeros_like(hits)
+    # A target that is the source's own token cannot beat it; copying is then what the relation asks for.
     beyond[:, head, pair] = torch.stack([lead > tie, -lead > tie]).cpu() | (target == token)
     return beyond & hits
 
@@ -368,15 +382,16 @@ class LayerScorer:
 
     def moments(self, layer: int, wanted: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
         """Return the moments under shuffled targets of some heads and relations of one layer, whatever their scores."""
-        found = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
+        moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
         with torch.inference_mode(), full_float32():
             hits = torch.zeros(*wanted.shape[:2], len(self.suite.pair_item), dtype=torch.bool)
-            _sweep(self.maps(layer), self.suite, wanted, hits, found)
-        return dict(zip(MOMENTS, found, strict=True))
+            _sweep(self.maps(layer), self.suite, wanted, hits, moments)
+        return dict(zip(MOMENTS, moments, strict=True))
 
     def maps(self, layer: int) -> OVMaps:
         """Return a layer's heads with what they read for the sources."""
         factors = self.read_layer(layer)
+        # Layer 0 reads the token itself: nothing was computed before it.
         x = self._later_embeddings if layer > 0 else self._raw_embeddings
         if self.options["norm_gain"]:
             x = x * factors.norm_gain
@@ -416,6 +431,7 @@ class LayerScorer:
     def _later_embeddings(self) -> Tensor:
         kind = str(self.options["embedding"])
         x = self.weights.effective_embedding(self.suite.source_tokens, kind)
+        # Attention-only models have no MLP to read, and a row of zeros ties with every target.
         if nothing := int((x == 0).all(-1).sum()):
             raise InputError(
                 f"{self.weights.name}: the {kind!r} embedding of {nothing} of {len(x)} sources is zero, "
@@ -438,6 +454,7 @@ def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[Toke
     pairs = np.array([len(tokens.targets) for tokens in relations], dtype=float)
     sources = np.array([tokens.distinct_sources for tokens in relations], dtype=float)
     expected, p, q = _null(scores, pairs, sources)
+    # As many trials as distinct sources: items of one source hit together.
     low, high = wilson_interval(np.rint(scores["score"] * pairs) * (sources / pairs), sources)
     columns = {
         "layer": layer,
@@ -473,8 +490,10 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tu
         unknown = np.full_like(observed, np.nan)
         return unknown, unknown, unknown
     moments = np.stack([scores["moments"], scores["suppression_moments"]])
+    # The fitted law has a tail below what so few orders can give.
     p = np.maximum(permutation_p_values(np.rint(observed * pairs), moments), 1 / factorial(sources))
     left_out = np.isnan(moments[..., 0]) & (observed > 0)
+    # With p = 1 for all that was not computed, so that the number of tests stays the whole map's.
     q = np.where(left_out, np.nan, q_values(p))
     return moments[..., 0] / pairs, np.where(left_out, np.nan, p), q
 

@@ -76,6 +76,7 @@ def compare_embeddings(
         and `chosen`. Where "layer0" was chosen no row is.
     """
     tokens = tokens.unique()
+    # Evenly spaced ids: low ones are frequent words, and the first 512 would be these alone.
     tokens = tokens[:: -(-len(tokens) // TOKENS)]
     written = _read(weights, tokens, "layer0")
     agreement = {
@@ -102,17 +103,17 @@ def _read(weights: WeightSource, tokens: Int[Tensor, " token"], kind: str) -> Fl
 
 def sentences_of_embedding(embedding: str, agreement: pd.DataFrame) -> list[str]:
     """Say what heads from layer 1 on were read with, and how that agrees with what the first block writes."""
-    found = dict(agreement.dropna().set_index("embedding")["agreement"].astype(float))
+    by_name = dict(agreement.dropna().set_index("embedding")["agreement"].astype(float))
     if embedding == "layer0":
         return ["Heads from layer 1 on read what the first block writes for [BOS, token] (embedding='layer0')."]
-    if embedding not in found:
+    if embedding not in by_name:
         return [f"How well embedding={embedding!r} agrees with what the first block writes cannot be computed here."]
-    others = ", ".join(f"{kind!r} {value:.2f}" for kind, value in found.items() if kind != embedding)
+    others = ", ".join(f"{kind!r} {value:.2f}" for kind, value in by_name.items() if kind != embedding)
     said = [
-        f"Heads from layer 1 on read embedding={embedding!r}: mean cosine {found[embedding]:.2f} to what the first "
+        f"Heads from layer 1 on read embedding={embedding!r}: mean cosine {by_name[embedding]:.2f} to what the first "
         f"block writes for the relations' sources ({others})."
     ]
-    if found[embedding] < LOW:
+    if by_name[embedding] < LOW:
         said.append(
             f"That is low (below {LOW}): what these heads read in a text may be something else, and scores may miss "
             "what they do there."
@@ -190,18 +191,20 @@ def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     Returns:
         The table of a `Sensitivity`.
     """
-    rows, own = [], dict[tuple[str, float], pd.DataFrame]()
+    rows, as_mapped = [], dict[tuple[str, float], pd.DataFrame]()
     for setting, table in tables.items():
         for rule in RULES:
             if rule != "published" and not table["q_value"].notna().any():
                 continue
             for threshold in THRESHOLDS:
+                # The map's own rule on the map's own scores: no score is computed again for a threshold.
                 flags = apply_rule(table, rule, threshold)
-                found = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
-                found = found[["layer", "head", "category"]].drop_duplicates()
-                counts = found["category"].value_counts()
-                common = found.merge(own.setdefault((rule, threshold), found))
-                heads, kept = (len(one[["layer", "head"]].drop_duplicates()) for one in (found, common))
+                called = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
+                called = called[["layer", "head", "category"]].drop_duplicates()
+                counts = called["category"].value_counts()
+                # The first setting is the map's own: the others are compared with what it calls here.
+                common = called.merge(as_mapped.setdefault((rule, threshold), called))
+                heads, kept = (len(one[["layer", "head"]].drop_duplicates()) for one in (called, common))
                 by_category = (int(counts.get(name, 0)) for name in CATEGORIES)
                 rows.append((setting, rule, threshold, heads, kept, *by_category))
     return pd.DataFrame(rows, columns=["setting", "rule", "threshold", "heads", "kept", *CATEGORIES])
@@ -305,8 +308,8 @@ def with_moments(
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(there)) as bar:
         scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), None, options)
         pieces = run.pieces("null", there, lambda layer: scorer.moments(layer, missing[layer]), bar)
-        found = dict(zip(there, pieces, strict=True))
-    for layer, piece in found.items():
+        by_layer = dict(zip(there, pieces, strict=True))
+    for layer, piece in by_layer.items():
         layers[layer] = layers[layer] | {
             name: torch.where(layers[layer][name].isnan(), piece[name], layers[layer][name]) for name in MOMENTS
         }

@@ -101,17 +101,18 @@ def head_use(
         asked for, and, but for the accuracy of 0, where no item of it was answered.
     """
     called = table[table["implemented"] | table["suppressed"]]
-    found = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
+    measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
     asked = [name for name in called["relation"].unique() if asking.of(name) is not None]
     for name in progress_bar(progress, asked, desc="Silencing heads", unit="relation"):
         task = task_prompts(model, known[name], str(asking.of(name)), asking.shots, asking.seed)
         rows = called[called["relation"] == name]
-        found.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
-    q = q_values(found["loss_p_value"].to_numpy())
+        measured.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
+    # NaN stays out: what was not measured is not a test.
+    q = q_values(measured["loss_p_value"].to_numpy())
     is_clear = q <= FALSE_DISCOVERY_RATE
-    is_used = (table["implemented"] & (found["loss"] > 0)) | (table["suppressed"] & (found["loss"] < 0))
-    used = (is_used & is_clear).astype("boolean").mask(found["loss"].isna())
-    return found.assign(loss_q_value=q, used=used)
+    is_used = (table["implemented"] & (measured["loss"] > 0)) | (table["suppressed"] & (measured["loss"] < 0))
+    used = (is_used & is_clear).astype("boolean").mask(measured["loss"].isna())
+    return measured.assign(loss_q_value=q, used=used)
 
 
 def use_counts(table: pd.DataFrame) -> dict[str, Any]:

@@ -208,6 +208,7 @@ def last_values(
 
     def keep(activation: Tensor, hook: object, held: dict[int, Tensor], layer: int, position: Tensor) -> None:
         there = activation.device
+        # An index by tensors copies: a slice would hold the whole activation.
         at = activation[torch.arange(len(position), device=there), to_device(position, there)]
         held[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
 
@@ -220,8 +221,8 @@ def last_values(
                 keeping = partial(keep, held=of_context, layer=layer, position=position)
                 hooks.append((hook_name(name, layer), read_hook(keeping)))
         model.run(batch, hooks, keep="last")
-        found = [of_context[layer].to(model.device) for of_context in held for layer in range(shape.n_layers)]
-        values[:, :, rows] = torch.stack(found).unflatten(0, values.shape[:2]).cpu()
+        at_layers = [of_context[layer].to(model.device) for of_context in held for layer in range(shape.n_layers)]
+        values[:, :, rows] = torch.stack(at_layers).unflatten(0, values.shape[:2]).cpu()
     return values
 
 
@@ -244,6 +245,7 @@ def score_outputs(
     rows = torch.cat([pair_row + context * n_rows for context in range(len(values))])
     targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values))
     in_template = torch.nn.functional.one_hot(prompts.template).double()
+    # W_V = [I; 0] takes z as it is, so that the static score's kernel counts here too.
     identity = torch.eye(len(W_U), d_head, device=W_U.device)[None]
     scores = []
     for z, output in zip(values.to(W_U).flatten(0, 1).unbind(1), W_O, strict=True):

@@ -51,8 +51,10 @@ def edge_saliency(
     """
     wide = torch.promote_types(pattern.dtype, torch.float32)
     n_kv_heads = values.shape[1]
+    # kv is the outer factor: the query heads of one key-value head are neighbours, as transformers' repeat_kv has them.
     grouped = rearrange(gradient, "batch row (kv group) d_head -> batch kv group row d_head", kv=n_kv_heads)
     slopes = einsum(
+        # float16 has nothing below 6e-8: products of small gradients with values would be 0 there.
         grouped.to(wide),
         values.to(wide),
         "batch kv group row d_head, batch kv column d_head -> batch kv group row column",
@@ -65,7 +67,9 @@ def over_pairs(
     saliency: Float[Tensor, "batch row column"], edges: Bool[Tensor, "batch row column"], pairs: Pairs = "mean"
 ) -> Float[Tensor, "batch"]:
     """Return the mean or the sum of S over a set of edges; NaN where the set is empty."""
+    # Not a product with the mask: what is not finite outside the set would reach the sum as NaN.
     total, n_edges = torch.where(edges, saliency, 0).sum((1, 2)), edges.sum((1, 2))
+    # Divided by True a sum stays; by False an empty set is NaN also as a sum, which would read as no saliency.
     return total / (n_edges if pairs == "mean" else n_edges > 0)
 
 
@@ -87,6 +91,7 @@ def reweighted(
         scale: one number, one per example `[batch, 1]`, or one per example and head.
     """
     edges = rearrange(rows, "batch query -> batch 1 query 1") & rearrange(columns, "batch key -> batch 1 1 key")
+    # Queries and keys are the last two axes of a pattern; [batch, 1] broadcasts over heads.
     factor = scale[..., None, None] if isinstance(scale, Tensor) else scale
     return pattern * (1 + factor * edges.to(pattern))
 

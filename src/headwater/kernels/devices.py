@@ -28,16 +28,19 @@ def usable_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError, ValueError):  # a text, something else, a number beyond all
         raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
     try:
+        # torch.device takes any index of any backend; only an allocation asks whether the device is there.
         torch.empty(0, device=meant)
     except NotImplementedError:  # its message lists every kernel of torch
         reason = f"this torch computes nothing on {meant.type}"
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
+    # A torch built without CUDA raises an AssertionError here.
     except (RuntimeError, AssertionError, ImportError) as error:
         if meant.type == "cuda" and not torch.cuda.is_available():
             raise InputError(
                 f"device={str(device)!r} cannot be used: torch {torch.__version__} finds no CUDA device here. Give cpu,"
                 " or leave it out."
             ) from None
+        # CUDA's messages go on with advice on debugging environment variables.
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     return meant
@@ -51,6 +54,7 @@ def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
     host = torch.from_numpy(host) if isinstance(host, np.ndarray) else host
     behind = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
     if behind and host.nbytes > COPIED_AT_ONCE:
+        # Pageable memory of this size would be staged by the driver, which makes the host wait for it.
         host = host.pin_memory()
     return host.to(device, non_blocking=behind)
 
@@ -74,6 +78,7 @@ def is_ampere(device: torch.device) -> bool:
 @lru_cache
 def _triton_works() -> bool:
     """Whether Triton is there, and the C compiler that it builds its launchers with."""
+    # Triton alone is not enough: without a compiler its first launch fails, not its import.
     compilers = ("cc", "gcc", "clang")
     return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
 
@@ -106,6 +111,7 @@ def _ieee_products(backend: Any) -> Iterator[None]:
     A switch at "none" reads as whatever `torch.backends.fp32_precision` says, and must follow that again afterwards.
     """
     before = backend.fp32_precision
+    # Reading does not tell a switch that is set from one that follows: cleared, one that follows keeps its value.
     backend.fp32_precision = "none"
     follows = backend.fp32_precision == before
     backend.fp32_precision = "ieee"
@@ -122,6 +128,7 @@ def exact_product(a: Tensor, b: Tensor) -> Tensor:
     entries are exact, and their sums are taken in float32.
     """
     is_half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    # torch.__version__ compares as a version, not as text: "2.10" comes after "2.8".
     if a.is_cuda and is_half and is_ampere(a.device) and torch.__version__ >= "2.8":  # earlier ones cannot give float32
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()

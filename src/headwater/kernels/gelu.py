@@ -20,12 +20,16 @@ AT_ONCE = 1 << 18
 
 def tanh_gelu(x: Float[Tensor, "*row d"]) -> Float[Tensor, "*row d"]:
     """Return GELU of x in its tanh form; with torch's kernel off the CPU, in other types, and under a gradient."""
+    # Under a gradient the passes below cannot be used: autograd refuses out=.
     if x.device.type != "cpu" or x.dtype != torch.float32 or (x.requires_grad and torch.is_grad_enabled()):
         return torch.nn.functional.gelu(x, approximate="tanh")
+    # view(-1) below needs one stretch of memory; no copy but for slices.
     x = x.contiguous()
+    # addcmul takes a tensor, not a number, as what is added to; one without axes broadcasts.
     out, slope = torch.empty_like(x), torch.tensor(SLOPE)
     at_once = AT_ONCE * torch.get_num_threads()
-    for given, made in zip(x.view(-1).split(at_once), out.view(-1).split(at_once), strict=True):
-        torch.addcmul(slope, given, given, value=SLOPE * CUBIC, out=made)
-        made.mul_(given).sigmoid_().mul_(given)
+    for x_part, out_part in zip(x.view(-1).split(at_once), out.view(-1).split(at_once), strict=True):
+        # The argument of the sigmoid without its factor x, which is multiplied in by the next pass.
+        torch.addcmul(slope, x_part, x_part, value=SLOPE * CUBIC, out=out_part)
+        out_part.mul_(x_part).sigmoid_().mul_(x_part)
     return out

@@ -44,14 +44,14 @@ def layer_predictions_reference(
     """The formula on full float64 logits: what `layer_predictions` must equal."""
     wide = head._replace(W_U=head.W_U.double())
     final = wide.logits(last.double(), slice(None)).log_softmax(-1)
-    found = []
+    by_layer = []
     for states in hidden:
         log_p = wide.logits(states.double(), slice(None)).log_softmax(-1)
         values, top = log_p.topk(k)
         own = log_p.gather(-1, target[:, None])
-        rank = (log_p > own).scatter(-1, target[:, None], False).sum(-1)
-        found.append(Predicted(values, top, rank, (final.exp() * (final - log_p)).sum(-1)))
-    return Predicted(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+        rank = (log_p > own).sum(-1)
+        by_layer.append(Predicted(values, top, rank, (final.exp() * (final - log_p)).sum(-1)))
+    return Predicted(*(torch.stack(parts) for parts in zip(*by_layer, strict=True)))
 
 
 def layer_predictions(
@@ -89,8 +89,10 @@ class _Running:
     """The sums of one layer over the tiles seen so far."""
 
     def __init__(self, states: Tensor, head: UnembeddingHead, target: Tensor):
+        # Before the tiles: every one of them is compared with it, and the target's own may come last.
         self.own = head.target_logit(states, target)
         self.rank = torch.zeros_like(target)
+        # -inf makes the first tile a merge like the others: exp(-inf) · 0 is 0.
         self.peak = torch.full(target.shape, -torch.inf, dtype=torch.float64, device=states.device)
         self.total = torch.zeros_like(self.peak)
         self.values = torch.empty(len(target), 0, device=states.device)
@@ -102,12 +104,15 @@ class _Running:
         column = target - start
         inside = (column >= 0) & (column < logits.shape[1])
         own = column.clamp(0, logits.shape[1] - 1)[:, None]
+        # By index: the target's logit in the tile may differ in the last bit from the one computed apart.
         self.rank += above.sum(-1) - (above.gather(1, own)[:, 0] & inside).long()
+        # topk of the tile first: joining it with those before would copy a whole tile.
         values, places = logits.topk(min(k, logits.shape[1]))
         values, top = torch.cat([self.values, values], -1), torch.cat([self.top, places + start], -1)
         self.values, order = values.topk(min(k, values.shape[1]))
         self.top = top.gather(-1, order)
         peak = torch.maximum(self.peak, logits.amax(-1).double())
+        # peak is a float32 number kept in float64, so that it is subtracted from float32 logits without rounding.
         self.total = self.total * (self.peak - peak).exp() + (logits - peak[:, None].float()).exp().sum(-1).double()
         self.peak = peak
 
@@ -119,6 +124,7 @@ class _Running:
 
 def _of_chunk(hidden: Tensor, last: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> Predicted:
     d_model, d_vocab = head.W_U.shape
+    # Five arrays of a tile's size: logits of the last layer and their weights, logits of a layer, two intermediates.
     width = max(128, TILE_BYTES // (4 * (d_model + 5 * len(last))))
     final = _Running(last, head, target)
     layers = [_Running(states, head, target) for states in hidden]
@@ -128,16 +134,20 @@ def _of_chunk(hidden: Tensor, last: Tensor, target: Tensor, head: UnembeddingHea
             W_U=head.W_U[:, start : start + width].float(),
             bias=None if head.bias is None else head.bias[start : start + width],
         )
+        # Once per tile, not per layer: all layers are compared with the same last one.
         of_last = tile.logits(last, slice(None))
+        # The weights below are relative to the new peak, the sums of earlier tiles to this one.
         before = final.peak
         final.add(of_last, start, target, 1)
         weight = (of_last - final.peak[:, None].float()).exp()
         for place, (states, running) in enumerate(zip(hidden, layers, strict=True)):
             logits = tile.logits(states, slice(None))
             running.add(logits, start, target, k)
+            # The difference of logits, not of log-probabilities: neither normalizer is known before the last tile.
             gap = (weight * (of_last - logits)).sum(-1).double()
             differences[place] = differences[place] * (before - final.peak).exp() + gap
     kl = [
+        # Equal distributions leave rounding of either sign.
         (difference / final.total - final.lse + running.lse).clamp(min=0)
         for difference, running in zip(differences, layers, strict=True)
     ]

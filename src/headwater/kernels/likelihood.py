@@ -49,6 +49,7 @@ class UnembeddingHead(NamedTuple):
         self, hidden: Float[Tensor, "token d_model"], tile: slice, out: Tensor | None = None
     ) -> Float[Tensor, "token vocabulary_tile"]:
         """Return the logits of one tile of the vocabulary, computed in the precision of `hidden`, in `out` if given."""
+        # In the tile's own memory from here on: mm has made a new array, or filled `out`.
         raw = torch.mm(hidden, self.W_U[:, tile].to(hidden.dtype), out=out)
         raw = raw if self.scale == 1 else raw.mul_(self.scale)
         raw = raw if self.bias is None else raw.add_(self.bias[tile].to(raw.dtype))
@@ -58,6 +59,7 @@ class UnembeddingHead(NamedTuple):
         self, hidden: Float[Tensor, "token d_model"], target: Int[Tensor, "token"]
     ) -> Float[Tensor, "token"]:
         """Return each token's own target logit."""
+        # Only the columns of the targets are converted, never W_U.
         raw = torch.einsum("t d, d t -> t", hidden, self.W_U[:, target].to(hidden.dtype)) * self.scale
         return self.cap(raw if self.bias is None else raw + self.bias[target].to(raw.dtype))
 
@@ -76,6 +78,7 @@ class Moments(NamedTuple):
 
     def moved_to(self, peak: Float[Tensor, "token"]) -> "Moments":
         """Return the same sums below another maximum."""
+        # Σ (y + shift)ⁿ e^(y + shift) expanded in sums below the old maximum: no logit is read twice.
         shift = self.peak - peak
         shrink = shift.exp()
         return Moments(
@@ -95,13 +98,12 @@ def token_statistics_reference(
     p = log_p.exp()
     mean = (p * log_p).sum(-1)
     own = logits.gather(-1, target[:, None])
-    others_above = (logits > own).scatter(-1, target[:, None], False)
     return TokenStatistics(
         log_probability=log_p.gather(-1, target[:, None])[:, 0],
         entropy=-mean,
         variance=(p * (log_p - mean[:, None]).square()).sum(-1),
         top1_log_probability=log_p.amax(-1),
-        rank=others_above.sum(-1),
+        rank=(logits > own).sum(-1),
     )
 
 
@@ -112,6 +114,7 @@ def statistics_of(own: Float[Tensor, "token"], total: Moments, rank: Int[Tensor,
     return TokenStatistics(
         log_probability=(own - total.peak - log_s0).float(),
         entropy=(log_s0 - mean).float(),
+        # For a nearly certain token both terms cancel to rounding of either sign, and Min-K%++ takes the root.
         variance=(total.s2 / total.s0 - mean.square()).clamp(min=0).float(),
         top1_log_probability=(-log_s0).float(),
         rank=rank,

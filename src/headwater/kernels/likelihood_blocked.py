@@ -48,11 +48,13 @@ def token_statistics(
         the dtype of the inputs. Beside inputs and outputs at most about `WORKSPACE_BYTES` are held.
     """
     if runs_triton(hidden):
+        # Imported late: the file imports triton, which torch for CPUs does not bring.
         from headwater.kernels import likelihood_triton
 
         return likelihood_triton.token_statistics(hidden, head, target, precision)
     rows, (d_model, d_vocab) = min(len(hidden), _TOKENS_AT_ONCE), head.W_U.shape
     tiles = _tiles(d_vocab, rows, d_model)
+    # No tile is wider than the first.
     workspace = _Workspace.allocate(rows, tiles[0].stop, head, hidden.device)
     with full_float32():
         chunks = [
@@ -72,6 +74,7 @@ class _Workspace(NamedTuple):
     @classmethod
     def allocate(cls, rows: int, width: int, head: UnembeddingHead, device: torch.device) -> "_Workspace":
         """For so many rows and columns; `weights` only where W_U must be converted."""
+        # A float32 W_U is multiplied where it lies; its tile would be a copy for nothing.
         convert = head.W_U.dtype != torch.float32
         weights = torch.empty_like(head.W_U[:, :width], dtype=torch.float32) if convert else None
         logits, weighted = torch.empty(2, rows * width, device=device)
@@ -81,6 +84,7 @@ class _Workspace(NamedTuple):
         """Return the head for a tile alone, its weights in float32."""
         weights = head.W_U[:, tile]
         if self.weights is not None:
+            # copy_ converts into memory that is there; .float() would allocate a tile of weights each time.
             weights = self.weights[:, : weights.shape[1]].copy_(weights)
         return head._replace(W_U=weights, bias=None if head.bias is None else head.bias[tile])
 
@@ -97,15 +101,17 @@ def _statistics_of_chunk(
     tiles: list[slice],
     workspace: _Workspace,
 ) -> TokenStatistics:
+    # From W_U as the model keeps it: tiles are converted one by one, and a target may lie in any of them.
     own = head.target_logit(hidden, target)
     rank = torch.zeros_like(target)
     total: Moments | None = None
     for tile in tiles:
         logits, scratch = workspace.arrays(len(hidden), tile)
         workspace.head_of(head, tile).logits(hidden, slice(None), out=logits)
+        # Before the moments: they use the logits up.
         rank += _count_above(logits, own, target - tile.start, scratch)
-        found = _moments(logits, scratch)
-        total = found if total is None else _merge(total, found)
+        of_tile = _moments(logits, scratch)
+        total = of_tile if total is None else _merge(total, of_tile)
     assert total is not None
     return statistics_of(own, total, rank)
 
@@ -125,7 +131,9 @@ def _count_above(
     """Count larger logits without the target's own column: computed apart, its logit may differ in the last bit."""
     torch.gt(logits, own[:, None], out=above)
     inside = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
+    # By index, not by where(): a mask of a tile's size would be a further pass over memory.
     above[inside, column[inside]] = 0
+    # A sum of booleans would copy the tile to int64; ones in float32 are counted exactly up to 2^24.
     return above.sum(-1).long()
 
 
@@ -135,14 +143,17 @@ def _moments(logits: Float[Tensor, "token vocabulary_tile"], weighted: Tensor) -
     Sums within a tile are in float32 (torch adds pairwise): asked for float64, torch would first copy the tile.
     """
     peak = logits.amax(-1)
+    # Below the tile's own maximum, so that no exponential overflows; the merge moves all to a common one.
     y = logits.sub_(peak[:, None])
     torch.exp(y, out=weighted)
     s0 = weighted.sum(-1).double()
+    # y e^y becomes y² e^y in the next line, in the same memory.
     s1 = weighted.mul_(y).sum(-1).double()
     s2 = weighted.mul_(y).sum(-1).double()
     return Moments(peak.double(), s0, s1, s2)
 
 
 def _merge(a: Moments, b: Moments) -> Moments:
+    # To the larger one: shifts are then at most 0 and exponentials at most 1.
     peak = torch.maximum(a.peak, b.peak)
     return Moments(peak, *(x + y for x, y in zip(a.moved_to(peak)[1:], b.moved_to(peak)[1:], strict=True)))

@@ -50,6 +50,7 @@ class ProgramTile(NamedTuple):
 def _own_logit_kernel(
     hidden, W_U, target, own, d_model, token_stride, depth_stride, vocabulary_stride, BLOCK: tl.constexpr
 ):
+    # int64: token · stride passes 2^31 at 524,288 states of width 4,096.
     token = tl.program_id(0).to(tl.int64)
     column = tl.load(target + token).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -59,10 +60,12 @@ def _own_logit_kernel(
         w = tl.load(
             W_U + depth.to(tl.int64) * depth_stride + column * vocabulary_stride, mask=depth < d_model, other=0.0
         )
+        # No tensor cores here: sums with rounding, which are not cut off (benchmarks/NOTES.md).
         total += h.to(tl.float32) * w.to(tl.float32)
     tl.store(own + token, tl.sum(total, 0))
 
 
+# Triton compiles anew for a number that is 1 or a multiple of 16; these change from call to call.
 @triton.jit(do_not_specialize=["n_tokens", "n_shares", "tiles_per_share"])
 @no_type_check
 def _statistics_kernel(
@@ -94,7 +97,9 @@ def _statistics_kernel(
 ):
     token_blocks = tl.cdiv(n_tokens, BLOCK_T)
     share = tl.program_id(0) // token_blocks
+    # Neighbouring programs share a tile of W_U and differ in tokens, so that it is read from memory once.
     rows = (tl.program_id(0) % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    # Rows past the end compute the first row again and store nothing: no load needs a mask for tokens.
     row = tl.where(rows < n_tokens, rows, 0)
     own_logit = tl.load(own + row)
     own_column = tl.load(target + row)
@@ -111,6 +116,7 @@ def _statistics_kernel(
     for tile in range(first, last):
         columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         in_vocabulary = columns < d_vocab
+        # int64 offsets: a W_U of 8,192 × 262,144 has 2^31 elements.
         w_column = W_U + columns.to(tl.int64)[None, :] * vocabulary_stride
         logits = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
         partial = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
@@ -119,12 +125,15 @@ def _statistics_kernel(
             w_tile = w_column + depth.to(tl.int64)[:, None] * depth_stride
             h_tile = h_row + depth[None, :]
             inside = depth < d_model
+            # A mask, not clamped columns: the compiler must see that these follow one another to read 16 bytes at once.
             w_mask = in_vocabulary[None, :] if EVEN_DEPTH else inside[:, None] & in_vocabulary[None, :]
             w = tl.load(w_tile, mask=w_mask, other=0.0)
             for part in tl.static_range(PARTS):
                 h_part = h_tile + part * part_size
                 h = tl.load(h_part) if EVEN_DEPTH else tl.load(h_part, mask=inside[None, :], other=0.0)
+                # Summed into `partial`: of `logits += tl.dot(h, w)` Triton makes one sum, which tensor cores cut off.
                 partial = tl.dot(h.to(OPERAND), w.to(OPERAND), partial, input_precision=PRECISION)
+            # One loop with a branch: sums as a loop of their own would empty the pipeline of loads at every sum.
             if (start + BLOCK_D) % TERMS == 0:
                 logits += partial
                 partial = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
@@ -132,11 +141,14 @@ def _statistics_kernel(
         if HAS_BIAS:
             logits += tl.load(bias + columns, mask=in_vocabulary, other=0.0).to(tl.float32)[None, :]
         if HAS_SOFTCAP:
+            # tanh from the exponential of a negative number, which cannot overflow; the sign comes back below.
             shrunk = tl.exp(-2.0 * tl.abs(logits) / softcap)
             size = softcap * (1.0 - shrunk) / (1.0 + shrunk)
             logits = tl.where(logits < 0, -size, size)
+        # After the soft cap, which would make a finite number of -inf.
         logits = tl.where(in_vocabulary[None, :], logits, float("-inf"))
 
+        # By index: the tile's logit of the target may differ in the last bit from the one summed apart.
         is_above = (logits > own_logit[:, None]) & (columns[None, :] != own_column[:, None])
         above += tl.sum(is_above.to(tl.float32), 1)
         new_peak = tl.maximum(peak, tl.max(logits, 1))
@@ -145,6 +157,7 @@ def _statistics_kernel(
         shrink = tl.exp(shift)
         y = tl.maximum(logits - new_peak[:, None], -200.0, propagate_nan=tl.PropagateNan.ALL)
         weight = tl.exp(y)
+        # From the highest moment down: each is moved by the lower ones as they were.
         s2 = shrink * (s2 + 2.0 * shift * s1 + shift * shift * s0) + tl.sum(weight * y * y, 1)
         s1 = shrink * (s1 + shift * s0) + tl.sum(weight * y, 1)
         s0 = shrink * s0 + tl.sum(weight, 1)
@@ -182,8 +195,10 @@ def token_statistics(
     n_tiles = triton.cdiv(d_vocab, blocks.vocabulary)
     n_blocks = triton.cdiv(n_tokens, blocks.tokens)
     per_share = triton.cdiv(n_tiles, shares(n_blocks, n_tiles, multiprocessors(hidden.device)))
+    # Rounding up may leave the last shares without a tile, whose peak of -inf would make NaN of the merged sums.
     n_shares = triton.cdiv(n_tiles, per_share)
     sums = torch.empty(5, n_shares, n_tokens, device=hidden.device)
+    # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(hidden):
         own = own_logits(hidden, head, target)
         _statistics_kernel[(n_blocks * n_shares,)](
@@ -216,6 +231,7 @@ def token_statistics(
             num_stages=blocks.stages,
         )
     moments = Moments(*sums[:4].double())
+    # A few numbers per token and share: float64 costs nothing here.
     moved = moments.moved_to(moments.peak.amax(0))
     total = Moments(moved.peak, *(part.sum(0) for part in moved[1:]))
     return statistics_of(own, total, sums[4].sum(0).long())
@@ -225,6 +241,7 @@ def own_logits(
     hidden: Float[Tensor, "token d_model"], head: UnembeddingHead, target: Int[Tensor, "token"]
 ) -> Float[Tensor, "token"]:
     """Return each token's own target logit in float32."""
+    # The kernel steps along d_model one element at a time.
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
     raw = torch.empty(len(hidden), device=hidden.device)
     sizes = hidden.shape[1], hidden.stride(0), *head.W_U.stride()
@@ -240,11 +257,13 @@ def operand_parts(
     if hidden.dtype == weights and weights in HALF:
         return hidden[None]
     rest = hidden.float()
+    # float16 parts would leave its narrow range; with these and float32 weights the kernel multiplies in float32.
     if weights != torch.bfloat16:
         return rest[None]
     parts = []
     for _ in range(3 if precision == "highest" else 2):
         parts.append(rest.bfloat16())
+        # Exact: a number less its own rounding fits in the same format.
         rest = rest - parts[-1].float()
     return torch.stack(parts)
 
@@ -260,12 +279,15 @@ def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.dev
 
     What fits the registers of sm_90 was seen by compiling (`tests/compile_triton.py`).
     """
+    # tl.dot takes no fewer than 16 rows; more tokens than there are would be computed for nothing.
     tokens = min(128, max(16, triton.next_power_of_2(n_tokens)))
+    # float32 spills registers at 128 × 128 (88 bytes in three products, 288 in one) and not at 128 × 64.
     vocabulary, depth = 128 if element_size == 2 else 64, 64 if element_size == 2 and n_parts == 1 else 32
     shared = shared_memory(device)
     while True:
         stage = (n_parts * tokens + vocabulary) * depth * element_size
         stages = min(4, shared // stage)
+        # With one stage loads wait for products.
         if stages >= 2 or vocabulary == 32:
             return ProgramTile(tokens, vocabulary, depth, 8 if tokens * vocabulary >= 128 * 64 else 4, max(1, stages))
         vocabulary //= 2

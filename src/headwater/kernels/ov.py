@@ -56,8 +56,10 @@ class OVMaps:
     @cached_property
     def scale(self) -> Float[Tensor, "head source"]:
         """|x_s| |W_V| |W_O| max_v |W_U[:, v]| in float64: no term of the formula's sums is larger."""
+        # Frobenius norms: no factor lengthens a row by more than its own, so that no logit is larger.
         values = torch.linalg.vector_norm(self.W_V, dim=(1, 2), dtype=torch.float64)
         outputs = torch.linalg.vector_norm(self.W_O, dim=(1, 2), dtype=torch.float64)
+        # Query heads that share a value head are neighbours.
         heads = values.repeat_interleave(len(outputs) // len(values)) * outputs * self.longest
         return heads[:, None] * torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float64)
 
@@ -69,6 +71,7 @@ class OVMaps:
 
 def longest_column(W_U: Float[Tensor, "d_model d_vocab"]) -> float:
     """Return the norm of the longest column of the unembedding."""
+    # Tile by tile: W_U as float32 would be twice a bfloat16 model's own.
     tiles = W_U.split(8192, dim=1)
     return max(torch.linalg.vector_norm(tile.float(), dim=0).max().item() for tile in tiles)
 
@@ -82,6 +85,7 @@ def first_tokens(W_U: Float[Tensor, "d_model d_vocab"], n: int) -> Int[Tensor, "
     n, mean = min(n, W_U.shape[1]), W_U.mean(1, keepdim=True, dtype=torch.float32)
     lengths = torch.cat([torch.linalg.vector_norm(tile.float() - mean, dim=0) for tile in W_U.split(8192, dim=1)])
     farthest = lengths.topk(n // 2).indices
+    # Without the farthest, so that no token is looked at twice.
     others = torch.ones_like(lengths, dtype=torch.bool).index_fill(0, farthest, False).nonzero()[:, 0]
     n_others = n - len(farthest)
     return torch.cat([farthest, others[:: max(1, len(others) // max(1, n_others))][:n_others]])
@@ -108,6 +112,7 @@ def ranks(
     rows = ov_logits(maps)[:, source]
     index = target.expand(maps.n_heads, -1)[..., None]
     own, tie = rows.gather(-1, index), maps.tie[:, source, None]
+    # NaN is neither greater nor smaller, so that no target counts itself.
     rows = rows.scatter(-1, index, torch.nan)
     return (rows > own + tie).sum(-1), (rows < own - tie).sum(-1)
 

@@ -101,6 +101,7 @@ def settle_left(
     source, target, k = pairs
     head, pair = left.any(0).nonzero(as_tuple=True)
     hits = torch.zeros_like(left)
+    # Both signs, even where one is left: they share y and its logits.
     hits[:, head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
     return hits
 
@@ -110,6 +111,7 @@ def first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
 ) -> Glance:
     """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`."""
+    # Pairs at a time, so that the columns of W_U for their targets stay within the workspace.
     step = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     parts = [
         _first_glance(maps, *(part[start : start + step] for part in (source, target, k)))
@@ -122,15 +124,18 @@ def _first_glance(
     maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
 ) -> Glance:
     sample = _sample(maps)
+    # Pairs of a suite share sources and targets: z and W_O W_U are made once for each distinct one.
     distinct = (*source.unique(return_inverse=True), *target.unique(return_inverse=True))
     rows, row, tokens, column, k = (to_device(one, maps.x.device) for one in (*distinct, k))
     targets = columns_of(maps, tokens)
     z, margin = _values_and_margin(maps, rows)
+    # The margin belongs to the source: every target of it is compared with the same.
     margin = margin[:, row]
     left = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
     own = torch.empty_like(margin)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads.start : heads.stop].flatten(0, 1)
+        # Transposed: a target's d_head numbers lie together, since W_target[column] copies them pair by pair.
         to_target = rearrange(
             exact_product(targets.T, W_O.T), "token (head d_head) -> head token d_head", d_head=z.shape[-1]
         )
@@ -139,12 +144,14 @@ def _first_glance(
         )
         if runs_triton(z):
             some = slice(heads.start, heads.stop)
+            # Here z is repeated for each query head of a group: one launch takes all heads, and finds theirs by number.
             z_pairs = z[value_heads(maps, z.device)[some]][:, row]
             own[some] = (z_pairs * to_target[:, column]).sum(-1)
             left[:, some] = _glance_at_heads(z_pairs, own[some], to_sample, margin[some]) < k
             continue
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
+            # float32, like the sample's logits: the margin covers the rounding of both.
             own[head] = (z_pair * W_target[column]).sum(-1)
             left[:, head] = torch.stack(count_products(z_pair, W_sample, own[head], margin[head])) < k
     return Glance(left, own)
@@ -159,9 +166,11 @@ def _values_and_margin(
     √d_head): where the margin would be as wide as `WIDE` of these, z is made in float64, after which no sum has larger
     terms than Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|, some √d_model times less.
     """
+    # With heads 128 wide this holds up to a width of 2,896 on a CPU, and of 181 on a CUDA device.
     if rounding(maps) * maps.W_O.shape[2] * maps.W_O.shape[1] ** 0.5 < WIDE:
         return head_values(maps, maps.x[rows].float()), (rounding(maps) * maps.scale[:, rows]).float()
     z = head_values(maps, maps.x[rows].double())
+    # Rounded once, after the sum: an error of the last bit of z, not of d_model terms.
     return z.float(), exact_values_margin(maps, z, rows)
 
 
@@ -183,12 +192,14 @@ def _glance_at_heads(
     """Count beyond each pair's own logit for several heads in one launch; a sampled target is within the margin."""
     from headwater.kernels.ov_triton import count_beyond as count_at_once
 
+    # A target in the sample is within the margin of itself: it counts on neither side, and needs no column.
     nowhere = torch.full((z.shape[1],), -1, device=z.device)
     return count_at_once(z, W_sample, own, margin, nowhere)
 
 
 def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:
     if maps.first is not None:
+        # Read by every head: laid out once as the product reads it.
         return columns_of(maps, maps.first).contiguous()
     n = sample_size(maps.W_U)
     return maps.W_U[:, :: max(1, maps.d_vocab // n)][:, :n].contiguous()
@@ -212,10 +223,12 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Ten
 
 
 def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
+    # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, triples)
     target, k = (to_device(one, exact.device) for one in (triples.target, k))
     own64, tie = token_logits(maps, exact, target), _tie(maps, triples)
     y, own = exact.float(), own64.float()
+    # ROUNDING also on a GPU: callers hold `full_float32`, so that these products never meet tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + tie).float()
     alive = torch.arange(len(triples), device=k.device)
     counts = torch.zeros(4, len(triples), device=k.device)
@@ -223,14 +236,18 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Te
     while start < maps.d_vocab and len(alive):
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
         logits = _logits_of_rows(y[alive], maps.W_U[:, start:stop].float())
+        # Before both counts: a target within its own margin would count as possible.
         leave_out(logits, target[alive] - start)
         certain = count_beyond(logits, own[alive], margin[alive])
+        # With the margin negated ties count too: fewer than k of these is a hit for certain.
         possible = count_beyond(logits, own[alive], -margin[alive])
         counts[:, alive] += torch.stack([*certain, *possible])
+        # Out once certainly beaten on both sides; the rest meets a tile twice as wide.
         alive = alive[(counts[:2, alive] < k[alive]).any(0)]
         start = stop
     hit = torch.zeros(2, len(triples), dtype=torch.bool, device=k.device)
     hit[:, alive] = counts[2:, alive] < k[alive]
+    # Between certain and possible counts lies a token too near to call.
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
     hit[:, unsure] = _exact_counts(maps, exact[unsure], own64[unsure], target[unsure], tie[unsure]) < k[unsure]
     return hit
@@ -247,6 +264,7 @@ def _exact_counts(
     counts = torch.zeros(2, len(target), dtype=torch.int64, device=y.device)
     start = 0
     while start < maps.d_vocab and len(target):
+        # As if everything had been seen: few rows, so as wide as the workspace allows in float64.
         stop = min(maps.d_vocab, start + next_width(maps, maps.d_vocab, len(target)) // 2 + 1)
         logits = y @ maps.W_U[:, start:stop].double()
         leave_out(logits, target - start)
@@ -265,6 +283,7 @@ def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_mode
     """Return y = x_s W_V W_O in float64: what the triple's head writes for its source."""
     y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
     source, start = to_device(triples.source, y.device), 0
+    # Triples come by ascending head, so each head's rows are one slice and one product.
     for head, count in enumerate(triples.head.bincount(minlength=maps.n_heads).tolist()):
         if not count:
             continue
@@ -284,6 +303,7 @@ def token_logits(
 
 def columns_of(maps: OVMaps, token: Int[Tensor, "token"]) -> Float[Tensor, "d_model token"]:
     """Return what W_U has for some tokens; models store it token after token, so that whole rows are copied."""
+    # Gathered as columns of W_U the numbers come one at a time: 0.05 of 0.57 s of a layer (benchmarks/NOTES.md).
     return maps.W_U.T.index_select(0, token).T
 
 
@@ -327,6 +347,7 @@ def tile_numbers(maps: OVMaps) -> int:
 
 def next_width(maps: OVMaps, seen: int, rows: int) -> int:
     """As many tokens as were seen so far, if the tile of W_U and the rows' logits stay within the workspace."""
+    # Tiles that double cost the same each, since half of the rows leave after every one.
     most = min(2 * factor_numbers(maps) // maps.x.shape[1], tile_numbers(maps) // rows)
     return max(1, min(max(FIRST_TILE, seen), most))
 
@@ -350,6 +371,7 @@ def count_products(
     margin: Float[Tensor, "row"],
 ) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
     """Count as `count_beyond` does the logits z W, as many rows at a time as leave them in the processor's cache."""
+    # Per thread: at this many numbers for both threads together ranks took 261 s in place of 230.
     n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // W.shape[1])
     parts = zip(*(part.split(n_rows) for part in (z, own, margin)), strict=True)
     above, below = zip(*(count_beyond(rows @ W, *bounds) for rows, *bounds in parts), strict=True)
@@ -360,6 +382,7 @@ def count_beyond(
     logits: Float[Tensor, "row token"], own: Float[Tensor, "row"], margin: Float[Tensor, "row"]
 ) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
     """Count the logits above own + margin and below own - margin (as floats: comparison and sum then vectorize)."""
+    # One array for both signs, filled by out=: booleans were ten times slower to compare and to sum.
     beyond = torch.empty_like(logits)
     above = torch.gt(logits, (own + margin)[:, None], out=beyond).sum(-1)
     below = torch.lt(logits, (own - margin)[:, None], out=beyond).sum(-1)

@@ -71,16 +71,20 @@ def topk_hits(
     z = _values_of(maps, rows.source, rows.asked(wanted.any(0)))
     margin = exact_values_margin(maps, z, rows.source)
     logits = _GridLogits(maps, z.float(), grids, rows, wanted)
+    # With the margin on top: a row leaves only when its best target is certainly out.
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
+    # No head wants such a relation: it has no logits, and all of its cells share one False below.
     asked = [index for index, heads in enumerate(logits.heads) if len(heads)]
     found = {index: _hits_and_unsure(logits, index, margin, bound) for index in asked}
     _settle_unsure(maps, grids, found, wanted)
     nothing = torch.zeros((), dtype=torch.bool, device=margin.device)
     for index, grid in enumerate(grids):
         if index in found:
+            # Popped, so that a relation's table goes once it is handed out; tokens are expanded to pairs only here.
             hits = found.pop(index)[0].index_select(2, logits.column[index]).mT
             yield hits[0], hits[1]
         else:
+            # Expanded from one False: nothing is allocated for it.
             yield (nothing.expand(maps.n_heads, len(grid.source), len(grid.target)),) * 2
 
 
@@ -93,6 +97,7 @@ def _hits_and_unsure(
     unsure = torch.zeros_like(hits[0])
     for heads, own in logits.of_grid(index):
         near = margin[heads[:, None], row][:, None]
+        # The bottom k are the top k of negated logits: one formula for both signs.
         excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
         chosen = logits.wanted[:, heads, index, None, None]
         hits[:, heads] = (excess >= near) & chosen
@@ -109,8 +114,10 @@ def _settle_unsure(
     """Decide what is unsure of all relations together: the host waits once for which that is."""
     if not found:
         return
+    # All relations' tables end to end: one nonzero finds what is unsure in any of them.
     begins = [0, *itertools.accumulate(unsure.numel() for _, unsure in found.values())]
     places = torch.cat([unsure.flatten() for _, unsure in found.values()]).nonzero()[:, 0].cpu()
+    # Places are ascending, so that each relation's are one stretch of them.
     bounds = torch.searchsorted(places, torch.tensor(begins)).tolist()
     cells: list[tuple[Tensor, Tensor, Tensor]] = []
     columns: list[Tensor] = []
@@ -120,6 +127,7 @@ def _settle_unsure(
         cells.append((head, token, item))
         columns.append(torch.stack([head, grid.source[item], grid.tokens[0][token], torch.full_like(head, grid.k)]))
     joined = torch.cat(columns, dim=1)
+    # `Triples` come by ascending head.
     by_head = joined[0].argsort(stable=True)
     *triples, k = joined[:, by_head]
     settled = torch.empty(2, joined.shape[1], dtype=torch.bool)
@@ -128,6 +136,7 @@ def _settle_unsure(
     for (index, (hits, _)), cell, part in zip(found.items(), cells, parts, strict=True):
         if part.shape[1]:
             head, token, item = (to_device(one, hits.device) for one in cell)
+            # settle decides both signs; the one that is not wanted stays False.
             hits[:, head, token, item] = to_device(part & wanted[:, cell[0], index], hits.device)
 
 
@@ -138,6 +147,7 @@ class _Rows:
         source = torch.cat([grid.source for grid in grids])
         k = torch.cat([torch.full_like(grid.source, grid.k) for grid in grids])
         self.k_at_most = max(grid.k for grid in grids)
+        # Source and k as one number, so that one unique() finds the rows that relations share.
         both, row = (source * (self.k_at_most + 1) + k).unique(return_inverse=True)
         self._of_grid = row.split([len(grid.source) for grid in grids])
         self.source, self.k = (
@@ -158,6 +168,7 @@ def _values_of(
 ) -> Float[Tensor, "kv_head row d_head"]:
     """Return z = x W_V in float64 of the rows that some head of the value head's group is asked about, else 0."""
     by_value = asked.unflatten(0, (len(maps.W_V), -1)).any(1)
+    # One product for all value heads, where nothing would be saved.
     if bool(by_value.all()):
         return head_values(maps, maps.x[source].double())
     z = torch.zeros(*by_value.shape, maps.W_V.shape[2], dtype=torch.float64, device=source.device)
@@ -187,6 +198,7 @@ class _GridLogits:
         """One relation's, for some of the heads that are asked about it at a time."""
         tokens, row = self.tokens[index], self.rows.of_grid[index]
         heads = self.heads[index]
+        # One relation's columns at a time: those of all relations may be more than W_U has.
         targets = self.maps.W_U[:, tokens] if len(heads) else self.maps.W_U[:, :0]
         numbers = max(len(tokens) * max(len(row), self.z.shape[2]), 1)
         for some in _split(heads, tile_numbers(self.maps) // numbers):
@@ -200,7 +212,9 @@ class _GridLogits:
         for index, row in enumerate(self.rows.of_grid):
             for heads, own in self.of_grid(index):
                 both = torch.stack([own.amax(1), -own.amin(1)])
+                # -inf where nothing is wanted: such a row is not alive from the start, and costs no logits.
                 both = torch.where(self.wanted[:, heads, index, None], both, -torch.inf)
+                # amax, since relations share rows: a row stays while any of its relations needs it.
                 extremes[:, heads] = extremes[:, heads].scatter_reduce(2, row.expand_as(both), both, "amax")
         return extremes
 
@@ -219,10 +233,12 @@ class _Kept:
     @classmethod
     def nothing(cls, rows: _Rows, wanted: Float[Tensor, "sign head row"]) -> "_Kept":
         """No logits yet."""
+        # One more than k: the bound lies midway between the k-th and the next.
         return cls(wanted.new_full((*wanted.shape, rows.k_at_most + 1), -torch.inf), rows.k, wanted)
 
     def take_leave(self, seen: "_Kept") -> None:
         """Let the rows go that have left in another look at the same, with the bound that they found there."""
+        # Their bound is final: the k-th found there is above every target that is wanted of them.
         gone = self.alive & ~seen.alive
         self.values = torch.where(gone[..., None], seen.values, self.values)
         self.alive &= seen.alive
@@ -233,6 +249,7 @@ class _Kept:
 
     def rows(self, heads: Int[Tensor, "block"], most: int) -> Int[Tensor, "block alive"]:
         """The rows of each head that are alive, in their order; where a head has fewer than most, some that are not."""
+        # Heads have different numbers of rows left; dead ones fill up, so that the block is one product.
         return self.alive[:, heads].any(0).byte().argsort(dim=1, descending=True, stable=True)[:, :most]
 
     def merge(
@@ -240,8 +257,10 @@ class _Kept:
     ) -> None:
         """Merge new logits, and the same negated, into the largest of their rows; many rows have nothing to merge."""
         alive = [self.alive[sign, head, row] for sign in range(2)]
+        # One wait for both signs.
         for sign, some_left in enumerate(torch.stack([one.any() for one in alive]).tolist()):
             if some_left:
+                # Negated in place: the positive sign is done with them.
                 self._merge(sign, head, row, alive[sign], logits.neg_() if sign else logits)
 
     def _merge(
@@ -253,6 +272,7 @@ class _Kept:
         logits: Float[Tensor, "block alive token"],
     ) -> None:
         parts = _Parts(logits)
+        # The smallest that a row keeps, at place k: a tile without a larger one changes nothing, and is not sorted.
         last = self.values[sign, head, row, self.k[row]]
         block, place = ((parts.largest() > last) & alive).nonzero(as_tuple=True)
         into = sign, head[block, 0], row[block, place]
@@ -266,6 +286,7 @@ class _Kept:
         """What a logit must be beyond to be among the k largest: the k-th, where the row left before its end."""
         place = self.k.expand(self.wanted.shape)[..., None]
         kth, following = (self.values.gather(3, place - before)[..., 0] for before in (1, 0))
+        # Midway: a target that is the k-th would else lie within the margin of itself, and be settled each time.
         return torch.where(self.alive, (kth + following) / 2, kth)
 
 
@@ -281,6 +302,7 @@ class _Parts:
     def __init__(self, logits: Float[Tensor, "block alive token"]):
         size = min(max(logits.shape[-1] // self.FEWEST, 1), self.SIZE)
         n_parts = logits.shape[-1] // size
+        # Part j has tokens j, j + n_parts, ...: maxima of parts are then taken over whole rows of memory.
         self.parts = logits[..., : n_parts * size].unflatten(-1, (size, n_parts))
         self.rest = logits[..., n_parts * size :]
         self.maxima = self.parts.amax(-2) if n_parts else self.rest
@@ -295,8 +317,10 @@ class _Parts:
     ) -> Float[Tensor, "row token"]:
         """Return logits of some rows, the largest n of each among them."""
         rest = self.rest[block, place]
+        # No more parts than numbers wanted: choosing among them would leave nothing out.
         if self.parts.shape[-1] <= n:
             return torch.cat([self.parts[block, place].flatten(1), rest], dim=1)
+        # A part without one of the n largest maxima has no number among the n largest.
         part = self.maxima[block, place].topk(n, sorted=False).indices
         return torch.cat([self.parts[block[:, None], place[:, None], :, part].flatten(1), rest], dim=1)
 
@@ -312,12 +336,14 @@ def _kth_logits(
     """
     kept = _Kept.nothing(rows, wanted)
     if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
+        # A table of its own: in `kept` these tokens would count twice, here and in their tiles.
         seen = _Kept.nothing(rows, wanted)
         _merge_tile(maps, z, seen, seen.left(), columns_of(maps, maps.first))
         kept.take_leave(seen)
     most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     start = 0
     while start < maps.d_vocab and any(left := kept.left()):
+        # Tiles that double: a first one of full width would meet rows that a narrow one lets go.
         tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
         _merge_tile(maps, z, kept, left, tile)
         start += tile.shape[1]
@@ -332,6 +358,7 @@ def _merge_tile(
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits into all rows that are left, so many of each head."""
+    # By heads a tile costs d_head rows of W_O through W_U, by rows as many as are left: the fewer of the two.
     _merge_by_heads(maps, z, kept, {head: n for head, n in enumerate(left) if n >= z.shape[2]}, tile)
     _merge_by_rows(maps, z, kept, {head: n for head, n in enumerate(left) if 0 < n < z.shape[2]}, tile)
 
@@ -348,6 +375,7 @@ def _merge_by_heads(
     for block in _chunks([*left], heads_at_once(maps, width)):
         W_O = maps.W_O[to_device(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
+        # W_O W_U of a block of heads is one product; its logits are taken of as many heads as the cache holds.
         size = max(1, _logits_at_once(maps) // (max(map(left.__getitem__, block)) * width))
         for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
             group, most = to_device(torch.tensor(heads), z.device), max(map(left.__getitem__, heads))
@@ -369,9 +397,12 @@ def _merge_by_rows(
         place, row = alive.nonzero(as_tuple=True)
         padded = kept.rows(block, max(map(left.__getitem__, heads)))
         y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
+        # Without the rows that filled heads up: the product with the tile is the large one.
         y = y[place, (alive.cumsum(1) - 1)[place, row]]
         head = block[place]
-        for part in torch.arange(len(y)).split(max(1, tile_numbers(maps) // tile.shape[1])):
+        size = max(1, tile_numbers(maps) // tile.shape[1])
+        for start in range(0, len(y), size):
+            part = slice(start, start + size)
             kept.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
 
 

@@ -48,11 +48,14 @@ def _count_kernel(
 ):
     pair_blocks = tl.cdiv(n_pairs, BLOCK_P)
     share = tl.program_id(0) // pair_blocks
+    # int64 offsets into W: 64 heads of width 128 over 262,144 tokens are 2^31 numbers.
     head = tl.program_id(1).to(tl.int64)
     rows = (tl.program_id(0) % pair_blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
+    # Rows past the end compute the first pair again and store nothing: no load needs a mask for pairs.
     row = tl.where(rows < n_pairs, rows, 0)
     own_logit = tl.load(own + head * n_pairs + row)
     near = tl.load(margin + head * n_pairs + row)
+    # Both bounds once: a tile is left with two comparisons a logit.
     upper, lower = own_logit + near, own_logit - near
     own_column = tl.load(column + row)
     z_row = z + (head // group) * n_pairs * d_head + row.to(tl.int64)[:, None] * d_head
@@ -72,9 +75,12 @@ def _count_kernel(
             w_tile = W_head + depth.to(tl.int64)[:, None] * n_tokens + tokens[None, :]
             inside = depth < d_head
             left = tl.load(z_tile) if EVEN_DEPTH else tl.load(z_tile, mask=inside[None, :], other=0.0)
+            # Masks, not clamped tokens: the compiler must see that these follow one another to read 16 bytes at once.
             w_mask = in_tile[None, :] if EVEN_DEPTH else inside[:, None] & in_tile[None, :]
             right = tl.load(w_tile, mask=w_mask, other=0.0)
+            # Sums stay short here (d_head terms), so that one sum may be cut off: the caller's margin covers it.
             logits = tl.dot(left, right, logits, input_precision=PRECISION)
+        # Masked columns have logits of 0, which would count; the target would count itself by its rounding.
         other = in_tile[None, :] & (tokens[None, :] != own_column[:, None])
         above += tl.sum(((logits > upper[:, None]) & other).to(tl.int32), 1)
         below += tl.sum(((logits < lower[:, None]) & other).to(tl.int32), 1)
@@ -107,8 +113,11 @@ def count_beyond(
     n_tiles = triton.cdiv(n_tokens, BLOCK_TOKENS)
     n_blocks = triton.cdiv(n_pairs, BLOCK_PAIRS)
     per_share = triton.cdiv(n_tiles, shares(n_blocks * n_heads, n_tiles, multiprocessors(W.device)))
+    # Rounding up may leave the last shares without a tile: no programs for those.
     n_shares = triton.cdiv(n_tiles, per_share)
+    # Counts of each share apart, added up below: no atomics, so that nothing needs zeros first.
     counts = torch.empty(n_shares, 2, n_heads, n_pairs, dtype=torch.int32, device=W.device)
+    # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(W):
         _count_kernel[(n_blocks * n_shares, n_heads)](
             *(tensor.contiguous() for tensor in (z, W, own, margin, column)),

@@ -78,6 +78,7 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
     if judge is None and has_scores and answers != MODEL:
         scores = DATA
     else:
+        # Long reference answers are never in a model's own word for word: label match would call all of them wrong.
         short = graph.table["answers"].map(lambda accepted: len(accepted[0].split())).median() <= SHORT
         scores = "judge" if callable(judge) else LABEL if judge == LABEL or short else ""
     if scores in (LABEL, "judge") or span == "model_answer" or answers == MODEL:
@@ -97,23 +98,24 @@ def answered_and_scored(
 ) -> pd.DataFrame:
     """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
     table = graph.table
-    given, cut = table["model_answer"].tolist(), [False] * len(table)
+    answers, cut = table["model_answer"].tolist(), [False] * len(table)
     if plan.answers == MODEL:
         asked = {place: frame for place, frame in enumerate(frames) if frame is not None}
         prompts = [frame.asking(table["question"].iloc[place]) for place, frame in asked.items()]
-        found = dict(zip(asked, own_answers(run, model, prompts, asking, known), strict=True))
-        own = [found.get(place) for place in range(len(table))]
-        given = [one.text if one else None for one in own]
-        cut = [one is not None and not one.ended for one in own]
+        by_place = dict(zip(asked, own_answers(run, model, prompts, asking, known), strict=True))
+        written = [by_place.get(place) for place in range(len(table))]
+        answers = [one.text if one else None for one in written]
+        cut = [one is not None and not one.ended for one in written]
     scores = table["score"].to_numpy(float)
     if plan.scores != DATA:
         scorer = label_score if plan.scores == LABEL else judge if callable(judge) else None
-        whole = [None if is_cut else answer for answer, is_cut in zip(given, cut, strict=True)]
+        # An answer that had not ended at the limit may have come to it yet: not judged.
+        whole = [None if is_cut else answer for answer, is_cut in zip(answers, cut, strict=True)]
         keys = list(zip(table["question"], table["answers"], whole, strict=True))
         scores = np.array(scores_of(run, scorer, keys)) if scorer else np.full(len(table), np.nan)
     if not plan.answers:
-        given = [None] * len(table)
-    return pd.DataFrame({"model_answer": given, "cut": cut, "score": scores}, index=table.index)
+        answers = [None] * len(table)
+    return pd.DataFrame({"model_answer": answers, "cut": cut, "score": scores}, index=table.index)
 
 
 def own_answers(
@@ -135,6 +137,7 @@ def own_answers(
         stage: of the run's pieces.
     """
     listed = list(prompts)
+    # Each different prompt once: depth graphs share questions.
     new = dict(enumerate(one for one in dict.fromkeys(listed) if one not in known))
     known.update(dict.fromkeys(new.values()))
     ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in new.items()}  # type: ignore[arg-type]

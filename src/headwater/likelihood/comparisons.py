@@ -88,13 +88,14 @@ def between_depths(
     values: Float[ndarray, " node"], depth: Int[ndarray, " node"], a: int, b: int, graphs: Bootstrap
 ) -> Interval:
     """Return the difference of two depths' means over graphs, each graph's nodes averaged first."""
-    found = []
+    averages = []
     for one in (a, b):
         here = (depth == one) & ~np.isnan(values)
         count = graphs.sums(here.astype(float))
+        # Nodes are averaged within a graph first: graphs of many nodes would weigh more.
         average = graphs.sums(np.where(here, values, 0.0)) / np.maximum(count, 1)
-        found.append(graphs.ratio_of_units(average, (count > 0).astype(float)))
-    return interval(found[1] - found[0])
+        averages.append(graphs.ratio_of_units(average, (count > 0).astype(float)))
+    return interval(averages[1] - averages[0])
 
 
 def between_equal_lengths(
@@ -118,6 +119,7 @@ def between_equal_lengths(
         counts.append(np.stack([graphs.sums(cell.astype(float)) for cell in cells], axis=1))
 
     (count_a, count_b), (sum_a, sum_b) = ([graphs.counts @ part for part in parts] for parts in (counts, sums))
+    # The smaller count: a length that one depth hardly has would be mostly the other's noise.
     weight = np.minimum(count_a, count_b)
     apart = sum_b / np.maximum(count_b, 1) - sum_a / np.maximum(count_a, 1)
     total = weight.sum(axis=1)

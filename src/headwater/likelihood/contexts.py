@@ -132,6 +132,7 @@ def checked_wording(wording: ContextWording) -> ContextWording:
         raise InputError(
             f"predecessor_prompt={shown(given)} must be a text, or messages: a list of {{'role': ..., 'content': ...}}."
         )
+    # Written once now, so that a wrong prompt is refused before any question is asked.
     _ = wording.alone
     if wording.predecessors != NONE:
         try:
@@ -179,6 +180,7 @@ def _answered(
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each after those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in asked}
+    # Turn by turn over all nodes, so that each turn is one batch of prompts.
     for turn in range(max(map(len, asked.values()), default=0)):
         prompts = {}
         for name, questions in asked.items():

@@ -72,6 +72,7 @@ def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
     Returns:
         A row per measure and depths: `measure, depths` ("2", "1-2", "all"), `nodes` (that count), `value, low, high`.
     """
+    # A question of several graphs is one answer: accuracy counts it once.
     repeated = nodes.duplicated(["depth", "question_id"]).to_numpy()
     rows = []
     depths = sorted(nodes["depth"].unique().tolist())

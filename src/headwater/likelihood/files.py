@@ -213,6 +213,7 @@ def _chunks(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
 
 def _table(pieces: Sequence[dict[str, Tensor]]) -> pd.DataFrame:
     columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
+    # Pieces hold numbers alone, notes among them by their place.
     columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
     table = pd.DataFrame(columns)
     table.insert(0, "text", range(len(table)))

@@ -115,6 +115,7 @@ np.median(text.log_probability), "median"))` adds one."""
 def lowest_means(values: Float[ndarray, " token"], shares: Sequence[float]) -> Float[ndarray, " k"]:
     """Return the mean of the lowest max(1, floor(K · T)) of T values for every share K, from one sort."""
     counts = [max(1, math.floor(share * len(values))) for share in shares]
+    # One sort and one running sum serve every K.
     return np.cumsum(np.sort(values))[np.array(counts) - 1] / counts
 
 
@@ -132,24 +133,27 @@ def gap_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
     """Return Gap-K%: the mean of the lowest smoothed distances from the likeliest token."""
     gap = (text.log_probability - text.top1_log_probability) / text.sigma
     if len(gap) >= SMOOTHED:
+        # A view: averages of three without three copies.
         gap = np.lib.stride_tricks.sliding_window_view(gap, SMOOTHED).mean(-1)
     return lowest_means(gap, shares)
 
 
 def surp(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
     """Return SURP: the mean of the lowest log-probabilities where the model was certain; NaN where it never was."""
+    # Stable, so that equal probabilities come in the order of the text, on every machine.
     order = np.argsort(text.log_probability, kind="stable")
     is_certain = text.entropy[order] < text.maximum_entropy
     counts = np.array([max(1, math.floor(share * len(order))) for share in shares]) - 1
     sums = np.cumsum(np.where(is_certain, text.log_probability[order], 0.0))[counts]
-    found = np.cumsum(is_certain)[counts]
-    return np.where(found > 0, sums / np.maximum(found, 1), np.nan)
+    n_certain = np.cumsum(is_certain)[counts]
+    return np.where(n_certain > 0, sums / np.maximum(n_certain, 1), np.nan)
 
 
 def dc_pdd(text: TextTokens) -> float:
     """Return DC-PDD: the mean cross-entropy of a model's probabilities to a corpus's, cut off, of each first token."""
     assert text.token_id is not None
     assert text.share is not None
+    # return_index gives first occurrences.
     first = np.unique(text.token_id, return_index=True)[1]
     terms = np.exp(text.log_probability[first]) * -np.log(text.share[first])
     return float(np.minimum(terms, MOST_OF_A_TOKEN).mean())

@@ -120,6 +120,7 @@ class FrameScoring:
     def score_shuffled(self, nodes: pd.DataFrame, seed: int) -> ScoredNodes:
         """Score the nodes with the words of each question, and those of each answer, in another order."""
         rng = np.random.default_rng(seed)
+        # Each text once, in the order of the nodes: a question of two graphs is shuffled in one way.
         texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
         other = {text: shuffled_words(text, rng) for text in texts}
         answers = [other[answer] if answer else None for answer in self._answers(nodes)]
@@ -134,6 +135,7 @@ class FrameScoring:
         """Score each different text once, and give its scores to the nodes that have it."""
         texts = zip(self.frames, questions, answers, strict=True)
         written = [framed(frame, self.span, question, answer) for frame, question, answer in texts]
+        # Nodes that share a frame, question and answer are run once.
         numbers: dict[Framed, int] = {}
         number_of = [numbers.setdefault(one, len(numbers)) for one in written]
         stats = framed_statistics(
@@ -143,15 +145,16 @@ class FrameScoring:
         wide = memorization_scores(stats, k=self.shares).wide()
         kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
         places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
-        found = places.merge(wide[kept], on="text").drop(columns="text")
+        nodes_scored = places.merge(wide[kept], on="text").drop(columns="text")
         if self.span == "model_answer":
-            found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
+            nodes_scored["note"] = nodes_scored["note"].where(nodes_scored["tokens"] > 0, NO_ANSWER)
         lacking = [name for name, frame in zip(nodes["id"], self.frames, strict=True) if frame is None]
-        found.loc[found["id"].isin(lacking), "note"] = NO_CONTEXT
-        return ScoredNodes(found, self._tokens(stats.table, places))
+        nodes_scored.loc[nodes_scored["id"].isin(lacking), "note"] = NO_CONTEXT
+        return ScoredNodes(nodes_scored, self._tokens(stats.table, places))
 
     def _tokens(self, table: pd.DataFrame, places: pd.DataFrame) -> pd.DataFrame:
         last = table[table["layer"] == self.layers[-1]]
+        # As `lowest_means` counts: exactly k tokens, the earlier one where two are equal.
         rank = last.groupby("text")["log_probability"].rank(method="first")
         size = last.groupby("text")["log_probability"].transform("size")
         count = np.maximum(1, np.floor(size.astype(float) * self.shares[0]))

@@ -48,15 +48,16 @@ def gradient_norms(
         raise InputError(f"order={shown(order)} is not one of 1, 2, inf.")
     listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)
     check_texts(model, listed)
+    # All texts before the first run: one that is too long is refused at once.
     ids = [_ids(model, text, index) for index, text in enumerate(listed)]
-    found = np.full(len(listed), np.nan)
+    means = np.full(len(listed), np.nan)
     with progress_bar(checked_flag("progress", progress), total=len(listed), desc="Gradients", unit="text") as bar:
         for index, tokens in enumerate(ids):
             if scored := range(first_scored(model, tokens), len(tokens)):
                 norms = parameter_gradient_norms(model, tokens, scored, order)
-                found[index] = np.mean(list(norms.values()))
+                means[index] = np.mean(list(norms.values()))
             bar.update(1)
-    return found
+    return means
 
 
 def _ids(model: HookedModel, text: str, index: int) -> list[int]:

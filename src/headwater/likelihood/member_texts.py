@@ -55,6 +55,7 @@ def _read(path: Path) -> pd.DataFrame:
     if path.suffix == ".parquet":
         return read_parquet(path)
     try:
+        # pandas would rename the second of two equal columns, silently.
         header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
         refuse_repeated(path, header.iloc[0])
         return pd.read_csv(path, keep_default_na=False)

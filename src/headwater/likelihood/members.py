@@ -170,8 +170,10 @@ def membership(
 def bag_of_words(texts: Sequence[str], member: Bool[ndarray, " text"], seed: int = 0) -> Float[ndarray, " text"]:
     """Score each text by its words alone, with a classifier that was fitted to the others."""
     folds = min(FOLDS, int(member.sum()), int((~member).sum()))
+    # A fold without a text of a class cannot be fitted.
     if folds < 2:
         return np.full(len(texts), np.nan)
+    # Split at spaces: scikit-learn's own pattern drops punctuation and words of one letter.
     classifier = make_pipeline(CountVectorizer(token_pattern=r"\S+"), LogisticRegression(max_iter=1000))
     split = StratifiedKFold(folds, shuffle=True, random_state=seed)
     return cross_val_predict(classifier, texts, member, cv=split, method="decision_function")
@@ -194,9 +196,11 @@ def _discrimination(
         found = [auc(values, member, counts=counts, strata=strata)]
         for rate in FALSE_POSITIVE_RATES.values():
             one_threshold = strata is None
+            # Within strata each kind would have a threshold of its own: no single rate describes them.
             found.append(true_positives(values, member, rate, counts=counts) if one_threshold else found[0] * math.nan)
         return np.stack(found, axis=1)
 
+    # Members and non-members drawn separately: the classes' sizes were chosen, not found.
     estimates = Bootstrap.of(range(len(values)), draws=resamples, seed=seed, within=member).apply(numbers)
     result: dict[str, int | float] = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     for name, drawn in zip(("auc", *FALSE_POSITIVE_RATES), estimates.T, strict=True):

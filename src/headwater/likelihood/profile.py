@@ -235,6 +235,7 @@ def memorization(
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
+    # The final layer always: table and figure are of it.
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     options = {
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),
@@ -270,6 +271,7 @@ def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | N
     if not table["scored"].any():
         raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
     table["quartile"] = _quartiles(table, main, options["quartiles"])
+    # By graph: nodes of one graph share predecessors.
     graphs = Bootstrap.of(table["group"], seed=run.seed or 0)
     order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
     order += [POPULARITY] if POPULARITY in table else []
@@ -304,6 +306,7 @@ def _by_layer(averages: pd.DataFrame, scores: list[str], seed: int) -> pd.DataFr
 
 def _quartiles(table: pd.DataFrame, main: str, of: str) -> pd.Series[int]:
     """Mark the deepest nodes whose drawn Min-K% (minus the score) is at most Q25 (25) or at least Q75 (75)."""
+    # Minus: the figure's Min-K% is a loss, the table's the larger the likelier.
     drawn = -table[main] if of == "node" else -table.groupby("group")[main].transform("mean")
     drawn = drawn.where(table["depth"] == table["depth"].max())
     low, high = drawn.quantile(0.25), drawn.quantile(0.75)

@@ -241,6 +241,7 @@ def prefixed_statistics(
     for index, text in enumerate(listed):
         if not isinstance(text, str):
             raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
+    # An empty text stays empty: with the prefix it would have tokens, and a score of nothing.
     behind = [prefix + text if text else "" for text in listed]
     spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
     return token_statistics(model, behind, spans=spans, precision=precision, batch_size=batch_size, progress=progress)
@@ -274,15 +275,15 @@ def _norms_of(stats: TextStatistics, norms: Norms) -> Float[ndarray, " text"]:
     if "layer" in stats.table:
         raise InputError("gradient_norms= are those of the whole model: use statistics of layers='final'.")
     try:
-        found = np.asarray(norms, dtype=np.float64)
+        checked = np.asarray(norms, dtype=np.float64)
     except (TypeError, ValueError):
-        found = np.zeros((0, 0))
+        checked = np.zeros((0, 0))
     scored = stats.texts["scored"].to_numpy() > 0
-    if found.shape != scored.shape or not (found[scored] >= 0).all() or np.isinf(found).any():
+    if checked.shape != scored.shape or not (checked[scored] >= 0).all() or np.isinf(checked).any():
         raise InputError(
             f"gradient_norms={shown(norms)} must hold a number from 0 up for each of the {len(scored):,} texts."
         )
-    return found
+    return checked
 
 
 def checked_prefix(prefix: str) -> str:
@@ -301,16 +302,17 @@ def _token_shares(token_counts: Counts, stats: TextStatistics) -> Float[ndarray,
             f"token_counts has {len(counts):,} numbers, but the texts hold the token id {highest:,}: give one for "
             "every token of the model's vocabulary."
         )
+    # Laplace: a token that the corpus lacks would have log 0.
     return np.asarray((counts + 1) / (counts.sum() + len(counts)))
 
 
 def _at(name: str, score: Score, text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
     """Return a score of a text: a number, or one for every share."""
-    found = np.atleast_1d(np.asarray(score.of(text, shares) if score.takes_k else score.of(text), dtype=np.float64))
-    if found.shape != (len(shares) if score.takes_k else 1,):
+    numbers = np.atleast_1d(np.asarray(score.of(text, shares) if score.takes_k else score.of(text), dtype=np.float64))
+    if numbers.shape != (len(shares) if score.takes_k else 1,):
         wanted = f"a number for each of the {len(shares)} shares" if score.takes_k else "a number"
-        raise InputError(f"The score {name!r} must give {wanted}; it gave an array of shape {found.shape}.")
-    return found
+        raise InputError(f"The score {name!r} must give {wanted}; it gave an array of shape {numbers.shape}.")
+    return numbers
 
 
 def _frame_of_texts(stats: TextStatistics) -> pd.DataFrame:
@@ -338,6 +340,7 @@ def _tokens(
     names = ["log_probability", "entropy", "variance", "top1_log_probability"]
     place = {key: row for row, key in enumerate(_keys(texts))}
     keys = [name for name in ("text", "layer") if name in stats.table]
+    # Once, then cut by where the key changes: a groupby of a million tokens costs a frame for each text.
     ordered = stats.table.sort_values([*keys, "position"], kind="stable")
     arrays = {name: ordered[name].to_numpy(np.float64) for name in names}
     ids = ordered["token_id"].to_numpy(np.int64)
@@ -347,11 +350,11 @@ def _tokens(
     zlib_bytes = texts["zlib_bytes"].to_numpy()
     for key, start, stop in zip(firsts, changes, stops, strict=True):
         row = place[key]
-        given: dict[str, Any] = {name: array[start:stop] for name, array in arrays.items()}
-        given |= {name: float(found[row]) for name, found in other.items() if found is not None}
-        given |= {"token_id": ids[start:stop]}
-        given |= {"share": share[ids[start:stop]]} if share is not None else {}
-        yield row, TextTokens(**given, zlib_bytes=int(zlib_bytes[row]), **least)
+        columns: dict[str, Any] = {name: array[start:stop] for name, array in arrays.items()}
+        columns |= {name: float(found[row]) for name, found in other.items() if found is not None}
+        columns |= {"token_id": ids[start:stop]}
+        columns |= {"share": share[ids[start:stop]]} if share is not None else {}
+        yield row, TextTokens(**columns, zlib_bytes=int(zlib_bytes[row]), **least)
 
 
 def _means_like(

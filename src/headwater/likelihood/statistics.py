@@ -251,8 +251,9 @@ def _windows(
     for index, text in enumerate(texts):
         span = _checked_span(spans[index], text, index) if spans is not None else None
         content = as_unicode(text)
+        # Half a character cannot be encoded as UTF-8: scored as "?" it would be another text.
         ids, wanted = _tokens(model, text, span, index) if content == text else ([], [])
-        found = _cut(model, index, ids, wanted, long, stride)
+        cut = _cut(model, index, ids, wanted, long, stride)
         n_tokens = len(ids) - _begun(model, ids)
         note = ""
         if not wanted:
@@ -262,14 +263,15 @@ def _windows(
             {
                 "text": index,
                 "content": content,
+                # Of what is scored: of the whole text the ratio would mix two lengths.
                 "zlib_bytes": len(zlib.compress(scored_text.encode("utf-8"))),
                 "tokens": n_tokens,
                 "scored": len(wanted),
-                "windows": len(found),
+                "windows": len(cut),
                 "note": note,
             }
         )
-        windows += found
+        windows += cut
     return pd.DataFrame({name: [one[name] for one in described] for name in described[0]}), windows
 
 
@@ -317,6 +319,7 @@ def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long
             f"Text {index} has {len(ids):,} tokens; the model reads at most {n_ctx:,}. Shorten it, or pass "
             "long='window' to read it in windows."
         )
+    # Each window begins as a text does: without BOS the first tokens of a window are off.
     bos = ids[: _begun(model, ids)]
     ends = [n_ctx, *range(n_ctx + stride, len(ids), stride), len(ids)]
     windows = []
@@ -324,6 +327,7 @@ def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long
         scored = [place for place in wanted if reached <= place < end]
         start = end - (n_ctx - len(bos))
         shift = start - len(bos)
+        # A window that scores nothing (a span elsewhere) is not run.
         if scored:
             windows.append(_Window(index, bos + ids[start:end], [place - shift for place in scored], shift))
     return windows
@@ -341,16 +345,18 @@ def _measurer(
 
     def measure(batch: Batch, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         def take(residual: Tensor) -> Tensor:
+            # The state in front of a token predicts it: one column before.
             return residual[to_device(rows, residual.device), to_device(columns, residual.device) - 1]
 
         kept = residual_streams(model, batch, layers, take)
         target = batch.tokens[rows, columns]
-        found = []
+        by_layer = []
         for layer in layers:
+            # Popped: a layer's states go as soon as they are read.
             hidden = normalise(read(kept.pop(layer), layer))
             target = to_device(target, hidden.device)
-            found.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
-        return {name: torch.stack([getattr(one, name).cpu() for one in found]) for name in STATISTICS}
+            by_layer.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
+        return {name: torch.stack([getattr(one, name).cpu() for one in by_layer]) for name in STATISTICS}
 
     return measure
 

@@ -95,6 +95,7 @@ def ablate(
     checked_name("engine", engine, list(ENGINES))
     batch_size, seed = check_call(model, batch_size), checked_seed(seed)
     complement, metrics = checked_flag("complement", complement), as_metrics(metric)
+    # What is ablated is the clean run.
     pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)
     one = {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}
     chosen = read_sets(model, one, sets, complement)
@@ -110,6 +111,7 @@ def ablate(
     rows = []
     for example, prompt in enumerate(pair.base):
         i = example // pair.draws
+        # Tokens before the first difference are equal only where both prompts have them at the same positions.
         since = replacement.since(example) if matched[i] is None else 0
         for role, span in edited[i].items():
             seen = {site.name: seen_positions(site, prompt, span.base) for site in sites}
@@ -119,6 +121,7 @@ def ablate(
                 labels |= {"set": component_set.name}
                 labels |= {} if replacement.samples is None else {"sample": sample}
                 edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
+                # A list per cell, unlike a sweep's: sets and roles make few cells of each prompt.
                 rows.append((example, [CellTemplate(labels, tuple(edits))]))
     plan = Plan(model, pair, CellTable.of(rows), metrics, replacement, batch_size, matched=matched)
     options = {

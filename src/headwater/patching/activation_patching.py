@@ -153,6 +153,7 @@ def patch(
     if sites is None:
         raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
 
+    # An iterator would be empty at the second look.
     over, from_layer, sites_asked = materialize(over), materialize(from_layer), sites_named(sites, model)
     layers, head_numbers = layers_and_heads(
         materialize(layers), materialize(heads), model.shape, kv_site_of(sites_asked)
@@ -173,6 +174,7 @@ def patch(
     steps = _steps(spec, model, sites_asked, pair, edited, attended)
     if method == "exact":
         _refuse_whole_dictionaries(sites_asked, steps, model.shape)
+    # Counted before the cells are made: their list alone can be more than the memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     n_each = len(metrics) * (replacement.samples or 1) * len(spec.source_layers(model)) * pair.draws
     refuse_too_many_cells(n_places * n_each)
@@ -221,6 +223,7 @@ def _refuse_whole_dictionaries(sites: Sequence[Site], steps: Sequence[Sequence[S
         if count <= MOST_FEATURES or len(steps[0][number]["feature"]) != count:
             continue
         n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
+        # A run begins at the dictionary's layer: what is below it is recorded.
         above = shape.n_layers - min(site.layers(shape))
         raise InputError(
             f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "

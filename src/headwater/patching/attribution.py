@@ -65,10 +65,10 @@ class AttributionRunner(Runner):
 
     def measure(self, cells: range) -> Measured:
         """Add to the unedited values what each cell covers."""
-        found, chosen = self.readout.unedited(cells), self.plan.cells.part(cells)
+        measured, chosen = self.readout.unedited(cells), self.plan.cells.part(cells)
         for m, products in enumerate(self._products):
-            found.values[:, m] += sums(products, chosen, self.group.examples.start).cpu()
-        return found
+            measured.values[:, m] += sums(products, chosen, self.group.examples.start).cpu()
+        return measured
 
     def _run_with_graph(self) -> tuple[dict[str, Tensor], Reads]:
         """Run the prompts that are edited, with gradients from the embeddings on; return what they are wanted at."""
@@ -82,8 +82,10 @@ class AttributionRunner(Runner):
         group, places = self.group, self.group.places
         names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
         names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
+        # Detached: the graph begins here, whether or not parameters are frozen.
         begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
         hooks: list[Hook] = [*group.corrupting("base"), (hook_name("embed"), begin)]
+        # Returned, not only kept: the hooks of q, k, v and z see a reshaped view that nothing later is computed from.
         hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = self.plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
@@ -97,6 +99,7 @@ class AttributionRunner(Runner):
         metric, readout = self.plan.metrics[m], self.readout
         reading = self.plan.reading(metric, ())
         with torch.enable_grad():
+            # By prompt, since each keeps positions of its own. Prompts do not mix: one sum has the gradients of all.
             measured = [readout.apply(m, reading, read[None], [i])[0] for i, read in enumerate(readout.base[reading])]
             total = torch.stack(measured).sum()
         if not total.requires_grad:
@@ -106,15 +109,16 @@ class AttributionRunner(Runner):
         places = sorted(self.group.places)
         sites = self.group.sites
         ends = [held[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
+        # A site after all that a metric reads has no slope: None, taken as 0 below.
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
         products, finite = {}, []
         for (site, layer), slope in zip(places, slopes, strict=True):
-            standing = held[sites[site].hook_name(layer)].detach()
-            slope = torch.zeros_like(standing) if slope is None else slope
+            current = held[sites[site].hook_name(layer)].detach()
+            slope = torch.zeros_like(current) if slope is None else slope
             for source, sample in sorted(self.group.drawn(site, layer)):
-                own = sites[site]
-                value = self._written(own.inner, layer, source, sample, own.read(standing))
-                product = sites[site].first_order(standing, slope, value)
+                row = sites[site]
+                value = self._written(row.inner, layer, source, sample, row.read(current))
+                product = row.first_order(current, slope, value)
                 products[site, layer, source, sample] = product
                 finite.append(product.flatten(1).isfinite().all(1))
         self._refuse_not_finite(metric.name, list(products), finite)
@@ -159,20 +163,23 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     """
     alike: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):
-        among, turn = np.flatnonzero(cells.template == number), 0
+        cells_of_template, turn = np.flatnonzero(cells.template == number), 0
+        # A cell adds its layers in the order in which it would alone: its last bits do not depend on the others.
         for edit in cells.templates[number].edits:
             size = tuple(None if at is None else len(at) for at in _covered(edit))
             for layer in edit.layers:
                 drawn = (edit.site.name, layer, edit.source_of(layer), edit.sample)
-                alike.setdefault((turn, drawn, size), []).append((among, edit))
+                alike.setdefault((turn, drawn, size), []).append((cells_of_template, edit))
                 turn += 1
     total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
-    for (_, drawn, _), own in sorted(alike.items(), key=lambda one: one[0][0]):
+    for (_, drawn, _), edits_alike in sorted(alike.items(), key=lambda one: one[0][0]):
         product = products[drawn]
-        if own[0][1].site.has_keys and own[0][1].keys is None:
+        # All keys of each query: summed once for all cells.
+        if edits_alike[0][1].site.has_keys and edits_alike[0][1].keys is None:
             product = product.sum(-1).transpose(1, 2)
-        index = np.concatenate([among for among, _ in own])
-        listed = [_listed([_covered(edit)[axis] for _, edit in own], [among for among, _ in own]) for axis in range(4)]
+        numbers = [cells_of_template for cells_of_template, _ in edits_alike]
+        index = np.concatenate(numbers)
+        listed = [_listed([_covered(edit)[axis] for _, edit in edits_alike], numbers) for axis in range(4)]
         every = product.shape[1:3]  # positions and heads, for a pattern's keys heads and positions
         each = math.prod(every) * math.prod(at.shape[1] for at in listed[2:] if at is not None)
         most = max(1, AT_ONCE // max(1, each))

@@ -105,6 +105,7 @@ class SweepSpec:
     ) -> dict[str, list[AxisStep]]:
         """Return the steps of each axis of a site, in one prompt; `spans` and `keys` are its positions and keys."""
         axes, windows, shape = self.axes(site), self.windows(site), model.shape
+        # A dictionary may leave tokens out, such as the first, on which it was not trained.
         at = seen_positions(site, prompt, positions_in(spans))
         seen = {role: tuple(p for p in span.base if p in at) for role, span in spans.items()}
         among: dict[str, Sequence[int]] = {
@@ -116,15 +117,15 @@ class SweepSpec:
         }
         total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
         total["feature"] = site.width(shape, len(prompt)) if site.units else 0
-        found = {
+        by_axis = {
             axis: axis_steps(among[axis], axis in axes, windows.get(axis), len(among[axis]) == total.get(axis))
             for axis in site.swept_axes
         }
         if self.by_role:
-            found["position"] = role_steps({r: p for r, p in seen.items() if p}, "position" in axes, self.spans)
+            by_axis["position"] = role_steps({r: p for r, p in seen.items() if p}, "position" in axes, self.spans)
         if self.keys_by_role and site.has_keys:
-            found["key"] = role_steps({r: span.base for r, span in keys.items()}, "key" in axes, self.spans)
-        return found
+            by_axis["key"] = role_steps({r: span.base for r, span in keys.items()}, "key" in axes, self.spans)
+        return by_axis
 
     def templates(
         self, site: Site, steps: Mapping[str, list[AxisStep]], replacement: Replacement, since: int, model: HookedModel
@@ -145,6 +146,7 @@ class SweepSpec:
             covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
             runs = layer_runs(covers["layer"] or ())
             at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
+            # Before the first difference both runs are equal layer by layer; another layer's values differ everywhere.
             first = since if from_layer is None else 0
             edits = tuple(Edit(site, run, at, of, to, units, first, from_layer, sample) for run in runs)
             labels = {"site": site.name} | labels_of(step, windows) | values

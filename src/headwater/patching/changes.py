@@ -148,8 +148,10 @@ class Function(_Changing):
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Call the function."""
         if (rows.site, rows.layer) not in self._seen:
+            # Once per site and layer, since a function may do different things there.
             self._refuse_if_rows_mix(activation.clone(), other, rows)
             self._seen.add((rows.site, rows.layer))
+        # A copy: the function may work in place, and what was there is compared with what it leaves.
         written = self._called(activation.clone(), other, rows)
         wrong = ~written.isfinite().all(-1)
         if bool(wrong.any()):
@@ -158,6 +160,7 @@ class Function(_Changing):
                 f"{self._named} gives NaN or infinity at {rows.site} of layer {rows.layer}, prompt "
                 f"{int(rows.example[row])}, position {int(rows.position[row])}."
             )
+        # Weight on a later key is the future leaking into a prediction; nothing after the pattern would show it.
         if self.site(rows.site).has_keys:
             self._refuse_unseen_keys(written, rows)
         return written
@@ -190,6 +193,7 @@ class Function(_Changing):
             for i in range(2)
         ]
         together, single = self._called(both.clone(), others, rows.part(first)).double(), torch.cat(alone).double()
+        # Relative to the largest number: a matrix product of two rows rounds otherwise than that of one.
         size = single.nan_to_num().abs().max()
         if not torch.allclose(together, single, rtol=RTOL, atol=ATOL * max(1.0, float(size)), equal_nan=True):
             raise InterventionError(
@@ -332,12 +336,15 @@ class Noise(_Changing):
         model, drawn = wanted.model, {}
         for site, layer in wanted.places:
             size = self.site(site).size(model.shape, wanted.width)
+            # Padding gets no noise, so that a draw does not depend on how long the longest prompt of a group is.
             held = torch.zeros(len(wanted.examples), self.samples, *size)
             for row, example in enumerate(wanted.examples):
                 length = len(self.inputs.pair.base[example])
                 for sample in range(self.samples):
-                    own = (length, *size[1:])
-                    held[row, sample, :length] = draw(self.inputs.arguments["seed"], site, layer, example, sample, own)
+                    shape = (length, *size[1:])
+                    held[row, sample, :length] = draw(
+                        self.inputs.arguments["seed"], site, layer, example, sample, shape
+                    )
             drawn[site, layer] = held.flatten(0, 1).to(model.device, model.dtype)
         return drawn
 
@@ -349,6 +356,7 @@ class Noise(_Changing):
 
 def add_noise(activation: Tensor, drawn: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Add draws to rows, in units of 1 or of the standard deviation of each row's entries."""
+    # Divided by n: the spread of these entries themselves, not an estimate from them.
     unit = 1.0 if arguments["absolute"] else activation.float().std(-1, unbiased=False, keepdim=True)
     return activation + (arguments["std"] * unit * drawn).to(activation.dtype)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
@@ -80,12 +80,12 @@ def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> 
             "[{'site': 'z', 'layer': 0, 'head': 1}, {'site': 'resid_pre', 'layer': 2, 'position': 3}]."
         )
     length = min(map(len, prompts))
-    found = tuple(_read_node(model, one, length) for one in given)  # type: ignore[attr-defined]
-    if not found:
+    nodes = tuple(_read_node(model, one, length) for one in given)  # type: ignore[attr-defined]
+    if not nodes:
         raise InputError("together= is empty: name at least one node.")
-    if twice := [node for node in found if found.count(node) > 1]:
+    if twice := [node for node in nodes if nodes.count(node) > 1]:
         raise InputError(f"The node {twice[0]} is named twice.")
-    return found
+    return nodes
 
 
 def set_name(nodes: Sequence[ActivationNode]) -> str:
@@ -274,13 +274,13 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
     """Check the members of one kind; layers counted from the end are counted from the beginning."""
     row = KINDS[kind]
-    found = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
-    if twice := [member for member, count in Counter(found).items() if count > 1]:
+    members = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
+    if twice := [member for member, count in Counter(members).items() if count > 1]:
         raise InputError(f"{_called(row, twice[0])} is named twice.")
     (site,) = sites_named(row.site, model)
-    for layer in sorted({layer for layer, *_ in found}):
+    for layer in sorted({layer for layer, *_ in members}):
         site.among([layer], model, edited=True)
-    return tuple(sorted(found)) if row.among is not None else tuple(sorted(layer for layer, *_ in found))
+    return tuple(sorted(members)) if row.among is not None else tuple(sorted(layer for layer, *_ in members))
 
 
 def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
@@ -290,10 +290,10 @@ def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
         raise InputError(
             f"features= holds {shown(wrong[0])}: give what hw.features or hw.load_sae returns, .only([...])."
         )
-    found = tuple(one.fitted(model) for one in asked)
-    if len({one.name for one in found}) < len(found):
-        raise InputError(f"The dictionary {found[0].name!r} is named twice: name its features together, or name= it.")
-    return found
+    fitted = tuple(one.fitted(model) for one in asked)
+    if len({one.name for one in fitted}) < len(fitted):
+        raise InputError(f"The dictionary {fitted[0].name!r} is named twice: name its features together, or name= it.")
+    return fitted
 
 
 def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
@@ -309,7 +309,7 @@ def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
 
 def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
     """Check pairs (layer, neuron)."""
-    found: list[tuple[int, ...]] = []
+    neurons: list[tuple[int, ...]] = []
     for member in [listed] if is_one(listed) else listed:
         try:
             layer, neuron = map(whole_number, member)
@@ -317,22 +317,24 @@ def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
             wanted = "give a list of pairs (layer, neuron), as [(0, 1), (2, 3)]"
             raise InputError(f"neurons= holds {shown(member)}: {wanted}.") from None
         layer = within(layer, shape.n_layers, "layer")
-        found.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
-    return found
+        neurons.append((layer, within(neuron, shape.d_mlp, "neuron", f" in layer {layer}")))
+    return neurons
 
 
 def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:
     """What a set, or its complement, holds at the site of a kind, layer by layer."""
     row, shape = KINDS[kind], model.shape
     (site,) = sites_named(row.site, model)
-    own = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
+    # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
+    layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
     if row.among is None:
-        return [Part(site, layer, None) for layer in own if (layer in members) != complement]
+        return [Part(site, layer, None) for layer in layers if (layer in members) != complement]
     every, held = range(row.among(shape)), set(members)
     parts = []
-    for layer in own:
+    for layer in layers:
         among = tuple(index for index in every if ((layer, index) in held) != complement)
         if among:
+            # None where all are named: the whole activation is written without an index.
             parts.append(Part(site, layer, None if len(among) == len(every) else among))
     return parts
 
@@ -357,10 +359,11 @@ def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
 
 def _told_apart(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
     """Number sets that would be called the same; sets of different names may be equal, one without a name may not."""
-    found: list[ComponentSet] = []
-    for one in sets:
-        if any(other.parts == one.parts and other.name == one.name for other in found):
-            raise InputError(f"The set {shown(one.name)} was given twice: give it once, or name both.")
-        count = sum(other.name.split(" #")[0] == one.name for other in found)
-        found.append(ComponentSet(f"{one.name} #{count + 1}", one.members, one.parts) if count else one)
-    return tuple(found)
+    distinct: list[ComponentSet] = []
+    for component_set in sets:
+        if any(other.parts == component_set.parts and other.name == component_set.name for other in distinct):
+            raise InputError(f"The set {shown(component_set.name)} was given twice: give it once, or name both.")
+        count = sum(other.name.split(" #")[0] == component_set.name for other in distinct)
+        numbered = replace(component_set, name=f"{component_set.name} #{count + 1}")
+        distinct.append(numbered if count else component_set)
+    return tuple(distinct)

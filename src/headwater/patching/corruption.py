@@ -40,7 +40,9 @@ def draw(seed: int, site: str, layer: int, example: int, sample: int, size: tupl
         sample: the number of the draw.
         size: of the prompt's activation at the site.
     """
+    # A seed by what the draw is for: the same whichever other prompts, sites or samples are drawn, in any process.
     mixed = hashlib.sha256(f"{seed} {site} {layer} {example} {sample}".encode()).digest()
+    # On the CPU, whose generator gives the same numbers whatever device the model is on.
     return torch.randn(size, generator=torch.Generator().manual_seed(int.from_bytes(mixed[:7], "big")))
 
 
@@ -96,10 +98,10 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
             f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "
             "hw.noise(3, positions=...), which corrupts embeddings."
         )
-    given = recipe.arguments
-    if given["std"] == 0:
+    arguments = recipe.arguments
+    if arguments["std"] == 0:
         raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
-    where = given.get("positions")
+    where = arguments.get("positions")
     if where is None:
         raise InputError(
             "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
@@ -108,8 +110,8 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
     if isinstance(roles, dict) and isinstance(where, str) and where in roles:
         where = roles[where]
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
-    unit = 1.0 if given["absolute"] else embedding_std(model, prompts, at)
-    return Corruption(at, given["std"] * unit, given["samples"], given["seed"])
+    unit = 1.0 if arguments["absolute"] else embedding_std(model, prompts, at)
+    return Corruption(at, arguments["std"] * unit, arguments["samples"], arguments["seed"])
 
 
 def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Sequence[int]]) -> float:

@@ -36,6 +36,7 @@ def say_how_long(
         hours: what the caller allows.
         progress: whether anything is said.
     """
+    # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
     work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     if hours is None and (work < WORTH_TIMING or not progress):
         return
@@ -53,6 +54,8 @@ def rate(model: HookedModel) -> float:
     best = 0.0
     for _ in range(3):
         begun = time.perf_counter()
+        # Read back: a GPU returns from the product before it is done.
         float((a @ b)[0, 0])
+        # The best of three: the first includes loading the kernel.
         best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
     return best

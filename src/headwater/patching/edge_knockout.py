@@ -88,6 +88,7 @@ class Edges:
             queries = torch.zeros(length, dtype=torch.bool)
             queries[list(positions_of(self.query, prompt, example, n_examples))] = True
             edges = queries[:, None] & keys[None]
+        # With the diagonal: a token may be kept from reading itself.
         edges = edges if ahead else edges.tril()
         if not bool(edges.any()):
             raise InputError(
@@ -179,6 +180,7 @@ def knockout(
 
 def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
     """Set the effect of cells to NaN that sever nothing, and warn of them."""
+    # Counted by the run's own mask: a layer that slides may see none of the edges.
     nothing = measured.edges == 0
     if bool(nothing.all()):
         raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
@@ -215,7 +217,7 @@ def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edge
     Returns:
         For each its labels in the table: `site`, its name, and `role`: "subject", or "end ← subject" (query ← key).
     """
-    found: list[tuple[dict[str, str], Edges]] = []
+    labelled: list[tuple[dict[str, str], Edges]] = []
     for name, edges in named.items():
         queries, keys = (
             [(role, {role: place}) for role, place in where.items()] if isinstance(where, Mapping) else [("", where)]
@@ -223,10 +225,10 @@ def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edge
         )
         for (reading, query), (read, key) in product(queries, keys):
             role = " ← ".join(part for part in (reading, read) if part)
-            found.append(({"site": name} | ({"role": role} if role else {}), Edges(query, key, edges.heads)))
-    if not found:
+            labelled.append(({"site": name} | ({"role": role} if role else {}), Edges(query, key, edges.heads)))
+    if not labelled:
         raise InputError(f"block={shown(dict(named))} has roles without positions; give at least one role.")
-    return found
+    return labelled
 
 
 def _templates(
@@ -240,6 +242,7 @@ def _templates(
     variant: str,
 ) -> list[CellTemplate]:
     """List what is severed in one prompt, whose severed edges are `matrix`."""
+    # No state before the first query that loses a key can change: rows begin there.
     first_query, severed = int(matrix.any(-1).int().argmax()), to_device(matrix, model.device)
     layers, head_numbers = layers_and_heads(layers, edges.heads, model.shape)
     heads = resolve_indices(head_numbers, model.shape.n_heads, "head")
@@ -255,6 +258,7 @@ def _templates(
         edits = tuple(
             Edit(pattern, run, heads=of, since=first_query, severed=severed, after_softmax=zero) for run in runs
         )
+        # Only layers without a gap begin as the longer window does; others are runs of their own.
         is_nested = "layer" in windows and len(edits) == 1
         nested = (*labels.values(), step["head"].label, edits[0].layers.start) if is_nested else None
         templates.append(CellTemplate(dict(labels) | labels_of(step, windows), edits, nested))
@@ -323,10 +327,10 @@ def knocked_out_states(
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
-    for done, found in collect_states(plan, progress):
-        for name, (held, states) in product(names, ((before, found.before), (after, found.after))):
+    for examples, measured in collect_states(plan, progress):
+        for name, (held, states) in product(names, ((before, measured.before), (after, measured.after))):
             by_layer = [states[name, layer].float() for layer in range(shape.n_layers)]
-            held[name][:, done.start : done.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
+            held[name][:, examples.start : examples.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
     return before, after
 
 
@@ -372,12 +376,12 @@ def windowed_states(
     readings = tuple((site, layer) for layer in read)
     plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
     above = sorted(set(range(model.shape.n_layers)) - {template.labels["layer"] for _, template in cells})
-    found = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
+    states = torch.empty(model.shape.n_layers, len(read), len(base), model.shape.d_model)
     for done, measured in collect_states(plan, progress=False):
         part = cells.part(done)
         centers, examples = [template.labels["layer"] for _, template in part], part.example.tolist()
         for place, reading in enumerate(readings):
-            found[centers, place, examples] = measured.after[reading].float().cpu()
+            states[centers, place, examples] = measured.after[reading].float().cpu()
             for layer in above:
-                found[layer, place, examples] = measured.before[reading].float().cpu()
-    return found
+                states[layer, place, examples] = measured.before[reading].float().cpu()
+    return states

@@ -66,7 +66,7 @@ class EditHook(PromptHook):
     @property
     def identity(self) -> str:
         """What tells it from other edits, in the record of a run."""
-        said = [
+        described = [
             self.site.described,
             self.layer,
             self.recipe.kind,
@@ -75,7 +75,7 @@ class EditHook(PromptHook):
             self.heads,
             *([] if is_all(self.keys) else [self.keys]),
         ]
-        return f"{self.site.name} {self.layer} {digest(said)}"
+        return f"{self.site.name} {self.layer} {digest(described)}"
 
     def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:
         """Return the hook for these prompts; without any, for whatever goes through the model.
@@ -98,6 +98,7 @@ class EditHook(PromptHook):
             batch_axis, length = activation.shape[0], activation.shape[2 if site.has_keys else 1]
             return self._writer(model, site, layer, (Prompt((0,) * length, ()),) * batch_axis)(activation)
 
+        # Made once and thrown away: a head or value that does not fit is refused here, not in the run.
         self._writer(model, site, layer, (Prompt((0,), ()),))
         return site.hook_name(layer), replace_hook(_Writes(self, write))
 
@@ -114,6 +115,7 @@ class EditHook(PromptHook):
             at = seen_positions(site, prompt, at) if prompt.strings else at
             of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
             every = len(at) == len(prompt)
+            # None, not all positions: in generation the tokens that follow are meant too.
             write = Edit(site, range(layer, layer + 1), None if every else at, heads, of, units)
             edits.append((write, example))
         values = self._values(model, site, layer, prompts)
@@ -125,6 +127,7 @@ class EditHook(PromptHook):
         )
         lengths = [len(prompt) for prompt in prompts]
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
+        # A tensor made in inference mode could not be part of a graph that the caller is building.
         with torch.inference_mode(not torch.is_grad_enabled()):
             return compute_values(replacement, wanted, lengths)
 

@@ -95,6 +95,7 @@ class Edit:
     @cached_property
     def first_position(self) -> int:
         """The first position whose state can change; beyond any prompt if none can."""
+        # A query before the first edited key cannot see it, so that its weights do not change.
         first = self.since if self.keys is None else max(self.since, min(self.keys))
         return first if self.positions is None else min((p for p in self.positions if p >= first), default=NEVER)
 
@@ -174,11 +175,13 @@ class CellTable:
     def longest_of_nested(self) -> Int[np.ndarray, " cell"]:
         """By cell: the last and longest of the cells that it is nested in; -1 for that one, and for all others."""
         longest = np.full(len(self), -1)
+        # From the last cell back: the first one met of each nest is its longest.
         is_nested = np.array([one.nested is not None for one in self.templates], dtype=bool)[self.template]
         last: dict[tuple[Any, ...], int] = {}
+        # A loop over nested cells alone: sweeps without cumulative windows have none.
         for i in np.flatnonzero(is_nested)[::-1].tolist():
-            found = last.setdefault((int(self.example[i]), self.templates[self.template[i]].nested), i)
-            longest[i] = found if found != i else -1
+            longest_one = last.setdefault((int(self.example[i]), self.templates[self.template[i]].nested), i)
+            longest[i] = longest_one if longest_one != i else -1
         return longest
 
 
@@ -205,6 +208,7 @@ class Variant:
         """How far into its first layer the first edit acts."""
         if self.start:
             return Stage.BLOCK_INPUT
+        # Later layers are computed anyway; only the stages of the first one say what can be taken as recorded.
         stages = {edit.stage for edit in self.edits if edit.layers.start == self.first_layer and edit.stage is not None}
         first = min(stages)
         if Stage.NEURONS in stages and first < Stage.NEURONS:  # within both parts of the block: both are computed
@@ -224,6 +228,7 @@ class Variant:
     @cached_property
     def first_position(self) -> int:
         """Where the recomputed positions begin: at the first change, or at the first position read if earlier."""
+        # Positions between the first read and the first change are recomputed too: a row is one stretch of tokens.
         return 0 if self.whole is not None else min(self.first_change, self.kept[0])
 
     @property
@@ -286,6 +291,7 @@ class Variants:
 def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "_ kept"], Bool[np.ndarray, "_ kept"]]:
     """Return the positions that are read of each change, the last one again where others read more; and which count."""
     most = max((len(change.kept) for change in changes), default=0)
+    # Padded by repeating, so that an index of padding is a valid one.
     positions = np.array([(*change.kept, *change.kept[-1:] * (most - len(change.kept))) for change in changes])
     counts = np.array([len(change.kept) for change in changes])
     return positions, np.arange(most) < counts[:, None]

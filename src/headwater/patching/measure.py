@@ -62,6 +62,7 @@ def run_sweep(
     if replacement is not None:
         options |= {"direction": plan.pair.direction, "values": replacement.described}
         options |= {"mean_over": replacement.mean_over}
+    # Only where it was chosen: by default a folder is the same run whichever engine the model allows.
     options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
 
     def work(run: Run) -> Sweep:
@@ -74,7 +75,7 @@ def run_sweep(
 
 def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
     """Measure the cells of a sweep, a wave in a piece."""
-    found = Measured.empty(len(plan.cells), len(plan.metrics))
+    measured = Measured.empty(len(plan.cells), len(plan.metrics))
     measuring = _Measuring(plan, runner)
     planned, outcome = list(waves(plan)), NOT_WRITTEN
 
@@ -87,15 +88,17 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured
     with run.bar("cells", "cell", len(plan.cells)) as bar:
         pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
         for (_, cells), piece in zip(planned, pieces, strict=True):
-            for name, table in found.tables().items():
+            for name, table in measured.tables().items():
                 table[cells.start : cells.stop] = piece[name]
+            # A piece of an interrupted run says which engine it took: the rest goes on with it.
             if bool(piece["whole"]):
                 measuring.runner = WholeRuns
             outcome = max(outcome, int(piece.get("outcome", CHANGED)))
     if plan.replacement is not None:
+        # At the end: a piece may change nothing by chance, all of them together do not.
         refuse_values_that_change_nothing(plan.replacement, outcome)
-    found.engine = measuring.runner.name
-    return found
+    measured.engine = measuring.runner.name
+    return measured
 
 
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
@@ -117,23 +120,26 @@ class _Measuring:
 
     def parts(self, examples: range, cells: range) -> list[tuple[range, Measured]]:
         """Measure the cells of one wave; when memory runs out, for half of the examples at a time from now on."""
-        found: list[tuple[range, Measured]] = []
+        measured: list[tuple[range, Measured]] = []
 
         def do(part: range) -> None:
-            own = self.plan.cells.among(part)
-            if among := range(max(own.start, cells.start), min(own.stop, cells.stop)):
-                found.append((among, self._runner_of(part).measure(among)))
+            cells_of_part = self.plan.cells.among(part)
+            # A wave may begin or end within the cells of these examples.
+            if shared := range(max(cells_of_part.start, cells.start), min(cells_of_part.stop, cells.stop)):
+                measured.append((shared, self._runner_of(part).measure(shared)))
 
         most = min(self._most, len(examples))
+        # A graph cannot be made in inference mode, also not by enable_grad inside of it.
         with torch.inference_mode(not self.runner.needs_graph), self.plan.model.lock:
             for start in range(0, len(examples), most):
                 parts = in_halves(examples[start : start + most], do)
                 self._most = most // len(parts) if len(parts) > 1 else self._most
-        return found
+        return measured
 
     def _runner_of(self, examples: range) -> Runner:
         """Return the runs of a group, made now unless they are the last ones."""
         if self._current is None or self._current[0] != examples or not isinstance(self._current[1], self.runner):
+            # Freed before the next group's runs are made: both at once would be twice the memory.
             self._current = None
             self._current = examples, self._made(examples)
         return self._current[1]

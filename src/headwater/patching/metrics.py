@@ -68,6 +68,7 @@ class Metric:
         Raises:
             InputError: the function gave something other than one real number per row.
         """
+        # A softmax in bfloat16 would round probabilities to three digits.
         inputs = [values.float(), *answers] + ([clean.float()] if self.against_clean and clean is not None else [])
         with failures_named(f"The metric {self.name!r}"):
             measured = self.function(*inputs)
@@ -100,8 +101,9 @@ class Metric:
             InputError: the numbers differ, or it indexes other positions than the last, which alone is read.
         """
         if self.at == "last" and type(values) is Tensor:  # a tensor of another kind cannot be marked as well
-            own = None if clean is None else _Last.of(clean[:1].float())
-            self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], own)
+            clean_row = None if clean is None else _Last.of(clean[:1].float())
+            self.measure(_Last.of(values[:1].float()), [ids[:1] for ids in answers], clean_row)
+        # Reversed, so that answers' columns differ; scaled and shifted, so that a mean over rows is not that of one.
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
         twice = [ids[:1].repeat(2) for ids in answers]
         clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
@@ -111,6 +113,7 @@ class Metric:
             for row in rows
         ]
         together, alone_too = self.measure(both, twice, clean).double(), torch.cat(alone).double()
+        # Wider than rounding: a batch of two may take another kernel than a batch of one.
         if not torch.allclose(together, alone_too, rtol=1e-3, atol=1e-4, equal_nan=True):
             row = int((together - alone_too).abs().nan_to_num(torch.inf).argmax())
             raise InputError(
@@ -136,6 +139,7 @@ class _Last(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as on any tensor; check indices, and mark results that have the same axes up to that of positions."""
+        # Without this the operations below would come back here.
         with torch._C.DisableTorchFunctionSubclass():
             one, axis = args[0] if args else None, None
             if isinstance(one, _Last):
@@ -186,6 +190,7 @@ def logit_difference(correct: Answer, wrong: Answer, *, at: Where = "last") -> M
     def difference(logits: Tensor, correct: Tensor, wrong: Tensor) -> Tensor:
         return (_taken(logits, correct) - _taken(logits, wrong)).mean(1)
 
+    # needs_all=False: the columns of the two answers suffice, where W_U is the costliest product of a short row.
     return Metric("logit_difference", difference, at, answers=(correct, wrong), needs_all=False)
 
 
@@ -276,6 +281,7 @@ def metric_of_a_claim(metric: Measures) -> Metric:
 
 def _on_a_copy(function: Callable[..., Tensor], values: Tensor) -> Tensor:
     """Apply a function that may edit in place what it is given."""
+    # Other metrics read the same tensor.
     return function(values.clone())
 
 

@@ -63,6 +63,7 @@ class Plan:
         for metric in self.metrics:
             try:
                 if metric.layer is not None:
+                    # Here and not where the metric is made, which knows no model.
                     checked_count("layer", metric.layer, least=0, most=last)
             except InputError:
                 message = f"The metric {metric.name!r} reads layer {metric.layer!r}; they are 0 to {last}."
@@ -83,6 +84,7 @@ class Plan:
     @cached_property
     def spans(self) -> tuple[tuple[AlignedSpan, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
+        # The noisy run is of the same text: names fall on the same tokens.
         others = self.other if self.other is not None and self.pair.corruption is None else [None] * len(self.base)
         side, draws = 0 if self.pair.base_is_clean else 1, self.pair.draws
         by_metric = [aligned_spans(metric.at, self.base, others, side, draws) for metric in self.metrics]
@@ -97,27 +99,28 @@ class Plan:
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """By example: every position that is read, ascending."""
         n, draws = len(self.pair.prompts), self.pair.draws
-        found = []
+        by_example = []
         for i, (prompt, kept) in enumerate(zip(self.base, self.kept, strict=True)):
             states = positions_of(self.states_at, prompt, i // draws, n) if self.states else ()
-            found.append(tuple(sorted({p for at in (*kept, states) for p in at})))
-        return tuple(found)
+            by_example.append(tuple(sorted({p for at in (*kept, states) for p in at})))
+        return tuple(by_example)
 
     @cached_property
     def other_positions(self) -> tuple[tuple[int, ...], ...]:
         """By example: the positions of the other prompt that are read as those of `positions` are of the edited one."""
-        found = []
+        by_example = []
         for i, (spans, positions) in enumerate(zip(self.spans, self.positions, strict=True)):
             same: dict[int, int] = {}
             for span in spans:
                 for here, there in zip(span.base, span.other, strict=True):
+                    # Every position is read once for all metrics, in either run.
                     if same.setdefault(here, there) != there:
                         raise InputError(
                             f"The metrics read position {here} of pair {i}, which is {same[here]} of the other prompt "
                             f"for one and {there} for another: name what they read alike."
                         )
-            found.append(tuple(same.get(position, position) for position in positions))
-        return tuple(found)
+            by_example.append(tuple(same.get(position, position) for position in positions))
+        return tuple(by_example)
 
     @cached_property
     def answers(self) -> tuple[tuple[Int[Tensor, " example"], ...], ...]:
@@ -130,6 +133,7 @@ class Plan:
         for metric, answers in zip(self.metrics, by_metric, strict=True):
             if metric.name == "logit_difference" and len(answers) == 2:
                 _refuse_equal(metric, *answers)
+        # An answer "Paris" after " is" is another token than " Paris": warned of once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)
         return tuple(tuple(ids.repeat_interleave(draws) for ids in answers) for answers in by_metric)
@@ -140,12 +144,14 @@ class Plan:
         read = [answers for m, answers in zip(self.metrics, self.answers, strict=True) if m.site == LOGITS]
         if not read or any(metric.needs_all for metric in self.metrics if metric.site == LOGITS):
             return None
+        # In the order of the metrics: `Readout._answers` counts columns the same way.
         return torch.stack([ids for answers in read for ids in answers], 1)
 
     def reading(self, metric: Metric, edits: Sequence[Edit]) -> Reading:
         """What a metric reads after these edits."""
         if metric.site == LOGITS:
             return LOGITS, self.model.shape.n_layers
+        # Of a window or a set the last edited layer, as the metric's own layer.
         last = max((edit.layers.stop for edit in edits), default=1) - 1
         return metric.site, metric.layer if metric.layer is not None else last
 
@@ -230,6 +236,7 @@ class Group:
         matched = [self.plan.matched[i // self.plan.pair.draws] if self.plan.matched else None for i in self.examples]
         if all(one is None for one in matched):
             return activation
+        # A pattern is aligned twice, by queries and then by keys: position first, heads out of the way.
         of_position = activation.movedim(1, 3) if site.has_keys else activation  # of a pattern, heads go last
         index = torch.arange(max(self.lengths)).clamp_max(of_position.shape[1] - 1).repeat(len(matched), 1)
         for row, one in enumerate(matched):
@@ -242,10 +249,12 @@ class Group:
     def variants(self, cells: CellTable) -> Variants:
         """Turn cells into variants of the examples' runs: one for each template and each set of positions read."""
         example = cells.example - self.examples.start
+        # Where attention looks ahead every position depends on every edit: rows are whole prompts.
         whole = self.lengths if self.plan.model.looks_ahead else [None] * len(self.lengths)
         reads = list(zip(self.kept, whole, strict=True))
         number = {one: i for i, one in enumerate(dict.fromkeys(reads))}
         read = np.array([number[one] for one in reads])[example]
+        # Examples that read the same positions share a variant: its properties are computed once for all of them.
         pairs, which = np.unique(np.stack([cells.template, read]), axis=1, return_inverse=True)
         listed = list(number)
         changes = tuple(self._variant(cells.templates[template], *listed[i]) for template, i in pairs.T)
@@ -279,6 +288,7 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     edits = [edit for template in plan.cells.used for edit in template.edits if edit.writes]
     written = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
     shape = plan.model.shape
+    # By layer beside what edits need: keys and values.
     recorded = len(written) * (2 if plan.replacement is not None else 1) + 2 * shape.n_layers
     groups: list[list[int]] = []
     width, tokens = 0, 0
@@ -303,6 +313,7 @@ def _cut(plan: Plan, cells: range) -> Iterator[range]:
     keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in part.used))}
     by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in part.templates]
     key = np.array(by_template, dtype=np.int64)[part.template]
+    # A wave may begin at a cell that is not nested in the one before it: a trunk and what follows it stay together.
     begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
     start, before = 0, 0
     while start < len(part):
@@ -318,6 +329,7 @@ def tokens_of(plan: Plan) -> Int[np.ndarray, " cell"]:
     ahead = plan.model.looks_ahead
     stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.base, plan.positions, strict=True)])
     tokens = stop[plan.cells.example]
+    # A cell whose first change lies after all that is read has no tokens, and no run.
     return tokens if ahead else (tokens - plan.cells.first_position).clip(0)
 
 

@@ -109,6 +109,7 @@ class PromptPair:
 
     def batch(self, model: HookedModel, examples: range, *sides: Side) -> Batch:
         """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
+        # Sides one after the other, as `Group.corrupting` and the recorded halves count on.
         ids = [self.of(side)[i].ids for side in sides for i in examples]
         batch = Batch.of(ids, pad_id(model.tokenizer))
         if self.other is None:

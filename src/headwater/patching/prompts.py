@@ -63,6 +63,7 @@ def read_pairs(
     second = read_prompts(model, corrupted)
     if len(first) != len(second):
         raise InputError(f"{len(first)} clean prompts were given and {len(second)} corrupted ones: they must be pairs.")
+    # Also of a model that begins with nothing: token ids may bring the tokenizer's own.
     bos = model.bos or model.resolve_bos(model.tokenizer is not None and model.tokenizer.bos_token is not None)
     for example, (a, b) in enumerate(zip(first, second, strict=True)):
         if bos and (a.ids[: len(bos)] == bos) != (b.ids[: len(bos)] == bos):
@@ -72,12 +73,14 @@ def read_pairs(
                 "Texts get model.bos, token ids stay as they are: give both prompts with it, or "
                 "both without."
             )
+        # Positions would mean other words after the first difference, and every cell be off.
         if len(a) != len(b) and not by_role:
             raise InputError(
                 f"Pair {example} does not align: {len(a)} tokens in the clean prompt, {len(b)} in the corrupted one. "
                 f"{'' if by_role is None else NAMED_BY_ROLE}Choose prompts that differ token for token.\n"
                 f"{side_by_side(a, b)}"
             )
+        # Every normalized effect would be 0 / 0.
         if a.ids == b.ids:
             raise InputError(f"Pair {example} holds the same prompt twice: there is nothing to patch.")
     return first, second
@@ -131,19 +134,19 @@ def aligned_positions(
     """Return the positions a name stands for in both prompts of a pair; a text may be in one of them only."""
     if other is None:
         return positions_of(where, base, example, n)
-    found = []
+    by_prompt = []
     for prompt, side in ((base, base_side), (other, 1 - base_side)):
         try:
-            found.append(positions_of(where, prompt, example, n, side))
+            by_prompt.append(positions_of(where, prompt, example, n, side))
         except InputError:
-            if prompt is other and not found:
+            if prompt is other and not by_prompt:
                 raise
-    if len(found) == 2 and found[0] != found[1]:
+    if len(by_prompt) == 2 and by_prompt[0] != by_prompt[1]:
         raise InputError(
-            f"{shown(where)} falls on different tokens in the two prompts of pair {example}: {found[0]} and "
-            f"{found[1]}.\n{side_by_side(base, other)}"
+            f"{shown(where)} falls on different tokens in the two prompts of pair {example}: {by_prompt[0]} and "
+            f"{by_prompt[1]}.\n{side_by_side(base, other)}"
         )
-    return found[0]
+    return by_prompt[0]
 
 
 def aligned_span(
@@ -176,14 +179,14 @@ def aligned_spans(
         draws: how many pairs in turn are one of the caller's.
     """
     alike: dict[tuple[int, int | None], AlignedSpan] = {}
-    found, shared, n = [], hangs_on_length(where), len(base) // draws
+    spans, shared, n = [], hangs_on_length(where), len(base) // draws
     for i, pair in enumerate(zip(base, other, strict=True)):
         lengths = len(pair[0]), None if pair[1] is None else len(pair[1])
-        spot = alike.get(lengths) if shared else None
-        if spot is None:
-            spot = alike[lengths] = aligned_span(where, *pair, i // draws, n, base_side)
-        found.append(spot)
-    return found
+        span = alike.get(lengths) if shared else None
+        if span is None:
+            span = alike[lengths] = aligned_span(where, *pair, i // draws, n, base_side)
+        spans.append(span)
+    return spans
 
 
 def spans_by_role(
@@ -196,10 +199,10 @@ def spans_by_role(
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
     for role, place in where.items():
-        spot = spots[role] = _role_spot(role, place, base, other, example, n, base_side)
-        if len(spot.base) != len(spot.other):
+        span = spots[role] = _role_spot(role, place, base, other, example, n, base_side)
+        if len(span.base) != len(span.other):
             raise InputError(
-                f"The role {role!r} is {len(spot.base)} tokens of one prompt of pair {example} and {len(spot.other)} "
+                f"The role {role!r} is {len(span.base)} tokens of one prompt of pair {example} and {len(span.other)} "
                 f"of the other: they cannot be matched one for one. hw.last_token_of({shown(place)}) names the last "
                 "token of each."
             )
@@ -209,16 +212,16 @@ def spans_by_role(
 
 def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> dict[int, int]:
     """Return which token of the other prompt of a pair each token is, of positions and of keys, by role."""
-    found: dict[int, tuple[str, int]] = {}
-    for role, spot in (*spots.items(), *keys.items()):
-        for here, there in zip(spot.base, spot.other, strict=True):
-            first, taken = found.setdefault(here, (role, there))
+    by_token: dict[int, tuple[str, int]] = {}
+    for role, span in (*spots.items(), *keys.items()):
+        for here, there in zip(span.base, span.other, strict=True):
+            first, taken = by_token.setdefault(here, (role, there))
             if taken != there:
                 raise InputError(
                     f"Token {here} of pair {example} is {first!r} and {role!r}, which are two tokens ({taken} and "
                     f"{there}) of the other prompt."
                 )
-    return {here: there for here, (_, there) in found.items()}
+    return {here: there for here, (_, there) in by_token.items()}
 
 
 def refuse_other_order(queries: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> None:
@@ -239,15 +242,15 @@ def _role_spot(
     if other is None:
         at = role_in(role, place, base, example, n)
         return AlignedSpan(at, at)
-    found: list[tuple[int, ...] | None] = []
+    by_prompt: list[tuple[int, ...] | None] = []
     absent: AbsentError | None = None
     for prompt, side in ((base, base_side), (other, 1 - base_side)):
         try:
-            found.append(role_in(role, place, prompt, example, n, side))
+            by_prompt.append(role_in(role, place, prompt, example, n, side))
         except AbsentError as error:
-            found.append(None)
+            by_prompt.append(None)
             absent = error
-    a, b = found
+    a, b = by_prompt
     if absent is not None and (len(base) != len(other) or (a is None and b is None)):
         raise InputError(
             f"{absent} Of a pair of two lengths, name both words: (the clean prompt's, the corrupted one's)."

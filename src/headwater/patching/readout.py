@@ -95,8 +95,10 @@ class Readout:
     ):
         self.group, self.plan, self.examples = group, group.plan, group.examples
         self.base, self.other, self._visible, self._answer_tokens = base, other, visible, answers
+        # Metrics against the clean run (KL) compare with it whichever side is edited.
         self._clean = base if self.plan.pair.base_is_clean else other
         self._places = [self._places_of(m) for m in range(len(self.plan.metrics))]
+        # The base run of an attribution has a graph, which baselines do not need and would keep.
         with torch.no_grad():
             self._of_base = self._baseline(base)
             self._of_other = self._baseline(other) if other is not None else None
@@ -104,26 +106,27 @@ class Readout:
     def unedited(self, cells: range) -> Measured:
         """Return what cells measure on the unedited runs, as if their edits changed nothing."""
         chosen = self.plan.cells.part(cells)
-        found = Measured.empty(len(chosen), len(self.plan.metrics))
+        measured = Measured.empty(len(chosen), len(self.plan.metrics))
         rows = chosen.example - self.examples.start
-        found.unedited = self._of(self._of_base, chosen, rows)
+        measured.unedited = self._of(self._of_base, chosen, rows)
         if self._of_other is not None:
-            found.other = self._of(self._of_other, chosen, rows)
+            measured.other = self._of(self._of_other, chosen, rows)
         cutting = [any(not edit.writes for edit in one.edits) for one in chosen.templates]
-        if self.plan.metrics and len(among := np.flatnonzero(np.array(cutting)[chosen.template])):
-            numbers, which = np.unique(chosen.template[among], return_inverse=True)
+        if self.plan.metrics and len(cutting_cells := np.flatnonzero(np.array(cutting)[chosen.template])):
+            numbers, which = np.unique(chosen.template[cutting_cells], return_inverse=True)
             edges = self._visible_edges([chosen.templates[number] for number in numbers])
-            found.edges[torch.from_numpy(among)] = edges[torch.from_numpy(which.reshape(-1))]
-        found.values = found.unedited.clone()
-        found.before = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
-        found.after = {reading: states.clone() for reading, states in found.before.items()}
-        return found
+            measured.edges[torch.from_numpy(cutting_cells)] = edges[torch.from_numpy(which.reshape(-1))]
+        # A cell that nothing is delivered for keeps these: its effect is 0 without a run.
+        measured.values = measured.unedited.clone()
+        states = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
+        measured.before, measured.after = states, {reading: held.clone() for reading, held in states.items()}
+        return measured
 
     def collect(self, cells: range, run: Callable[[Variants, Deliver], None]) -> Measured:
         """Return what cells measure when `run` delivers what is read of their variants."""
         chosen = self.plan.cells.part(cells)
         variants = self.group.variants(chosen)
-        found = self.unedited(cells)
+        measured_cells = self.unedited(cells)
         readings = [[self.plan.reading(metric, one.edits) for metric in self.plan.metrics] for one in chosen.templates]
 
         def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
@@ -131,20 +134,23 @@ class Readout:
                 asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
                 if asks.any():
                     asking = indices[asks]
+                    # Usually all variants of a reading ask: no copy of logits then.
                     part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
                     measured = self.apply(m, reading, part, variants.example[asking])
-                    found.values[torch.from_numpy(asking), m] = measured
-            if reading in found.after:
-                found.after[reading][to_device(indices, found.after[reading].device)] = read[:, -1]
+                    measured_cells.values[torch.from_numpy(asking), m] = measured
+            # The last of the kept positions, as in `unedited`.
+            if reading in measured_cells.after:
+                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
 
         run(variants, deliver)
-        return found
+        return measured_cells
 
     def apply(self, m: int, reading: Reading, read: Tensor, owners: Indices | Sequence[int]) -> Float[Tensor, " row"]:
         """Apply one metric to rows that belong to these examples of the group."""
         metric, owners = self.plan.metrics[m], np.asarray(owners)
         measured = torch.empty(len(owners), dtype=torch.float64)
         counts = self._places[m][1][owners]
+        # Roles have as many tokens as each prompt gives them: a metric is given rows of one number of positions.
         for count in np.unique(counts):
             rows = np.flatnonzero(counts == count)
             part = read if len(rows) == len(owners) else read[to_device(rows, read.device)]
@@ -153,9 +159,12 @@ class Readout:
             answers = self._answers(m, reading, who, read.device)
             clean = None
             if metric.against_clean and self._clean is not None:
-                held = torch.stack([self._clean[reading][i].detach() for i in who])
-                clean = self._metric_positions(m, held, who)
+                # Detached: with attribution the clean run is what is compared with, not what is differentiated.
+                clean_values = torch.stack([self._clean[reading][i].detach() for i in who])
+                clean = self._metric_positions(m, clean_values, who)
+            # Before the metric counts: one that mixes rows would give each cell a share of its tile's other cells.
             self._check_metric(metric, values, answers, clean)
+            # float64 from here on: effects are differences of nearly equal numbers.
             measured[torch.from_numpy(rows)] = metric.measure(values, answers, clean).double().cpu()
             self._refuse_no_number(metric, values, measured, rows, who)
         return measured
@@ -167,24 +176,25 @@ class Readout:
             columns = torch.full((len(self.examples), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
             for m, metric in enumerate(self.plan.metrics):
                 if metric.site == reading[0] and metric.layer in (None, reading[1]):
-                    for among in _batches(run[reading]):
-                        values = torch.stack([run[reading][i] for i in among])
-                        columns[among, m] = self.apply(m, reading, values, among)
+                    for examples in _batches(run[reading]):
+                        values = torch.stack([run[reading][i] for i in examples])
+                        columns[examples, m] = self.apply(m, reading, values, examples)
             table[reading] = columns
         return table
 
     def _of(self, baseline: Mapping[Reading, Tensor], cells: CellTable, rows: Indices) -> Float[Tensor, "cell metric"]:
         """What each cell's metrics gave on an unedited run of its example."""
-        found = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
+        table = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
         for m, metric in enumerate(self.plan.metrics):
             readings = [self.plan.reading(metric, one.edits) for one in cells.templates]
             for reading in {readings[number] for number in np.unique(cells.template)}:
-                among = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
-                found[torch.from_numpy(among), m] = baseline[reading][torch.from_numpy(rows[among]), m]
-        return found
+                reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
+                table[torch.from_numpy(reading_cells), m] = baseline[reading][torch.from_numpy(rows[reading_cells]), m]
+        return table
 
     def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
         """Check once per sweep that a metric treats each row by itself, and reads what is there."""
+        # Once per sweep, as the check runs the metric on some rows again.
         if metric.name not in self.plan.checked:
             with torch.no_grad():
                 metric.refuse_misread(values.detach(), answers, clean)
@@ -195,6 +205,7 @@ class Readout:
     ) -> None:
         """Refuse NaN and infinity that a metric makes of finite values."""
         for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
+            # Where the values themselves are not finite the model is at fault, which another check names.
             if bool(values[i].isfinite().all()):
                 raise InputError(
                     f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
@@ -209,15 +220,16 @@ class Readout:
             among = torch.from_numpy(owners + self.examples.start)
             return [to_device(ids[among], device) for ids in answers]
         pairs = zip(self.plan.answers[:m], self.plan.metrics, strict=False)
+        # Columns follow the answers of the metrics of logits in turn, as `Plan.only_answers` stacks them.
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
 
     def _places_of(self, m: int) -> tuple[Int[np.ndarray, "example position"], Indices]:
         """By example: where one metric's positions are among those kept for all metrics, and how many they are."""
-        own = [self.plan.kept[i][m] for i in self.examples]
-        counts = np.array([len(positions) for positions in own])
-        places = np.zeros((len(own), max(counts, default=0)), dtype=np.int64)
-        for i, positions in enumerate(own):
+        kept = [self.plan.kept[i][m] for i in self.examples]
+        counts = np.array([len(positions) for positions in kept])
+        places = np.zeros((len(kept), max(counts, default=0)), dtype=np.int64)
+        for i, positions in enumerate(kept):
             places[i, : len(positions)] = [self.group.kept[i].index(position) for position in positions]
         return places, counts
 
@@ -226,6 +238,7 @@ class Readout:
         places, counts = self._places[m]
         count = int(counts[owners[0]]) if len(owners) else 0
         index = places[owners, :count]
+        # One metric, or several of the same positions: what was read is passed on without a copy.
         if count == read.shape[1] and bool((index == np.arange(count)).all()):
             return read
         rows = torch.arange(len(read), device=read.device)[:, None]
@@ -234,6 +247,7 @@ class Readout:
     def _visible_edges(self, templates: Sequence[CellTemplate]) -> Float[Tensor, " template"]:
         """Count the visible edges that cells sever, over their layers and heads."""
         cuts = [[edit for edit in template.edits if not edit.writes] for template in templates]
+        # By identity: cells of a window over layers share one matrix.
         matrices = {id(cut.edges): cut.edges for some in cuts for cut in some}
         device = next(iter(matrices.values())).device
         visible = torch.stack([seen.to(device) for seen in self._visible.values()])
@@ -256,6 +270,6 @@ def _batches(read: Sequence[Tensor]) -> Iterator[list[int]]:
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, values in enumerate(read):
         by_shape.setdefault(tuple(values.shape), []).append(i)
-    for shape, among in by_shape.items():
+    for shape, examples in by_shape.items():
         most = max(1, AT_ONCE // max(1, math.prod(shape)))
-        yield from (among[start : start + most] for start in range(0, len(among), most))
+        yield from (examples[start : start + most] for start in range(0, len(examples), most))

@@ -104,6 +104,7 @@ class RecordedPair:
         states = tuple((STATE, layer) for layer in range(model.shape.n_layers))
         self.plan = Plan(model, pair, cells, (metric,), self.replacement, states=states, states_at=metric.at)
         self.normalise, self.head = unembedding_head(model)
+        # Recorded activations of weights that have changed since would be combined with new ones without an error.
         self._fingerprint = model.fingerprint
         with torch.inference_mode(), model.lock:
             self._runner = self._recorded()
@@ -152,6 +153,7 @@ class RecordedPair:
         with torch.inference_mode(), self.model.lock:
             variants = runner.group.variants(cells)
             changes = (
+                # Only the first set's states are shown by layer; of the others the logits suffice.
                 change if number == variants.which[0] else replace(change, readings=(end,))
                 for number, change in enumerate(variants.changes)
             )
@@ -171,6 +173,7 @@ class RecordedPair:
         """
         with torch.inference_mode():
             logits = self.logits(states)
+            # Layers take the place of examples here: each is a row with the same answers.
             answers = [to_device(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
             clean = self._clean().expand_as(logits) if self.metric.against_clean else None
             metric = self.metric.measure(logits, answers, clean).double().tolist()
@@ -179,6 +182,7 @@ class RecordedPair:
     def logits(self, states: Float[Tensor, "layer kept d_model"]) -> Float[Tensor, "layer kept d_vocab"]:
         """Return the logits that states after some layers would give."""
         with torch.inference_mode(), self.model.lock:
+            # W_U may lie on another GPU than the states.
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
 

@@ -137,6 +137,7 @@ class Replacement(ABC):
     def written(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return `changed`, and remember whether it ever was anything else than the rows themselves."""
         changed = self.changed(activation, other, rows)
+        # Compared until the first difference: once one row changed, no other need be looked at.
         if self.outcome != CHANGED and len(rows):
             self.outcome = LEFT if torch.equal(changed, activation) else CHANGED
         return changed
@@ -222,6 +223,7 @@ def checked_tensor(option: str, value: Any) -> Tensor:
         )
     if not bool(tensor.isfinite().all()):
         raise InputError(f"The tensor given as {option} has NaN or infinity in it.")
+    # A copy: the record has its digest, which must stay that of what is written.
     return tensor.detach().clone()
 
 
@@ -254,11 +256,11 @@ def build_replacement(
         raise InputError("hw.resample(..., positions=) says what roles are, but the edited positions have none.")
     if "prompts" in spec.arguments and dataset is not None:
         raise InputError(f"values=hw.{spec.kind}(prompts) and dataset= both give prompts; give one of them.")
-    given = spec.arguments.get("prompts", dataset)
-    if given is not None and not kind.takes_dataset:
+    prompts = spec.arguments.get("prompts", dataset)
+    if prompts is not None and not kind.takes_dataset:
         takers = " or ".join(repr(name) for name, row in VALUES.items() if row.takes_dataset)
         raise InputError(f"dataset= was given, but values={spec.kind!r} takes nothing from it; use {takers}.")
-    pool = read_prompts(model, given) if given is not None else None
+    pool = read_prompts(model, prompts) if prompts is not None else None
     seed = int(spec.arguments.get("seed", seed))
     replacement = kind(ReplacementInputs(spec.kind, pair, sites, pool, seed, spec.arguments, roles))
     if pair.corruption is not None and replacement.samples is not None:
@@ -268,6 +270,7 @@ def build_replacement(
 
 def compute_values(replacement: Replacement, wanted: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
     """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
+    # Draws of one prompt are examples of their own: functions know them by the caller's prompt.
     known = [example // replacement.inputs.pair.draws for example in wanted.examples]
     change = replacement.written if replacement.changes else None
     return ReplacementValues(replacement.values(wanted), change, known, lengths, replacement.samples or 1)
@@ -328,6 +331,7 @@ class Mean(_OfDataset):
                 "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
         self.mean_over = "examples" if one_length else "tokens"
+        # Kept for the whole sweep: every group of examples asks for the same places.
         self._means: dict[Place, Tensor] = {}
 
     @property
@@ -355,6 +359,7 @@ class Mean(_OfDataset):
             lengths = [len(self.pool[i]) for i in numbers]
             held = self.runs(wanted, numbers)
             by_position = self.mean_over == "examples"
+            # One less per prompt: its first token is left out of the sum.
             count += len(numbers) if by_position else sum(lengths) - len(numbers)
             for place, activation in held.items():
                 added = activation.double().sum(0) if by_position else _sum_over_tokens(activation, lengths)
@@ -377,6 +382,7 @@ class Resample(_OfDataset):
         generator = torch.Generator().manual_seed(inputs.seed)
         by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
         self._roles = self._roles_of_pool() if by_role else None
+        # Drawn here, for all prompts in order: the same donors whichever groups or pieces a process measures.
         self.donors: list[int] = []
         for i, prompt in enumerate(inputs.pair.base):
             fitting = [j for j, donor in enumerate(self.pool) if donor.ids != prompt.ids and self._fits(i, j)]
@@ -396,17 +402,17 @@ class Resample(_OfDataset):
         if self.inputs.dataset is None and where is roles:
             return self.inputs.positions_by_role
         try:
-            found = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
+            by_prompt = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
         except InputError as error:
             raise InputError(
                 f"Roles of the prompts to resample from: {error} hw.resample(prompts, positions={{...}}) names them."
             ) from None
-        if set(found[0]) != set(roles):
+        if set(by_prompt[0]) != set(roles):
             raise InputError(
-                f"hw.resample(..., positions=) names the roles {', '.join(found[0])}; those that are edited are "
+                f"hw.resample(..., positions=) names the roles {', '.join(by_prompt[0])}; those that are edited are "
                 f"{', '.join(roles)}."
             )
-        return found
+        return by_prompt
 
     def _edited(self, example: int) -> Mapping[str, Sequence[int]]:
         return self.inputs.positions_by_role[example // self.inputs.pair.draws]
@@ -485,6 +491,7 @@ def capture(
         held[name] = activation.clone()
 
     n_layers = model.shape.n_layers
+    # Kept in any case: what is not finite anywhere in a run shows in its last residual stream.
     last = main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)
     hooks = [(name, read_hook(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:

@@ -65,16 +65,19 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     """Summarize each cell over examples; see `Sweep.summary`."""
     checked_number("level", level, above=0.0, below=1.0)
     seed = checked_seed(seed)
+    # The same resamples for all cells of as many examples: drawn once, and cells that are equal get equal intervals.
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
     rows = []
     if measure == "ratio of means":  # before draws are averaged, of which some may go the other way
         table = table.assign(gap=gaps_of(table))
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         effects, gaps = summands(over_draws(part), measure)
-        found = interval(draws_of(len(effects)).ratio(effects, gaps), level)
+        with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
+        # With draws of one prompt the interval is over draws, and the count still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
-        rows.append([*cell, counted, *found, sign_flip_p(effects, seed)])
+        rows.append([*cell, counted, *with_interval, sign_flip_p(effects, seed)])
     summary = pd.DataFrame(rows, columns=[*coordinates, "examples", "mean", "low", "high", "p_value"])
+    # False discoveries are counted by metric: another metric of the same cells is not a further hypothesis.
     family = summary["metric"] if "metric" in summary else np.zeros(len(summary))
     summary["q_value"] = summary.groupby(family)["p_value"].transform(lambda p: q_values(p.to_numpy(float)))
     return summary.astype({name: table[name].dtype for name in coordinates})
@@ -112,6 +115,7 @@ def cell_means(table: pd.DataFrame, columns: list[str], measure: str) -> pd.Seri
         return table.groupby(columns, dropna=False)[measure].mean()
     felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
     sums = felt.groupby(columns, dropna=False)[["effect", "gap"]].sum()
+    # Where clean and corrupted do not differ there is nothing to be a share of: NaN, not a large number.
     return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT)
 
 
@@ -243,6 +247,7 @@ def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (site, metric), part in both.groupby(["site", "metric"], sort=False):
         x, y = part["effect"].to_numpy(), part["effect_exact"].to_numpy()
+        # The sign of an effect that is rounding says nothing.
         felt = np.abs(y) > 1e-6 * np.abs(y).max()
         same_sign = float((np.sign(x) == np.sign(y))[felt].mean()) if felt.any() else np.nan
         rows.append([site, metric, len(part), float(pearson(x, y)), float(spearman(x, y)), same_sign])
@@ -299,12 +304,12 @@ class CellEffects:
                 f"cells={shown(cells)} does not name cells. Give a mapping such as {{'layer': 3, 'head': [1, 4]}}, a "
                 "list of these, or rows of sweep.summary()."
             )
-        found: dict[int, None] = {}
+        numbers: dict[int, None] = {}
         for cell in listed:
-            found |= dict.fromkeys(self._matching(cell))
-        if len(found) == len(self.named):
+            numbers |= dict.fromkeys(self._matching(cell))
+        if len(numbers) == len(self.named):
             raise InputError("These are all cells of the sweep: none is left to compare them with. Name fewer.")
-        return list(found)
+        return list(numbers)
 
     def _matching(self, cell: Mapping[object, object]) -> list[int]:
         fits = np.ones(len(self.named), dtype=bool)
@@ -349,6 +354,7 @@ class CellEffects:
         match, draws, seed = drawing.match, drawing.placebos, drawing.seed
         by = [name for name in (("site", "layer") if match == "layer" else ("site",)) if name in self.columns]
         strata = self.named.groupby(by, dropna=False, sort=False).ngroup().to_numpy()
+        # The claimed cells are in no random set: a placebo with the effect itself would hide it.
         free = np.ones(len(self.named), dtype=bool)
         free[list(cells)] = False
         pools = [(np.flatnonzero(free & (strata == s)), int((strata[list(cells)] == s).sum())) for s in set(strata)]
@@ -422,6 +428,7 @@ def claim_on(
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:
     """Yield sets of so many numbers from each pool: all there are, or so many at random where there are more."""
     total = math.prod(math.comb(len(pool), count) for pool, count in pools)
+    # Few sets: each once, so that p is exact and not a count of repeats.
     if total <= draws:
         for parts in product(*(combinations(pool.tolist(), count) for pool, count in pools)):
             yield [number for part in parts for number in part]

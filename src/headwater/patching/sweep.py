@@ -315,6 +315,7 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     columns["effect"] = effect.flatten().numpy()
     if plan.other is not None:
         gap = measured.other - measured.unedited
+        # + 0.0 makes 0 of -0. Equal runs have no gap to be a share of: NaN.
         normalized = torch.where(gap.abs() > 1e-9, effect / gap + 0.0, torch.nan)
         columns["normalized_effect"] = normalized.flatten().numpy()
     edited, other = measured.unedited, measured.other

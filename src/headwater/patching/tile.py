@@ -99,6 +99,7 @@ class Tile:
     def key_positions(self) -> Int[Tensor, "row key"]:
         """The position of each key, recorded ones first; -1 where a key is none of the row's."""
         before = torch.arange(self.prefix_length, device=self.starts.device)
+        # A row takes the recorded keys before its own start only: from there on it has keys of its own, edited ones.
         before = torch.where(before < self.starts[:, None], before, -1)
         return torch.cat([before, torch.where(self.held, self.positions, -1)], 1)
 
@@ -114,9 +115,11 @@ class Tile:
 
     def padded(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row position d"]:
         """Lay tokens out as rows of one length."""
+        # A view: rows of one length are laid out without a copy.
         if self._is_full:
             return tokens.view(len(self.rows), self.width, -1)
         begins = to_device(self.begins, tokens.device)
+        # Padding repeats the row's last token: numbers that are finite, and that nothing reads.
         return tokens[begins[:, None] + self._within]
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
@@ -138,8 +141,8 @@ class Tile:
         for cache in (recording.keys[layer], recording.values[layer]):
             before = cache[:, :, : self.prefix_length]
             # Rows of one example share one view of its keys; only rows of several have to gather theirs.
-            one = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
-            shared.append(before[self.examples] if others else one)
+            of_example = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
+            shared.append(before[self.examples] if others else of_example)
         return SharedPrefix(*shared)
 
     @cached_property
@@ -178,6 +181,7 @@ class FoldedRows:
     def __init__(self, tile: Tile, index: Int[np.ndarray, "group slot"]):
         self.tile, self.n_slots = tile, index.shape[1]
         place = np.empty(len(tile.rows), dtype=np.int64)
+        # Backwards, since the last write counts: of a row that is repeated the first slot is taken.
         place[index[:, ::-1]] = np.arange(index.size).reshape(index.shape)[:, ::-1]
         self._index, self._place = (to_device(one, tile.starts.device) for one in (index, place))
         self.examples = tile.examples[self._index[:, 0]]
@@ -186,10 +190,12 @@ class FoldedRows:
     def of(cls, tile: Tile) -> FoldedRows | None:
         """Fold a tile; None where there is nothing to gain."""
         _, which, counts = np.unique(tile.rows.example, return_inverse=True, return_counts=True)
+        # Without a recorded prefix there is nothing to share.
         most = FOLDED_PLACES // tile.width if tile.prefix_length else 0
         while most > 1:
             n_slots = -(-counts.max() // -(-counts.max() // most))  # groups of the largest example are of one size
             n_groups = -(-counts // n_slots)
+            # Examples with few rows leave slots empty; fewer slots a group are tried before folding is given up.
             if n_groups.sum() * n_slots <= FOLDED_PADDING * len(tile.rows):
                 example = np.repeat(np.arange(len(counts)), n_groups)
                 group = np.arange(len(example)) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
@@ -216,11 +222,12 @@ class FoldedRows:
     def key_positions(self) -> Int[Tensor, "group place key"]:
         """The position of each key as a place sees it; -1 where it is none of its row's."""
         tile, slot = self.tile, torch.arange(self.n_slots, device=self._index.device).repeat_interleave(self.tile.width)
-        own = torch.where(tile.held, tile.positions, -1)
-        own = torch.where(slot[:, None] == slot, self.laid_out(own)[:, None], -1)
-        before = torch.arange(tile.prefix_length, device=own.device)
+        keys = torch.where(tile.held, tile.positions, -1)
+        # Keys of the other rows in a group are masked like padding: rows are different runs.
+        keys = torch.where(slot[:, None] == slot, self.laid_out(keys)[:, None], -1)
+        before = torch.arange(tile.prefix_length, device=keys.device)
         starts = self.laid_out(tile.starts[:, None].expand(-1, tile.width))[:, :, None]
-        return torch.cat([torch.where(before < starts, before, -1), own], -1)
+        return torch.cat([torch.where(before < starts, before, -1), keys], -1)
 
     def prefix(self, recording: Recording, layer: int) -> SharedPrefix:
         """Return the recorded keys and values of the positions before the rows, those of an example once a group."""
@@ -233,6 +240,7 @@ def rows_of(variants: Variants) -> RowTable:
     followed = variants.trunk
     felt, stop = variants.can_change_output, variants.each(lambda one: one.stop_layer)
     read = variants.each(lambda one: max((layer for _, layer in one.readings), default=-1))
+    # A variant that reads nothing after its last edit never needs a row: its trunk has what it reads.
     leaves = (followed >= 0) & (stop < stop[followed]) & (read >= stop)
     index = np.flatnonzero(felt & ((followed < 0) | leaves))
     alone = followed[index] < 0
@@ -243,6 +251,7 @@ def rows_of(variants: Variants) -> RowTable:
     stage = np.where(alone, entered, int(Stage.BLOCK_INPUT))
     start = variants.each(lambda one: one.first_position)[index]
     length = variants.each(lambda one: one.stop_position)[index] - start
+    # By layer, so that all rows that have joined are one slice.
     order = np.lexsort((index, start, stage, layer))
     index, length = index[order], length[order]
     offset = np.cumsum(length) - length
@@ -274,9 +283,11 @@ def _how_many_fit(rows: RowTable, tile_tokens: int, folded: bool) -> int:
     length, start = rows.length[: max(1, tile_tokens)], rows.start[: max(1, tile_tokens)]
     width, count = int(length[0]), np.arange(1, len(length) + 1)
     share = FOLDED_PREFIX_SHARE if folded and 2 * width <= FOLDED_PLACES else PREFIX_SHARE  # wider ones do not fold
+    # Where prompts are of one length the last row, the shortest, starts latest: its prefix is that of the tile.
     size = count * (width + start // share)
     padding = count * width - np.cumsum(length)
     fits = ((padding <= count * width // PADDING_SHARE) | (size <= tile_tokens // 8)) & (size <= tile_tokens)
+    # A row longer than a tile still goes, alone.
     fits[0] = True
     return len(fits) if fits.all() else int(fits.argmin())
 
@@ -312,6 +323,7 @@ class Masks:
         """Say which keys each token may read."""
         mask = self._of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
         if (severed := self.severed(layer, tile, zero=False)) is not None:
+            # finfo.min as in transformers' masks: -inf would make NaN of a row that is left no key.
             mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
             self._keyless.append((layer, tile, (mask != 0).all(-1)))
         return mask
@@ -325,18 +337,20 @@ class Masks:
         rows, changes = tile.rows, self.variants.changes
         cutting = {number: changes[number].severs_in(layer, zero) for number in np.unique(rows.which)}
         severed: Tensor | None = None
+        # The n-th cuts of all rows at once: one by one a severed head took 18 to 20 launches.
         for turn in range(max(map(len, cutting.values()))):
             cuts = [cutting[number][turn] if turn < len(cutting[number]) else None for number in rows.which]
             edges, numbers = self._edges_cut
             which = np.array([0 if cut is None else numbers[id(cut.edges)] for cut in cuts])
             at = to_device(which, edges.device)[:, None, None], tile.positions[:, :, None]
-            found = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
+            # Keys that are none of the row's read column 0: they are masked anyway.
+            cut_edges = edges[*at, tile.key_positions.clamp_min(0)[:, None, :]][:, None]
             if any(cut is not None and cut.heads is not None for cut in cuts):
                 heads = np.zeros((len(cuts), self._n_heads), dtype=bool)
-                for own, cut in zip(heads, cuts, strict=True):
-                    own[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
-                found = found & to_device(heads, found.device)[:, :, None, None]
-            severed = found if severed is None else severed | found
+                for of_row, cut in zip(heads, cuts, strict=True):
+                    of_row[slice(None) if cut is None or cut.heads is None else list(cut.heads)] = True
+                cut_edges = cut_edges & to_device(heads, cut_edges.device)[:, :, None, None]
+            severed = cut_edges if severed is None else severed | cut_edges
             for i, cut in enumerate(cuts):
                 if cut is not None:
                     self._applied.setdefault((id(cut), layer), []).append(rows.variant[i : i + 1])
@@ -370,7 +384,8 @@ class Masks:
         edits = [edit for change in self.variants.changes for edit in change.edits if not edit.writes]
         matrices = {id(edit.edges): edit.edges for edit in edits}
         longest = max(len(matrix) for matrix in matrices.values())
+        # Number 0 severs nothing: it is for rows without a cut in this turn.
         edges = torch.zeros(1 + len(matrices), longest, longest, dtype=torch.bool, device=self._like.device)
-        for own, matrix in zip(edges[1:], matrices.values(), strict=True):
-            own[: len(matrix), : len(matrix)] = matrix
+        for padded, matrix in zip(edges[1:], matrices.values(), strict=True):
+            padded[: len(matrix), : len(matrix)] = matrix
         return edges, {one: 1 + number for number, one in enumerate(matrices)}

@@ -73,7 +73,8 @@ class Walk:
         self.deliver, self.tile_tokens, self.answers = deliver, tile_tokens, answers
         self.layers = sorted(recording.calls)
         changes = variants.changes
-        needed = [layer if site != LOGITS else self.layers[-1] for one in changes for site, layer in one.readings]
+        # Layers after the last that anything reads are not walked; logits need all.
+        needed = [layer if site != LOGITS else self.layers[-1] for change in changes for site, layer in change.readings]
         self.last_layer = max(needed, default=-1)
         self.writers: dict[tuple[str, int], set[int]] = {}
         self.readers: dict[Reading, set[int]] = {}
@@ -81,8 +82,10 @@ class Walk:
             for edit in (edit for edit in change.edits if edit.writes):
                 for layer in edit.layers:
                     self.writers.setdefault((edit.site.name, layer), set()).add(number)
+            # What no read position can see keeps the number of the unedited run, and is not read again.
             for reading in change.readings if change.can_change_output else ():
                 self.readers.setdefault(reading, set()).add(number)
+        # A dictionary of features brings a site of its own, which is in no registry.
         edited = (edit.site for change in changes for edit in change.edits if edit.writes)
         self.sites: dict[str, Site] = dict(SITES) | {site.name: site for site in edited}
         self.joining = rows_of(variants)
@@ -104,6 +107,7 @@ class Walk:
         # One buffer for the tokens of all rows, also of those that join later: no row is moved when others join.
         size = int(self.joining.length.sum())
         self.residual = start.new_empty(size, start.shape[-1])
+        # One set of hooks for the whole walk; while no tile is inside a sublayer they do nothing.
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
@@ -111,6 +115,7 @@ class Walk:
                 # The size is read for each tile: it shrinks where memory runs out in the middle of a layer.
                 for rows in tiled(self.rows, self._alike(layer), self._folds(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
+        # First: a token without a key attends to all keys alike, future ones too, and what comes of it is finite.
         self._masks.check_that_every_token_has_a_key()
         self._check_that_all_is_finite()
         self._read_logits()
@@ -118,6 +123,7 @@ class Walk:
 
     def _join(self, layer: int) -> None:
         """Take in the rows that start here: from the recorded residual stream, or from the trunk they leave."""
+        # `joining` is in the order of layers, so that rows which have joined are always one slice.
         begin, end = np.searchsorted(self.joining.layer, [layer, layer + 1])
         joining, followed = self.joining[begin:end], self.variants.trunk[self.joining.variant[begin:end]]
         if len(alone := joining[followed < 0]):
@@ -134,6 +140,7 @@ class Walk:
     def _alike(self, layer: int) -> Indices:
         """By row: the first stage with which a row takes the same of a layer as it was recorded."""
         first: dict[tuple[Stage, ...], int] = {}
+        # Stages that leave the same to compute share tiles: rows that join at them go through the layer alike.
         alike = [first.setdefault(self._taken(stage), int(stage)) for stage in Stage]
         return np.array(alike)[self.rows.stage_in(layer)]
 
@@ -158,6 +165,7 @@ class Walk:
         before_mlp = residual + attended
         if not self.blocks.parallel:
             before_mlp = self._at(Stage.BETWEEN, layer, tile, before_mlp)
+        # A parallel block's MLP reads what its attention reads (Pythia, Phi, GPT-J).
         read = residual if self.blocks.parallel else before_mlp
         added = self._at(Stage.MLP_OUTPUT, layer, tile, self._feed_forward(layer, tile, read, taken))
         self.residual[tile.places] = self._at(Stage.BLOCK_OUTPUT, layer, tile, before_mlp + added)
@@ -175,19 +183,20 @@ class Walk:
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
                     write_tokens(z, self._stretches(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
+        # Called with the arguments that the model's own call had, but for rows, positions, mask and cache.
         rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
         if (folded := FoldedRows.of(tile) if self._folds(layer) else None) is not None:
             mask, keys_before = self._masks.folded_mask(layer, folded), folded.prefix(self.recording, layer)
-            read = attention(folded.laid_out(rows), folded.positions, mask, keys_before, recorded=folded.examples)
-            return tile.packed(folded.taken_apart(read))
-        own = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
+            written = attention(folded.laid_out(rows), folded.positions, mask, keys_before, recorded=folded.examples)
+            return tile.packed(folded.taken_apart(written))
+        places_and_keys = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
         if self._needs_all(layer, tile, "attention"):
             with self._inside(layer, tile):
-                return tile.packed(attention(rows, *own, recorded=tile.examples))
+                return tile.packed(attention(rows, *places_and_keys, recorded=tile.examples))
         # In the last layer only the positions that are read attend. The others hold zeros, which nothing reads.
         kept = self._kept_columns(tile)
-        read = attention(rows, *own, kept, recorded=tile.examples)
-        return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(read), read))
+        written = attention(rows, *places_and_keys, kept, recorded=tile.examples)
+        return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(written), written))
 
     def _folds(self, layer: int) -> bool:
         """Whether rows go through a layer's attention side by side: nothing in it may ask which row a token is of."""
@@ -213,6 +222,7 @@ class Walk:
             with self._inside(layer, tile):
                 return self.blocks.feed_forward(layer, middle)
         positions, read = self._kept[0][tile.rows.which], self._kept[1][tile.rows.which]
+        # Without the padding of `_kept`: of a token that is named twice the MLP would be computed twice.
         kept = to_device((positions + (tile.begins - tile.rows.start)[:, None])[read], middle.device)
         mlp_out = torch.zeros_like(middle)
         mlp_out[kept] = self.blocks.feed_forward(layer, middle[kept])
@@ -223,6 +233,7 @@ class Walk:
         if layer < self.last_layer or layer in self._hooked[sublayer]:
             return True
         after = Stage.HEAD_OUTPUT if sublayer == "attention" else Stage.NEURONS
+        # A change (noise, a factor) reads what the sublayer adds at its own positions, which no metric need read.
         later = [site for site, at in self.writers if at == layer and (self.sites[site].stage or 0) > after]
         written = {number for site in later for number in self.writers[site, layer]}
         return not written.isdisjoint(tile.rows.which.tolist())
@@ -236,13 +247,16 @@ class Walk:
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
         wanted: dict[Place, Site] = {}
+        # A variant on a trunk has edits that its trunk has too, in more layers.
         for number in np.unique(self.variants.which[self.variants.trunk < 0]):
             change = self.variants.changes[number]
             taken = self._taken(change.stage) if change.can_change_output else ()
             for edit in change.edits if change.can_change_output else ():
+                # Severed after the softmax is a zero in the pattern; before it, an entry of the mask, without a hook.
                 site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
                 if site is None or site.within is None:
                     continue
+                # In the layer where it joins a row skips what lies before its first edit: no hook would see it.
                 passed = Stage.MLP_OUTPUT in taken if site.within == "mlp" else bool(taken)
                 for layer in edit.layers:
                     if layer <= self.last_layer and not (passed and layer == change.first_layer):
@@ -253,6 +267,7 @@ class Walk:
 
     def _edit_inside(self, site: Site) -> TrustedHook:
         def edit(activation: Tensor, hook: object) -> Tensor | None:
+            # Rows that begin with a recorded z pass W_O's hooks outside `_inside`: their z is edited already.
             if self._tile is None:
                 return None
             layer, tile = self._tile
@@ -264,6 +279,7 @@ class Walk:
                 if (severed := self._masks.severed(layer, tile, zero=True)) is not None:
                     edited.masked_fill_(severed, 0.0)
             else:
+                # Attention takes padded rows, an MLP tokens end to end.
                 width = edited.shape[1] if site.within == "attention" else None
                 write_tokens(edited.flatten(0, 1), self._stretches(site, layer, tile, width), self.values, site, layer)
             return edited
@@ -273,6 +289,7 @@ class Walk:
     def _at(self, stage: Stage, layer: int, tile: Tile, activation: Tensor) -> Tensor:
         """Make the edits at a stage between sublayers, then deliver what is read there."""
         for site in self._busy.get(stage, ()):
+            # Edits first: what is read at a site is what the edited run has there.
             if (site.name, layer) in self.writers:
                 write_tokens(activation, self._stretches(site, layer, tile), self.values, site, layer)
             if (site.name, layer) in self.readers:
@@ -284,32 +301,34 @@ class Walk:
 
         A row that left its trunk had its edits made there.
         """
-        found, rows = [], tile.rows
+        spans, rows = [], tile.rows
         offset = tile.begins if width is None else np.arange(len(rows)) * width
-        own = (self.variants.trunk[rows.variant] < 0) | (layer < rows.layer)
+        edited_here = (self.variants.trunk[rows.variant] < 0) | (layer < rows.layer)
         for number in sorted(self.writers.get((site.name, layer), ())):
-            if not len(among := np.flatnonzero(own & (rows.which == number))):
+            if not len(rows_of_change := np.flatnonzero(edited_here & (rows.which == number))):
                 continue
-            start, length = int(rows.start[among[0]]), int(rows.length[among[0]])
+            # Rows of one change begin and end at the same positions.
+            start, length = int(rows.start[rows_of_change[0]]), int(rows.length[rows_of_change[0]])
             for edit in self.variants.changes[number].writes_at(site, layer):
-                found.append(TokenSpanEdit(edit, rows.example[among], start, length, offset[among]))
-                self._note(rows.variant[among], edit, layer)
-        return found
+                spans.append(TokenSpanEdit(edit, rows.example[rows_of_change], start, length, offset[rows_of_change]))
+                self._note(rows.variant[rows_of_change], edit, layer)
+        return spans
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:
         return self.recording.activations[main_site(stage).hook_name(layer)]
 
     def _read(self, reading: Reading, tile: Tile, activation: Tensor) -> None:
         """Deliver what is read at a site of a layer, from each variant's own row or its trunk's."""
+        # One more at the end: index -1, of variants without a row, finds -1 there.
         place = np.full(len(self.variants) + 1, -1)
         place[self._row[tile.rows.variant]] = np.arange(len(tile.rows))
         index = self._reading(reading)
-        held = place[self._rows_of(index)]
-        index, held = index[held >= 0], held[held >= 0]
-        for among, positions in self._by_count(index):
-            at = held[among]
+        row_of = place[self._rows_of(index)]
+        index, row_of = index[row_of >= 0], row_of[row_of >= 0]
+        for with_count, positions in self._by_count(index):
+            at = row_of[with_count]
             tokens = positions + (tile.begins - tile.rows.start)[at][:, None]
-            self.deliver(reading, index[among], activation[to_device(tokens, activation.device)])
+            self.deliver(reading, index[with_count], activation[to_device(tokens, activation.device)])
 
     def _reading(self, reading: Reading) -> Indices:
         """The variants of which something is read at a site of a layer."""
@@ -325,17 +344,17 @@ class Walk:
         positions, read = self._kept[0][self.variants.which[index]], self._kept[1][self.variants.which[index]]
         counts = read.sum(1)
         for count in np.unique(counts):
-            among = np.flatnonzero(counts == count)
-            yield among, positions[among, :count]
+            with_count = np.flatnonzero(counts == count)
+            yield with_count, positions[with_count, :count]
 
     def _read_logits(self) -> None:
         """Deliver the logits at the kept positions, a tile of variants at a time."""
         index = self._reading((LOGITS, len(self.layers)))
         index = index[self._rows_of(index) >= 0]
-        for among, positions in self._by_count(index):
+        for with_count, positions in self._by_count(index):
             most = max(1, self.tile_tokens // positions.shape[1])
-            for i in range(0, len(among), most):
-                self._within_memory(index[among[i : i + most]], self._deliver_logits)
+            for i in range(0, len(with_count), most):
+                self._within_memory(index[with_count[i : i + most]], self._deliver_logits)
 
     def _deliver_logits(self, indices: Indices) -> None:
         ((_, positions),) = self._by_count(indices)
@@ -381,9 +400,10 @@ class Walk:
             expected = alone[self.variants.which[alone] == number]
             for edit in self.variants.changes[number].edits:
                 for layer in edit.layers[: max(0, self.last_layer + 1 - edit.layers.start)]:
+                    # Hooks of TransformerLens may be listed and never fire: an edit there does nothing, silently.
                     made = np.zeros(len(self.variants), dtype=bool)
-                    for among in self._applied.get((id(edit), layer), ()):
-                        made[among] = True
+                    for edited in self._applied.get((id(edit), layer), ()):
+                        made[edited] = True
                     if not made[expected].all():
                         raise InterventionError(
                             f"The edit {edit} of layer {layer} did not take effect: its hook never fired. This is a "

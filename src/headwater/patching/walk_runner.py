@@ -73,9 +73,11 @@ class WalkRunner(Runner):
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
             self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
+        # Both sides are one batch: weights are read once for the two runs.
         self._sides = plan.pair.sides
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
+        # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
         self._record(batch, names, held)
         if not plan.model.steps_checked:
             if reason := self._distrust(batch):
@@ -105,12 +107,14 @@ class WalkRunner(Runner):
         """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
         answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
+        # Pairs that differ in one token enter the first layer alike everywhere else: 10 of its 12 cells need no run.
         variants = replace(variants, noop=noop_runs(variants, self._same))
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
             walk.run()
         except NotFiniteError as found:
             self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
+        # Remembered where memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
     @cached_property
@@ -121,10 +125,12 @@ class WalkRunner(Runner):
     def _distrust(self, batch: Batch) -> str | None:
         """Run the longest prompt, then send it through the blocks; say why that is not to be trusted, if it is not."""
         n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
+        # The longest has no padding: its last column is its last token, whose logits the run has.
         longest = lengths.index(max(lengths))
         last = lengths[longest] - 1
         names, before = self._joined_names(), self.group.corrupting(*self._sides, rows=[longest])
         recording = self.blocks.record(batch.rows(longest, longest + 1), names, before)
+        # Some attention keeps a state of its own (recurrent layers), or shares keys between layers.
         if set(recording.keys) != set(range(n_layers)):
             return "its attention does not hand its keys and values to a cache"
         logits = recording.last_logits
@@ -134,7 +140,8 @@ class WalkRunner(Runner):
         if self._answers is not None:
             answers = self._answers[longest % len(self.group.examples)][None]
             expected = expected[answers[0]]
-        found: list[Tensor] = []
+        read_logits: list[Tensor] = []
+        # From the middle on, so that recorded keys before a row are tried too; looking ahead, there are none.
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
         variants = Variants.one(Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole), 0)
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
@@ -144,21 +151,23 @@ class WalkRunner(Runner):
                 recording,
                 variants,
                 ReplacementValues({}),
-                lambda *read: found.append(read[-1][0, 0]),
+                lambda *read: read_logits.append(read[-1][0, 0]),
                 tile,
                 answers,
             ).run()
         except NotFiniteError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            # Says nothing about the steps: the caller tries half of the examples.
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
             return (
                 f"its blocks cannot be called one by one ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
             )
-        difference = float((found[0].detach().float() - expected).abs().max())
+        difference = float((read_logits[0].detach().float() - expected).abs().max())
         return (
             f"stepping through its blocks changes its logits by {difference:.1e}"
+            # Written so that NaN counts as different.
             if not difference <= tolerance
             else None
         )
@@ -176,6 +185,7 @@ class WalkRunner(Runner):
         variants = [Variant(template.edits, (0,), ()) for template in self.group.cells.used if template.edits]
         for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
             sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
+            # A model without MLPs has nothing recorded of one.
             there = [site for site in sites if site.absent(self.plan.model.shape) is None]
             names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]
         return names
@@ -187,6 +197,7 @@ class WalkRunner(Runner):
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
             read[LOGITS, n_layers] = self._logits_at(residual, kept)
+            # All examples in one look: each look waits for the device.
             if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
                     self._refuse_not_finite(logits, side, i, kept)
@@ -227,28 +238,31 @@ def unchanged_places(
         recorded: the activations of the unedited runs, by hook name, those of the edited prompts first.
         n_examples: how many of these there are.
     """
+    # What a change leaves is known only once the run is there to be changed.
     if values.change is not None or values.samples != 1:
         return {}
     equal: dict[Place, Tensor] = {}
     for (name, layer), written in values.by_site.items():
         site = sites[name]
-        standing = recorded.get(site.hook_name(layer))
-        if standing is not None and not (site.has_keys or site.has_units):
-            standing = site.read(standing[:n_examples])
-            if standing.shape == written.shape:
-                equal[name, layer] = (standing == written).all(-1)
+        current = recorded.get(site.hook_name(layer))
+        if current is not None and not (site.has_keys or site.has_units):
+            current = site.read(current[:n_examples])
+            if current.shape == written.shape:
+                # Exactly equal, not close: what is not run must be what would have come out, to the bit.
+                equal[name, layer] = (current == written).all(-1)
     if not equal:
         return {}
+    # One copy for all places: each copy waits for the device.
     fetched = torch.cat([one.flatten() for one in equal.values()]).cpu().split([one.numel() for one in equal.values()])
-    found = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, fetched, strict=True)}
-    return {place: same for place, same in found.items() if same.any()}
+    by_place = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, fetched, strict=True)}
+    return {place: same for place, same in by_place.items() if same.any()}
 
 
 def noop_runs(
     variants: Variants, same: Mapping[Place, Bool[np.ndarray, "example position *head"]]
 ) -> Bool[np.ndarray, " _"]:
     """Say which runs are as if nothing were edited, given where that is so by place."""
-    found = np.zeros(len(variants), dtype=bool)
+    is_noop = np.zeros(len(variants), dtype=bool)
     order = np.argsort(variants.which, kind="stable")
     ends = np.searchsorted(variants.which[order], np.arange(len(variants.changes)), side="right")
     for runs, change in zip(np.split(order, ends[:-1]), variants.changes, strict=True):
@@ -259,11 +273,12 @@ def noop_runs(
                 if edit.writes
                 for layer in edit.layers
             ]
-            found[runs] = np.concatenate(parts, 1).all(1)
+            is_noop[runs] = np.concatenate(parts, 1).all(1)
     follows = variants.trunk >= 0
-    found[follows] = False
-    found[variants.trunk[follows]] = False
-    return found
+    # Nested cells share their trunk's run: neither it nor what follows it can be left out by itself.
+    is_noop[follows] = False
+    is_noop[variants.trunk[follows]] = False
+    return is_noop
 
 
 def _may_be_noop(change: Variant, same: Mapping[Place, object]) -> bool:

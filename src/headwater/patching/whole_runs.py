@@ -54,14 +54,18 @@ def run_variants(
     read: dict[Reading, dict[int, Tensor]] = {reading: {} for reading in rows}
 
     def take(activation: Tensor, hook: object, reading: Reading) -> None:
+        # Cloned: a view would hold the whole activation, which a later hook might also write into.
         read[reading] = {row: activation[row, list(variants[row].kept)].clone() for row in rows[reading]}
 
+    # Noise that makes the corrupted run comes first: edits act on that run.
     hooks = [*before, *_edits(variants, examples, values, stop)]
     for site, layer in rows:
         if site != LOGITS:
             hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
+    # Only these go through W_U: in a large vocabulary it is the costliest product of a short prompt.
     columns = sorted({position for variant in variants for position in variant.kept})
     wants_logits = (LOGITS, n_layers) in rows
+    # Layers below the deepest reading are not run.
     stop_at = None if wants_logits or stop == n_layers else stop
     out = model.run(prompts, hooks, keep=columns if stop_at is None else None, stop_at=stop_at)
     if wants_logits:
@@ -94,9 +98,11 @@ def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> 
     visible: dict[int, Tensor] = {}
 
     def look(scores: Tensor, hook: object, layer: int) -> None:
+        # Half of the least: a masked score is finfo.min and a little, or -inf in models of TransformerLens's own.
         visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
 
     hooks = [(hook_name("attn_scores", layer), read_hook(partial(look, layer=layer))) for layer in layers]
+    # Read off, not derived: windows of layers that slide, and chunks, are what the model itself masks.
     model.run(prompt, hooks, stop_at=max(layers) + 1)
     return visible
 
@@ -111,6 +117,7 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
     severed: dict[tuple[int, bool], list[tuple[int, Edit]]] = {}
     for row, variant in enumerate(variants):
         for edit in variant.edits:
+            # Not beyond the last layer that runs: hooks there would never fire.
             for layer in range(edit.layers.start, min(edit.layers.stop, stop)):
                 if edit.writes:
                     written.setdefault((edit.site.name, layer), []).append((row, edit))
@@ -119,10 +126,10 @@ def _edits(variants: Sequence[Variant], examples: Sequence[int], values: Replace
     hooks: list[Hook] = []
     for (layer, zero), cuts in severed.items():
         hooks += _cutting(cuts, layer, zero)
-    for (_, layer), own in written.items():
-        edits = [(edit, examples[row]) for row, edit in own]
-        act = partial(written_into, edits=edits, values=values, layer=layer, rows=[row for row, _ in own])
-        hooks.append((own[0][1].site.hook_name(layer), replace_hook(act)))
+    for (_, layer), row_edits in written.items():
+        edits = [(edit, examples[row]) for row, edit in row_edits]
+        act = partial(written_into, edits=edits, values=values, layer=layer, rows=[row for row, _ in row_edits])
+        hooks.append((row_edits[0][1].site.hook_name(layer), replace_hook(act)))
     return hooks
 
 
@@ -134,6 +141,7 @@ def _cutting(cuts: Sequence[tuple[int, Edit]], layer: int, zero: bool) -> list[H
     masked = replace_hook(partial(_mask, cuts=cuts, where=f"layer {layer}"))
     return [
         (hook_name("attn_scores", layer), masked),
+        # Attention in transformers' own code may ignore edited scores: the pattern says whether they were cut.
         (pattern, read_hook(partial(_see_cut, cuts=cuts, where=pattern))),
     ]
 
@@ -150,8 +158,10 @@ def written_into(
 
     With each edit comes the example whose values it writes. Without `rows`, the edits are those of every row in turn.
     """
+    # A copy, as TransformerLens's cache may hold this tensor; contiguous, so that flatten is a view to write into.
     edited = activation.clone(memory_format=torch.contiguous_format)
     site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
+    # Padding is not edited: a change would be given rows that no prompt has.
     lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
     rows, apart = range(len(edits)) if rows is None else rows, 1 if site.has_keys else length
     stretches = [
@@ -175,6 +185,7 @@ def _zero(pattern: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]]) -> Te
 def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where: str) -> Tensor:
     least, severed = torch.finfo(scores.dtype).min, _severed(scores, cuts)
     visible = scores > least / 2
+    # A row of finfo.min alone attends to every key alike, future ones too; one that saw none before is left alone.
     blind = visible.any(-1) & ~(visible & ~severed).any(-1)
     if bool(blind.any()):
         token = int(blind.nonzero()[0][-1])
@@ -195,6 +206,7 @@ def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "
     for row, cut in cuts:
         edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
         heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+        # |=, since several cuts may meet in one row and head.
         severed[row, heads, : len(edges), : edges.shape[1]] |= edges
     return severed
 
@@ -213,6 +225,7 @@ TILE_WEIGHTS = 1 << 20
 def tile_tokens(model: HookedModel, length: int) -> int:
     """Return how many tokens are given to a sublayer at once: of a narrow model more, as a cache holds more of them."""
     usual = TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"])
+    # The same number of bytes, until attention weights, which do not shrink with the width, are the larger part.
     narrow = usual * WIDTH // model.shape.d_model
     return max(usual, min(narrow, TILE_WEIGHTS // (length * model.shape.n_heads)))
 
@@ -248,6 +261,7 @@ class WholeRuns(Runner):
         before = group.corrupting("base")
         captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
+        # Which keys a query sees depends on its position: the longest prompt has every query there is.
         longest = self._prompts.rows(group.longest, group.longest + 1)
         visible = visible_keys(model, longest, group.severed_layers) if group.severed_layers else {}
         others, other = other_run(group)
@@ -271,6 +285,7 @@ class WholeRuns(Runner):
         for index in np.flatnonzero(variants.each(lambda change: change.can_change_output)).tolist():
             alike.setdefault(keys[variants.which[index]], []).append(index)
         for indices in alike.values():
+            # Rows of one length side by side need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
             while indices:
                 rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]

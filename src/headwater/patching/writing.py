@@ -73,6 +73,7 @@ class ReplacementValues:
     def taken(self, site: Site, layer: int, example: Tensor, sample: Tensor, *at: Tensor) -> Tensor | None:
         """Return what `by_site` has at some rows, if anything."""
         value = self.by_site.get((site.name, layer))
+        # Draws of an example follow one another, so that one index finds both.
         return None if value is None else value[example * self.samples + sample, *at]
 
     def known(self, example: Tensor) -> Tensor:
@@ -98,6 +99,7 @@ class TokenSpanEdit:
         """The edited positions, of those that lie here."""
         if self.edit.positions is None:
             return np.arange(self.start, self.start + self.length)
+        # Positions before a row are the recorded run's, and those after it are read by nothing.
         here = range(self.start, self.start + self.length)
         return np.array([position for position in self.edit.positions if position in here], dtype=np.int64)
 
@@ -121,6 +123,7 @@ def write_tokens(
     groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         edit = stretch.edit
+        # Where all heads are written the index has no heads: the two cannot be one scatter.
         groups.setdefault((edit.source_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
     for (source, _, whole), group in groups.items():
         tokens, *at = _indices(group, activation.device)
@@ -160,12 +163,14 @@ def _edited(
     example, position, sample, *heads = at
     if values.change is None and units is not None:
         row, unit = units
-        found = values.taken(site, source, example[row], sample[row], position[row], unit)
-        assert found is not None
-        current[row, unit] = found.to(current)
+        # Of a large layer only the chosen neurons are fetched, not rows of all.
+        new = values.taken(site, source, example[row], sample[row], position[row], unit)
+        assert new is not None
+        current[row, unit] = new.to(current)
         return current
     taken = values.taken(site, source, example, sample, position, *heads)
     if values.change is not None:
+        # A change is given whole rows, also where only some of their entries are kept of it.
         taken = _changed(current, taken, values, site, layer, [values.known(example), position, sample], heads)
     assert taken is not None
     if units is None:
@@ -188,6 +193,7 @@ def _changed(
     if heads or not site.has_heads:
         return values.change(current, other, _rows(site, layer, at, heads))
     n_heads = current.shape[1]
+    # A change sees a row a head: the head's number is part of where it is.
     every = [torch.arange(n_heads, device=current.device).repeat(len(current))]
     rows = _rows(site, layer, [index.repeat_interleave(n_heads) for index in at], every)
     changed = values.change(current.flatten(0, 1), None if other is None else other.flatten(0, 1), rows)
@@ -212,11 +218,13 @@ def write_patterns(
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
     for stretch in stretches:
         source, row = stretch.edit.source_of(layer), int(stretch.offset[0])
+        # A change is given rows of one number of keys, those of the prompt, without padding.
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
             part = stretch if example is None else stretch.part(stretch.example == example)
             length = 0 if example is None else values.lengths[example]
             together.setdefault((turns[row], source, length), []).append(part)
         turns[row] += 1
+    # By turns: a later edit of a row must find what the one before it has left.
     for (_, source, length), group in sorted(together.items(), key=lambda one: one[0]):
         index = _pattern_rows(group, activation.shape[1])
         keys = _chosen_keys(group, activation.shape[-1])
@@ -228,12 +236,14 @@ def write_patterns(
             taken = values.taken(site, source, example, sample, head, position)
             current = activation[row, head, query]
             if values.change is not None:
+                # Keys of no position are put into one column past the prompt's, which is cut off.
                 place = named.where(named >= 0, length)
                 ordered = current.new_zeros(len(current), length + 1).scatter(1, place, current)[:, :length]
                 other = None if taken is None else taken[:, :length].contiguous()
                 rows = _rows(site, layer, [values.known(example), position, sample], [head])
                 taken = values.change(ordered.contiguous(), other, rows)
             assert taken is not None
+            # Values lie in the order of the prompt's positions, the pattern's keys recorded ones first.
             written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
                 chosen = to_device(keys, activation.device)[of_stretch[:, None], named]
@@ -259,9 +269,9 @@ def _chosen_keys(stretches: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.nda
     if all(stretch.edit.keys is None for stretch in stretches):
         return None
     chosen = np.zeros((len(stretches), n_keys + 1), dtype=bool)
-    for own, stretch in zip(chosen, stretches, strict=True):
+    for of_stretch, stretch in zip(chosen, stretches, strict=True):
         keys = stretch.edit.keys
-        own[slice(None) if keys is None else [key for key in keys if key < n_keys]] = True
+        of_stretch[slice(None) if keys is None else [key for key in keys if key < n_keys]] = True
     return chosen
 
 
@@ -270,6 +280,7 @@ def _indices(stretches: Sequence[TokenSpanEdit], device: torch.device) -> list[T
     parts = []
     for stretch in stretches:
         positions, heads = stretch.positions, stretch.edit.heads
+        # Offset less start: added to a position it gives the token's place in the activation.
         of_example = np.stack([stretch.offset - stretch.start, stretch.example])[:, :, None, None]
         shape = (len(stretch.example), len(positions), 1 if heads is None else len(heads))
         shift, example = np.broadcast_to(of_example, (2, *shape))
