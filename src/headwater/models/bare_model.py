@@ -71,6 +71,7 @@ class BareModel:
         self.model = self._without_wrappers(raw.original_model, points)
         self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
+        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`cache_names.reached`).
         whole = [wrapper for wrapper in self.kept if not _is(wrapper, "BlockBridge")]
         self._attentions = [part for wrapper in whole for part in wrapper.modules() if _is(part, "AttentionBridge")]
         takes = inspect.signature(self.model.forward).parameters
@@ -119,6 +120,7 @@ class BareModel:
             self.firing |= {id(part) for part in module.modules()}
             return module
         if id(module) not in self._made:
+            # Without __init__, which would make parameters. Dictionaries of parameters and hooks are shared.
             twin = self._made[id(module)] = object.__new__(type(module))
             held = dict(vars(module))
             if inner is None and "config" in held:
@@ -174,6 +176,7 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
             bare = BareModel(raw, "eager", points)
     if not points <= bare.firing:
         return None
+    # Ids are safe as keys: the model holds its wrappers for as long as it lives.
     wrappers = frozenset(map(id, bare.kept))
     if wrappers not in model.unwrapped_checked:
         model.unwrapped_checked[wrappers] = _gives_the_same_logits(model, bare)
@@ -187,6 +190,7 @@ def _is(module: torch.nn.Module, *names: str) -> bool:
 
 def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
     """Whether all that the bridge computes with is in the transformers model too."""
+    # By storage: what a bridge splits is a view of the fused matrix in GPT-2, and a copy of its parts in GPT-NeoX.
     memory = {parameter.untyped_storage().data_ptr() for parameter in bare.parameters()}
     apart = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
     if not apart:

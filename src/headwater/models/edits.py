@@ -160,6 +160,7 @@ class Attached:
                 f"A hook at {self.name} was given {_described(activation)} and returned {returned}; it must return an "
                 "activation like the one it was given, or None."
             )
+        # The hook may keep what it returned, and write into it at its next call.
         return result.clone()
 
     def _check_tokens(self, activation: Tensor) -> None:
@@ -344,6 +345,7 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
 def _are_knockouts(point: Any) -> bool:
     """Whether the hooks at attention scores are this package's own, which sever edges or see which there are."""
     places = [handle.user_hook for handle in point.fwd_hooks]
+    # A hook that somebody put there past `model.hooks` reads scores, and would be given a mask.
     if not places or not all(isinstance(place, _Place) for place in places):
         return False
     return all(isinstance(hook.function, TrustedHook) for place in places for hook in place.hooks)

@@ -128,6 +128,7 @@ def _falcon_kv_heads(config: Any) -> int:
 
 
 def _falcon(config: Any) -> dict[str, Any]:
+    # transformers takes None for 2 (40B, 180B); Falcon 2 (11B) says 1.
     two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
     one = Norms(before_mlp="input_layernorm")
     norms = Norms("ln_attn", None, "ln_mlp") if two_norms else one if config.parallel_attn else Norms()
@@ -174,6 +175,7 @@ OPT = Family(
     varies=_opt,
 )
 
+# In this order: where two types share a class, `family_named` gives the first.
 for _model_type, _family in {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -258,6 +260,7 @@ for _model_type, _family in {
     ),
     "phi3": Family("Phi3ForCausalLM", fused=FusedQKV("qkv_proj", "parts")),
     "llama": Family("LlamaForCausalLM"),
+    # transformers runs these two model types by Llama's class.
     "internlm3": Family("LlamaForCausalLM"),
     "iquestcoder": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM"),

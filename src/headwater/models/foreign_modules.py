@@ -54,6 +54,7 @@ class SameObjects:
     def __init__(self, dictionaries: Iterable[Mapping[str, Any]]):
         listed = list(dictionaries)
         self._empty = [one for one in listed if not one]
+        # The objects and not their ids: an id is given to another object once its own is gone.
         self._held = [(one, tuple(one), _lasting(one)) for one in listed if one]
         self._arrange()
 
@@ -85,6 +86,7 @@ class _AtOnce:
 
     def is_there(self) -> bool:
         return (
+            # Sizes too: the same names in a row could be dealt out to dictionaries otherwise.
             list(map(len, self._dictionaries)) == self._sizes
             and list(chain.from_iterable(self._dictionaries)) == self._names
             and all(map(is_, self._values(), self._objects))
@@ -197,6 +199,7 @@ class KnownModules:
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
+            # The slow comparison by value, done only after something was replaced.
             is_so = {path: _held(module) for path, module in modules.items()} == self._before
             self._loaded = SameModules(modules.values()) if is_so else None
         return self._loaded
@@ -236,6 +239,7 @@ def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield every module of a bridge, and of the model that it wraps those that the bridge itself does not hold."""
     seen: set[torch.nn.Module] = set()
     yield from raw.named_modules(seen)
+    # A bridge keeps its model in __dict__, where torch does not see it as a submodule.
     original = raw.__dict__.get("original_model", getattr(raw, "original_model", None))
     if isinstance(original, torch.nn.Module):
         yield from original.named_modules(seen, "original_model")

@@ -74,6 +74,7 @@ def _angles(
     for long in {length > original for length in lengths}:
         # the module takes long or short angles by the largest position: one is appended, and its angles left out
         last = position_ids.new_full((len(position_ids), 1), original if long else original - 1)
+        # Past its own text a short row has padding, whose position must not turn the whole batch long.
         ids = torch.cat([position_ids if long else position_ids.clamp_max(original - 1), last], 1)
         angles[long] = tuple(part[:, :-1] for part in type(module).forward(module, x, ids, **options))
     if len(angles) == 1:
@@ -99,6 +100,7 @@ def forward(
         Logits of the columns, or the residual stream in front of layer `stop_at`.
     """
     options = padding_option(model, batch) | (options or {})
+    # After a cache the batch holds new tokens alone: its lengths are not those of the texts.
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
     with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
         return _called(model, to_device(batch.tokens, model.device), columns, stop_at, options)

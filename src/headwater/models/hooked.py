@@ -82,6 +82,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):
+                # A property that raised AttributeError ends here, too; asked again, it raises its own.
                 return object.__getattribute__(self, name)
             raise AttributeError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
@@ -188,6 +189,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
+            # The value from before, not False: runs nest, as where a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
             self._own_graph = True
             if past is None:
@@ -198,6 +200,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             out = forward(self, batch, columns, stop_at, options)
             finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
         if isinstance(keep, str) and columns is not None:
+            # The columns of all rows' last tokens were computed; of each row its own is picked.
             here = to_device(torch.searchsorted(columns, batch.lengths - 1), out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
@@ -234,6 +237,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         with self.lock, discarded_edits_raise(self._reporters, self.shape):
             known = self.raw.hook_dict
             attached = [self._attached(name, function, known) for name, function in listed]
+            # Tells a context in which the model never ran, where no hook can fire, from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
                 yield
@@ -251,6 +255,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
         def begin(module: Any, args: Any, out: Tensor) -> Tensor | None:
             ours = self._own_graph or not torch.is_grad_enabled() or out.requires_grad
+            # Cloned, since a leaf that takes gradients must not be written into, as hooks may do.
             return None if ours else out.detach().requires_grad_(True).clone()
 
         embedding.register_forward_hook(begin)

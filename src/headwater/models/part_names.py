@@ -24,6 +24,7 @@ import pandas as pd
 from headwater.errors import InputError, did_you_mean
 from headwater.options import has_no_order, is_one, resolve_indices, shown, whole_number
 
+# Six digits at most: int() refuses thousands of them with an error of its own.
 _LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
 _AT = rf"(?:[\[. ](?::, ?:, ?)?{_HEAD}\]?)?"
 FORMS: dict[str, str] = {
@@ -107,6 +108,7 @@ def read_part(name: Any) -> NamedPart | None:
     if isinstance(name, NamedPart):
         return name
     if isinstance(name, str):
+        # A page of text is no name, and would stay in the cache of `_read`.
         return _read(name) if len(name) <= 80 else None
     try:
         first, second = name

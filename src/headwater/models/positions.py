@@ -292,6 +292,7 @@ def _are_numbers(pair: tuple[object, ...]) -> bool:
 
 def _positions(where: object, prompt: Prompt) -> list[int]:
     length = len(prompt)
+    # True is the int 1, and would mean the second token.
     if isinstance(where, bool) or where is None:
         return []
     if isinstance(where, str):
@@ -317,6 +318,7 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     if name in ENDS:
         return list(ENDS[name](len(prompt)))
     text, offsets = _text_of(prompt, f"The text {name!r}")
+    # The name as it is comes first: a prompt may hold " John#2" itself.
     spans = _occurrences(name, text)
     if not spans and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
         return Occurrence(numbered[1], int(numbered[2])).of(prompt)
@@ -342,6 +344,7 @@ def _occurrences(name: str, text: str) -> list[tuple[int, int]]:
     before = r"(?<!\w)" if re.match(r"\w", name[0]) else ""
     after = r"(?!\w)" if re.match(r"\w", name[-1]) else ""
     whole = [found.span() for found in re.finditer(before + re.escape(name) + after, text)]
+    # At every start, since occurrences may overlap, as of "aa" in "aaa".
     anywhere = [(i, i + len(name)) for i in range(len(text)) if text.startswith(name, i)]
     bare = name.lstrip()
     return whole or anywhere or (_occurrences(bare, text) if bare != name else [])

@@ -77,6 +77,7 @@ def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
         return None
     width = batch.tokens.shape[1]
     if isinstance(keep, str) and keep == "last":
+        # transformers takes columns for all rows alike; each row's own are picked from these.
         return torch.unique(batch.lengths - 1)
     try:
         columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)

@@ -161,11 +161,13 @@ class Site:
 
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - activation) · gradient, summed over the width; by key for a pattern."""
+        # In float64: the terms have both signs, and their sum may be far smaller than they are.
         product = (value - activation).double() * gradient.double()
         return product if self.has_keys else product.sum(-1)
 
     def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
         """Why a layer has none of it, or, where it is `edited`, none that can be; None where it has."""
+        # Found by experiment at load (`bridge_check`), as no config says it.
         place = self.name, layer
         return model.misfits.get(place) or (model.read_only.get(place) if edited else None)
 

@@ -81,6 +81,7 @@ def with_adapters_merged(model: Any) -> Any:
             merge = not module.disable_adapters
             module = module.unload_and_optionally_merge_module(merge, safe_merge=True, adapter_names=None)
             copy.set_submodule(name, module)
+        # One inside a wrapper that was replaced above went with it.
         elif _is_a(module, "BaseTunerLayer") and module in copy.modules():
             if not module.disable_adapters:
                 module.merge(safe_merge=True)
@@ -88,6 +89,7 @@ def with_adapters_merged(model: Any) -> Any:
     was_training = whole.training
     whole.eval()
     try:
+        # peft's layers differ by kind and version: that merging was right is seen, not believed.
         _same_logits(whole, copy, "The model with its adapters merged")
     finally:
         whole.train(was_training)

@@ -85,6 +85,7 @@ def _faithful(where: str, revision: str | None, options: dict[str, object]) -> P
     vocabulary = faithful.get_vocab()
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = getattr(named, role, None)
+        # Only tokens that the file knows: a class may add one of its own, with an id beyond the embedding.
         if getattr(faithful, role) is None and token is not None and str(token) in vocabulary:
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template

@@ -159,6 +159,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = (
     refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     with panics_are_errors(InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"):
+        # verbose=False: the tokenizer would warn of long texts before they are cut or refused here.
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(encoded["input_ids"])
     offsets = tuple((int(start), int(end)) for start, end in encoded["offset_mapping"]) if fast else None
@@ -279,6 +280,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int])
         return tuple(map(str, ids))
     pieces = tokenizer.convert_ids_to_tokens(list(ids))
     return tuple(
+        # Alone, a SentencePiece token decodes without its leading space.
         piece.replace("▁", " ") if str(piece).startswith("▁") else tokenizer.decode([token])
         for token, piece in zip(ids, pieces, strict=True)
     )

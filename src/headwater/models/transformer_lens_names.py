@@ -198,6 +198,7 @@ class TransformerLensNames(Model):
         def keep(aliases: list[str]) -> HookFunction:
             def hold(activation: object, hook: object) -> None:
                 if isinstance(activation, Tensor):
+                    # A tensor made in inference mode could not be written into afterwards, nor take part in a gradient.
                     with torch.inference_mode(False):
                         copy = activation.detach().clone().to(device or activation.device)
                     kept.update(dict.fromkeys(aliases, copy))
@@ -406,12 +407,14 @@ class TransformerLensNames(Model):
         """Group names of the same place, sites first: their edits have carriers."""
         places: dict[Any, list[str]] = {}
         for name in sorted(names, key=lambda name: place_named(name) is None):
+            # Aliases are one object in hook_dict, and a function given for both would act twice.
             places.setdefault(id(self.raw.hook_dict.get(name, name)), []).append(name)
         return list(places.values())
 
     def _returned(
         self, batch: Batch, hooks: Sequence[Hook], return_type: str | None, per_token: bool, stop_at: int | None
     ) -> Any:
+        # Cloned outside of the run's inference mode, for the same reason as activations above.
         out = self.run(batch, hooks, stop_at=stop_at).clone()
         if stop_at is not None or return_type == "logits":
             return out

@@ -114,6 +114,7 @@ def activations_named(names: Sequence[Any], layers: Sequence[int], model: Model)
     for name in names:
         if not isinstance(name, Features):
             for hook, layer in _places(name.name if isinstance(name, Site) else name, layers, model):
+                # One entry per hook whatever it was called: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
     sites = {site.hook: site.name for site in SITES.values()}
     seen = _axes_seen({hook: tuple(at) for hook, at in hooks.items() if hook not in sites}, model)
@@ -163,6 +164,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
         raise InputError(f"{model.name} has no activation named {shown(name)}.{near}")
     places: list[tuple[str, int | None]] = []
     for hook in matching:
+        # `layers=` cuts a pattern that leaves the layer open; a hook named with its layer is meant all the same.
         of_layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
         if of_layer is None:
             places.append((hook, None))
@@ -187,6 +189,7 @@ def _axes_seen(
             raise InputError(f"{name} has another shape in another layer: name its layers apart.")
         dtypes[name] = _kept_in(activation.dtype)
 
+    # Two lengths: one would not tell an axis of tokens from another of that size. Every vocabulary has token 0.
     for n_texts, length in PROBES if hooks else ():
         watching: list[Hook] = []
         for hook, layers in hooks.items():

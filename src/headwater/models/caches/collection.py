@@ -227,6 +227,7 @@ def _collected(model: Model, plan: _Plan, batch_size: int, device: torch.device,
         if run.folder is None:
             activations = Shards([part(list(range(n_texts)))])
         else:
+            # The texts of a part run in batches of their own, which hardly pad where their lengths are about equal.
             (shortest_first,) = by_length(sequences.lengths.tolist(), n_texts)
             activations = run.stored("activations", _parts(shortest_first, plan.nbytes().tolist()), part, bar, len)
     tokens, texts = _tables(sequences, model)
@@ -265,6 +266,7 @@ def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
 
 def _tables(sequences: Sequences, model: Model) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a row per token of every text, and a row per text."""
+    # Each different token is decoded once, however often the texts hold it.
     ids, back = np.unique(sequences.tokens.numpy(), return_inverse=True)
     words = np.array(model.token_strings(ids.tolist()), dtype=object)
     lengths, spans = sequences.lengths, sequences.characters
@@ -288,6 +290,7 @@ def _fill(model: Model, plan: _Plan, kept: dict[str, Tensor], batch_size: int, b
     examples, transfer = kept["examples"], Transfer()
     row_of = {example: row for row, example in enumerate(examples.tolist())}
     starts = {activation.name: starts_of(plan.rows(activation)[examples]) for activation in plan.activations}
+    # A hook of no layer is before the first block or after the last: the one needs no block, the other all.
     behind = [a.hook for a in plan.activations if not a.layers and not a.hook.startswith(BEFORE_BLOCKS)]
     layers = [layer for activation in plan.activations for layer in activation.layers]
     stop_at = None if behind else 1 + max(layers, default=0)
@@ -305,6 +308,7 @@ def _fill(model: Model, plan: _Plan, kept: dict[str, Tensor], batch_size: int, b
 
     lengths = plan.sequences.lengths[examples].tolist()
     for batch in by_length(lengths, batch_size, longest=lambda shortest: PADDED * shortest + PADDING):
+        # A half that runs again writes the same rows again, so nothing has to be undone.
         in_halves(examples[batch].tolist(), run)
 
 
@@ -335,6 +339,7 @@ class _BatchCopies:
             if features is None:
                 chosen = self._heads(activation, chosen)
             else:
+                # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
                 chosen = features.read(chosen)
                 chosen = chosen if features.chosen is None else chosen[..., list(features.chosen)]
             self.transfer.write(chosen, place, None if is_slice else where)

@@ -35,6 +35,7 @@ class CudaLane:
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return pinned memory of the host."""
+        # A buffer made in inference mode could not be written into by a later call outside of it.
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 

@@ -121,6 +121,7 @@ def generate(
     def run(rows: range) -> None:
         """Continue prompts that go through the model as one batch."""
         for row in rows:
+            # Where memory ran out halfway, the halves begin again.
             tokens[row], log_probs[row] = [], []
         live, batch = list(rows), prompts.rows(rows.start, rows.stop)
         with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
@@ -128,6 +129,7 @@ def generate(
                 with torch.inference_mode():
                     logits = steps.logits().float()
                     chosen = choose(rules(logits, live, tokens), torch.tensor(live), step)
+                    # From the model's own logits: rules and temperature change the choice, not its probability.
                     log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
                 new = chosen.tolist()
                 going = []
@@ -215,6 +217,7 @@ class Sampling:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
         left = scaled.softmax(-1)
         if self.top_p < 1:
+            # Stable: equal probabilities stay in the order of the vocabulary, on every device.
             ordered, places = left.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             left = left.masked_fill((before >= self.top_p).gather(-1, places.argsort(-1)), 0)

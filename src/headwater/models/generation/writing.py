@@ -98,6 +98,7 @@ class Written:
         self.open = self._decode([*self.before, *self.tokens])[self.start :]
         if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
             self.settled, self.open, self.ended = self.text[: min(found)], "", True
+        # All new tokens decoded at every step would take time that grows with the square of their number.
         elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
             self.settled, self.open = self.text, ""
             self._after([*self.before, *self.tokens][-ANCHOR:])
@@ -109,6 +110,7 @@ class Written:
         text, upto = self.text, len(self.text)
         if not whole and not self.ended:
             upto = len(text.rstrip(INCOMPLETE))
+            # Of all beginnings of stop strings that the text ends in, the longest holds back the most.
             begun = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
             upto -= max(begun, default=0)
         piece = text[self.streamed : upto]
@@ -120,6 +122,7 @@ class Written:
         self.before, self.start = tokens, len(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        # Cleaning up would take a space away in front of a later mark, and so change text that was streamed already.
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -185,6 +188,7 @@ def generate(
     check_room(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]
+    # Drawn before the batches are cut, so that their size changes no sample.
     numbers = draws(seed, rows, max_new_tokens)
     run = RunRecord.of(
         "generate",

@@ -48,6 +48,7 @@ PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 WIDEST = 2**20
 """A residual stream wider than this is an error of the config, unless the embedding is as wide."""
+# model*: Mistral's repositories hold the weights a second time, as consolidated.safetensors.
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
 
 

@@ -90,6 +90,7 @@ class Conversion:
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
+        # transformers' own rules for saving, so that a family whose experts are stacked needs none here.
         found = revert_weight_conversion(self._model, {self.full_name(name): one for name, one in parameters.items()})
         return dict(sorted((self._canonical(name), part) for name, part in found.items()))
 
@@ -127,6 +128,7 @@ def only_block(config: Any) -> Any:
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
+    # An embedding refuses a padding index that it has no row for.
     config.vocab_size, config.pad_token_id = 1, None
     return config
 

@@ -283,8 +283,10 @@ def layer0(
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
     if family.final_norm is not None:
+        # A base model ends in its final norm, which the residual stream after block 0 has not met.
         model.set_submodule(family.final_norm, nn.Identity())
     embedding, shape = model.get_submodule(family.embedding), shape_of(config)
+    # The MLP's hidden layer grows with the chunk, scores of all its heads with its square.
     size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
     for chunk in rows.split(max(1, size)):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)

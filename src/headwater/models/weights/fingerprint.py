@@ -132,6 +132,7 @@ class KnownWeights:
     def _behaviour(self) -> str:
         """What `behaviour` says of the config, asked anew where the config says something else of itself."""
         config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
+        # to_diff_dict makes a config of defaults to compare with at every call; a text of this one is cheaper.
         held = type(config), str(vars(config))
         if held != self._config[0]:
             self._config = held, json.dumps(behaviour(config), default=str)
@@ -259,6 +260,7 @@ def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> 
         for start in range(0, flat.numel(), SPAN):
             span = flat[start : start + SPAN]
             waiting.append((pool.submit(_hash_of, _exact(span)), span.numel()))
+            # A bound on what waits: else a streamed checkpoint would be read faster than hashed, and kept whole.
             yield from ready(2 * THREADS)
     yield from ready(0)
 
@@ -278,6 +280,7 @@ def _exact(values: Tensor) -> list[Any]:
     narrow = values.float().contiguous()
     parts = [narrow.numpy()]
     if values.dtype == torch.float64:
+        # inf - inf is NaN; `narrow` holds the infinity already.
         rest = (values - narrow).nan_to_num()
         parts += [rest.numpy()] if bool(rest.any()) else []
     return parts

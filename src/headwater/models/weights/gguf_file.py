@@ -127,6 +127,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 raise ModelError(
                     f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; fetch it again."
                 )
+            # The array keeps the map open after the file is closed.
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         metadata, tensors = _Header(content.data).read(path)
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, OSError) as error:
@@ -142,6 +143,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 f"that {kind} has; fetch it again."
             )
         try:
+            # The package has no public list of the types that it dequantises: a block of zeros is tried.
             gguf.dequantize(np.zeros((1, size), dtype=np.uint8), gguf.GGMLQuantizationType(stored.type))
         except NotImplementedError:
             raise ModelError(
@@ -196,6 +198,7 @@ class _Header:
         listed: dict[str, Stored] = {}
         for _ in range(n_tensors):
             name = self._text()
+            # A file lists the fastest axis first.
             shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
             if name in listed:
                 raise ValueError(f"two tensors are called {name!r}")

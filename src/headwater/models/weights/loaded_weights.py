@@ -136,6 +136,7 @@ class LoadedWeights(WeightSource):
         factors["norm_gain"] = self._gain_of(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
+        # A HookedTransformer computes with these very tensors; under a bridge they are read out of modules by name.
         if is_bridge(self.model.raw) and f"{at}: heads" not in self._sound:
             self._heads_seen.check(layer, factors)
             self._sound.add(f"{at}: heads")

@@ -118,5 +118,6 @@ def dequantized(
             f"{block[0]} x {block[1]} take {expected}. The checkpoint is damaged."
         )
     for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
+        # The last block of an axis may be cut off by its end.
         scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)
     return stored.float() * scale.float()

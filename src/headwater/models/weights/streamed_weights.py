@@ -135,6 +135,7 @@ class StreamedWeights(WeightSource):
             raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
         matrix = self.checkpoint.read(self._embedding_name)
         precision = torch.promote_types(torch.promote_types(matrix.dtype, self.given_dtype), torch.float32)
+        # Rows are picked from the mapped matrix first: converted whole it would be as large as W_U in float32.
         rows = finite(matrix[tokens.cpu()], self._embedding_name).to(device=self.device, dtype=precision)
         config, read = self.checkpoint.config, self._stored
         if kind == "layer0":
@@ -164,6 +165,7 @@ class StreamedWeights(WeightSource):
         """Rows of the embedding as the first block receives them, positions aside."""
         scale, norm, config = self.family.embedding_scale, self.family.embedding_norm, self.checkpoint.config
         if scale is not None:
+            # As in transformers, the factor is rounded to the embedding's dtype before it multiplies.
             embeddings = embeddings * torch.tensor(scale(config)).to(embeddings)
         if norm is None:
             return embeddings
