@@ -47,6 +47,7 @@ def relation_logits(
             shares = (counted["sum"] + 1) / (counted["size"] + 2)
             overall = (z[halves != side].sum() + 1) / ((halves != side).sum() + 2)
             here = halves == side
+            # A relation that the other half lacks has the share of all.
             found[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
     return found
 
@@ -77,6 +78,7 @@ def aware_logits(
     best: Int[np.ndarray, "seed example"],
 ) -> PerExample:
     """Predict from the untouched state at l* who is Q-anchored; NaN where the other half has too few of a mode."""
+    # One fit measures all of a half, so that its first example says which layer is l*.
     return _from_other_half(lambda seed, here: states[int(best[seed, here[0]])].double().numpy(), flips, half)
 
 
@@ -95,6 +97,7 @@ def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray
         z: 1 where the answer is wrong.
         half: the half that each example is measured in; fitted on the other.
     """
+    # Each count by itself: a slope could not say that two tokens are right more often than one or three.
     counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
     features = np.concatenate([*counts, shapes[["exact_share"]].to_numpy()], axis=1).astype(float)
     return _from_other_half(lambda seed, here: features, np.broadcast_to(z == 1, half.shape), half)
@@ -160,6 +163,8 @@ def _mean_auc(
     for expected, halves, values in zip(np.broadcast_to(truth, half.shape), half, scores, strict=True):
         for side in (0, 1):
             here = (halves == side) & np.isfinite(values)
+            # Resamples are counts of examples, so that one sort of the scores serves all draws.
             found.append(auc(values[here], expected[here], counts=draws.per_example(here)))
+    # 0 / 0 where no half of a draw holds both kinds: NaN, as meant.
     with np.errstate(invalid="ignore"):
         return np.nansum(found, axis=0) / np.isfinite(found).sum(0)

@@ -142,6 +142,7 @@ def refusals(
 
     def work(run: Run) -> Refusals:
         rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
+        # A question is asked once, however often it was answered; greedy decoding would repeat itself.
         questions = list(dict.fromkeys(rows["question"]))
         ids = {
             place: encode(model.tokenizer, frame.asking(question), model.bos)[0]  # type: ignore[arg-type]
@@ -198,7 +199,9 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
         here = here[here["correct"] == (control == RIGHT)]
     strata = np.zeros(len(here), dtype=np.int64)
     if control == MARGIN:
+        # By seed: each probe has logits of its own scale.
         share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
+        # The largest margin has rank 1.0, which would begin a sixth fifth.
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
     draws = Bootstrap.of(here["question"]) if len(here) else None
     is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)

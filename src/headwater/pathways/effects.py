@@ -106,6 +106,7 @@ def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
     for seed in range(seeds):
         for side, (_, rows) in enumerate(grouped_folds(answered.z, groups, 2, seed)):
             half[seed, rows] = side
+            # Only to see now that the half can be split again to choose a layer; it raises where that cannot be.
             grouped_folds(answered.z[rows], [groups[row] for row in rows], FOLDS, seed)
     return half
 
@@ -140,6 +141,7 @@ def measure(
             return fits.logits(after_states(model, part, setup), part.examples)
 
         def in_windows(part: Intervention) -> Logits:
+            # Windows are read at l* alone, which differs between fits.
             layers = np.unique(fits.best).tolist()
             after = after_windows(model, part, setup, int(window or 0), layers)
             return fits.logits_at_best(after, layers, part.examples)
@@ -233,6 +235,7 @@ def _after(
 
     pieces = _chunks(intervention)
     for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
+        # Other examples stay NaN, which every average leaves out.
         found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return found
 

@@ -68,6 +68,7 @@ def severed_states(
         cut = _stacked([cuts[row] for row in rows])[:, :, first:]
         return _hooks(to_device(cut, model.device), model.shape.n_layers, variant)
 
+    # The first query that loses a key; what is before it may be run once for all rows.
     cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
     try:
         return states_at(model, tokens, positions, site, batch_size, False, editing=cutting, edited_from=cut_from)
@@ -97,6 +98,7 @@ def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: Vari
 
 
 def _mask_attention(weights: Tensor, hook: object, cut: Tensor, value: float | None) -> Tensor:
+    # Not -inf: a query that is left no key would be NaN. So it attends to cut keys alike, which `_seen` refuses.
     return weights.masked_fill(cut.to(weights.device), torch.finfo(weights.dtype).min if value is None else value)
 
 
@@ -226,6 +228,7 @@ def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Pl
 def prompts_of(answered: AnsweredQuestions) -> list[str]:
     """Return the prompt of every row."""
     before, after = prompt_parts_of(answered)
+    # Records have `messages` where the prompt was a chat (`said_of_chats`); a chat's text gets no BOS of its own.
     frame = Frame(before, after, "", is_chat="messages" in answered.run.options)
     return list(map(frame.asking, answered.table["question"]))
 

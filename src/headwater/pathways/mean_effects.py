@@ -106,6 +106,7 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
     tables = []
     for split_by, q_anchored in splits.items():
         for group, member in _groups(q_anchored).items():
+            # Draws are concatenated, each with all of its seeds: the modes of the seeds repeat draw by draw.
             repeats = 1 if q_anchored is None else len(applies) // len(q_anchored)
             taken = applies & np.tile(np.swapaxes(member, 1, 2), (repeats, 1, 1))
             columns = {"split_by": split_by, "group": group, "layer": np.arange(taken.shape[2])}

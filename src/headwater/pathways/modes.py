@@ -89,6 +89,7 @@ class ModeEffects:
 
 def effects(before: Logits, after: Logits) -> ModeEffects:
     """Compare logits of z = 1 before and after an intervention."""
+    # A logit of 0 says "right", as it does in `flipped` and in the table's `predicted_wrong`.
     sign = np.where(before > 0, 1.0, -1.0)
     probability, probability_after = expit(np.abs(before)), expit(sign * after)
     return ModeEffects(
@@ -153,6 +154,8 @@ def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float |
     data = (x[:, None] - x.mean()) / scale
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
+        # EM ends in local optima, hence eight starts; reg_covar, here a share of the variance, keeps a component from
+        # shrinking onto equal values.
         one, two = (GaussianMixture(k, n_init=8, reg_covar=1e-4, random_state=seed).fit(data) for k in (1, 2))
     bic_one, bic_two = float(one.bic(data)), float(two.bic(data))
     means, weights = two.means_[:, 0], two.weights_
@@ -241,9 +244,11 @@ def decided(tests: pd.DataFrame) -> pd.DataFrame:
 
 def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: NDArray[np.float64]) -> int:
     """Count the peaks of a sum of Gaussians."""
+    # A grid around each component: one over all of the range could step over a narrow peak.
     grid = np.unique(
         np.concatenate([np.linspace(m - 4 * s, m + 4 * s, 801) for m, s in zip(means, spreads, strict=True)])
     )
     density = (weights / spreads * np.exp(-0.5 * ((grid[:, None] - means) / spreads) ** 2)).sum(1)
     rises = np.sign(np.diff(density))
+    # Flat stretches, where the density underflows between far peaks, are neither rise nor fall.
     return int((np.diff(rises[rises != 0]) < 0).sum())

@@ -57,6 +57,7 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
     top, bottom = (
         np.median(values[rng.integers(len(values), size=(DRAWS, len(values)))], 1) for values in (wrong, right)
     )
+    # A drawn median of 0 has no ratio, and would make the interval infinite.
     drawn = top[bottom > 0] / bottom[bottom > 0]
     ends = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (0.0, np.inf)
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]

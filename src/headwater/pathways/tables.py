@@ -76,6 +76,7 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
         "components": _components(measured, exact, random),
     }
     for name in ("table", "modes"):
+        # From places within the set to rows of the whole answered table.
         found[name]["example"] = np.asarray(rows)[found[name]["example"]]
     return {name: _in_front(table, dataset) for name, table in found.items()}
 
@@ -114,6 +115,7 @@ def _table(
     table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
     if random is not None:
         flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
+        # Missing and not False where no control was run: a share of flips must not count it.
         table["random_flipped"] = flipped.mask(~random.applies.ravel())
     return table
 
@@ -199,6 +201,7 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     """
     best, table = measured.fits.best, measured.answered.table
     question = table["question"].to_numpy()
+    # np.unique and groupby both sort: `first` is in the order of `_by_question`.
     first = np.unique(question, return_index=True)[1]
     known = "relation" in table and table["relation"].notna().any()
     relations = table["relation"].to_numpy(dtype=object)[first] if known else None

@@ -182,6 +182,7 @@ def _drawn_again(one: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed exa
         rng = np.random.default_rng(seed)
         for side in (0, 1):
             here = np.flatnonzero(sides == side)
+            # Within each half, so that both keep their share of wrong answers.
             drawn[seed, here] = one.z[rng.permutation(here)]
     return drawn
 

@@ -355,7 +355,7 @@ def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
     half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]
     rows = np.sort(np.random.default_rng(0).permutation(len(questions))[:POOLED_ROWS])
     return _Sample(
-        measured.states[:, torch.from_numpy(rows)].clone(),
+        measured.states[:, torch.from_numpy(rows)],
         measured.answered.z[rows],
         [questions[row] for row in rows],
         np.array(half)[rows],
