@@ -216,7 +216,7 @@ def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Cand
     clean, correct = differences(model, second)
     gap = clean - differences(model, second, corrupted=True)[0]
     found = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
-    # `not ... > 0`, since an interval of NaN is no sign of an effect either.
+    # `not ... > 0`, so that an interval of NaN does not count as a sign of an effect either.
     if not mean_of(gap, second.item.tolist()).low > 0:
         return found
     found["share"] = torch.from_numpy(head_effects(model, prompts.first).share)

@@ -453,6 +453,6 @@ def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"], longest
     length = tokens.shape[1]
     if mask is None or mask.ndim < 4:
         return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-    # One row of mask may stand for the whole batch; masks that are not boolean are added to scores, 0 where seen.
+    # One row of mask may serve the whole batch; masks that are not boolean are added to scores, 0 where seen.
     row_mask = mask[min(longest, len(mask) - 1), 0, :length, :length]
     return row_mask if row_mask.dtype == torch.bool else row_mask == 0

@@ -80,8 +80,8 @@ class FixedPrefix(DynamicCache):  # type: ignore[misc]
         self.before = before
         self.watched: range = range(0)
         self.values: dict[int, Tensor] = {}
-        # One row and one coordinate stand for all: DynamicCache would copy what it is given.
-        for layer, (keys, values) in before.items():  # which is asked how long it is, and for no number
+        # One row and one coordinate are enough for its length: DynamicCache would copy whole tensors.
+        for layer, (keys, values) in before.items():  # only its length is read
             super().update(keys[:, :1, :, :1], values[:, :1, :, :1], layer)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ class Descent:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.lock)
             for layer in range(self._lowest, self._segments[0].start):
-                # torch's hook, since TransformerLens's show activations and not what a block is called with besides.
+                # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
                 handle = self.model.raw.blocks[layer].register_forward_pre_hook(
                     partial(self._note_call, layer), with_kwargs=True
                 )

@@ -55,7 +55,7 @@ def said_bytes(count: int) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or a CPU."""
-    # torch's allocator on the CPU raises a plain RuntimeError, told by its text alone.
+    # torch's allocator on the CPU raises a plain RuntimeError, which only its text identifies.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

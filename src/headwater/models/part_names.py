@@ -108,7 +108,7 @@ def read_part(name: Any) -> NamedPart | None:
     if isinstance(name, NamedPart):
         return name
     if isinstance(name, str):
-        # A page of text is no name, and would stay in the cache of `_read`.
+        # A page of text is not a name, and would remain in the cache of `_read`.
         return _read(name) if len(name) <= 80 else None
     try:
         first, second = name

@@ -135,7 +135,7 @@ def run_or_resume(
         RunFolderError: `out` holds another run, or another process writes to it.
     """
     progress = checked_flag("progress", progress)
-    # Before any work: an edit that the work itself makes and undoes is no part of what the model is.
+    # Before any work: an edit that the work itself makes and undoes does not belong to the model's identity.
     record = RunRecord.of(analysis, model, options, seed)
     folder = None if out is None else RunFolder(out, record, result_class)
     if folder is not None and folder.finished:

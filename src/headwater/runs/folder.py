@@ -96,7 +96,7 @@ class RunFolder:
             mine, self._count = self._processes.owns(self._count), self._count + 1
             if mine:
                 self._made(name, compute)
-        # The number is part of the step's name, so that processes that cut the work differently are told apart.
+        # The number is part of the step's name, so that processes that cut the work differently do not mix.
         self._processes.together(f"{len(names)} pieces of {self.run.analysis}", None)
         yield from (self._arrived(name) for name in names)
 

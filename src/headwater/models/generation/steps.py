@@ -191,7 +191,7 @@ class _Cached:
         self._texts = torch.cat([self._texts, self._reads.tokens], 1)
         self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
         self._positions = self._positions[:, -1:] + 1
-        # Keys are kept after rotation, so that a text that has just grown too long has to be read anew.
+        # Keys are kept after rotation, so a text that has just grown too long has to be read again.
         if bool((self._positions == self._original).any()):  # all keys of the row are turned otherwise from here on
             self._cache, self._reads = DynamicCache(), Batch(self._texts, self._mask.bool())
             self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)

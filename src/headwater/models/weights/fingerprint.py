@@ -132,7 +132,7 @@ class KnownWeights:
     def _behaviour(self) -> str:
         """What `behaviour` says of the config, asked anew where the config says something else of itself."""
         config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
-        # to_diff_dict makes a config of defaults to compare with at every call; a text of this one is cheaper.
+        # to_diff_dict makes a config of defaults to compare with at every call; this config as a string is cheaper.
         held = type(config), str(vars(config))
         if held != self._config[0]:
             self._config = held, json.dumps(behaviour(config), default=str)

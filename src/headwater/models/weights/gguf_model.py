@@ -190,7 +190,7 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    # A chat's turn ends with its own token, which files name apart from the end of a document.
+    # A chat's turn ends with its own token, which files name separately from the end of a document.
     ends = list(dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] is not None))
     config |= {"bos_token_id": special["bos"], "pad_token_id": special["padding"]}
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
