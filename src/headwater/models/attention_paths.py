@@ -70,7 +70,7 @@ class OwnAttention(ABC):
         prefix: Any,
         kept: Int[Tensor, "row kept"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
-        """Return what attention gives, before a norm behind it; with `kept` at these of a row's places only.
+        """Return what attention gives, before a norm after it; with `kept` at these of a row's places only.
 
         `prefix` is the keys and values of the positions before a row (`headwater.models.blocks.SharedPrefix`), if any.
         """
@@ -149,7 +149,7 @@ class OwnAttention(ABC):
 
 
 class _NativeAttention(OwnAttention):
-    """Attention of a TransformerLens-native model, behind its bridge."""
+    """Attention of a TransformerLens-native model, inside its bridge."""
 
     def __init__(self, attention: Any):
         super().__init__(attention)

@@ -1,17 +1,17 @@
-"""The transformers model inside a bridge without TransformerLens's wrappers, but for the layers that hooks stand in.
+"""The transformers model inside a bridge without TransformerLens's wrappers, but for the layers with hooks.
 
 A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
-twice what the module itself does. `bare_model` puts the modules together anew without them. What is put together shares
+twice what the module itself does. `bare_model` rebuilds the model without them. What is put together shares
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
 copies that ask for attention in one pass where that is the same (`headwater.models.attention_paths`). Where a hook is
 to act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it.
 Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put
-together without a wrapper is kept with the model, for as long as each module and config that it was made of holds the
+together without a wrapper is kept with the model, for as long as each module and config in it holds the
 very same objects (`headwater.models.foreign_modules`).
 
 It is given only where it computes what the bridge computes:
 
-1. every module holds what it held when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
+1. every module holds what it did when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
    yet, and no norms were folded into weights;
 2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
    fused matrix (GPT-NeoX) the bridge has parts of its own;
@@ -61,7 +61,7 @@ class BareModel:
         kept: the wrappers that stay.
         firing: the modules, hook points among them, that the model still calls.
         rotary_by_length: what in it makes rotary embeddings that depend on a text's length.
-        configs: what the configs held that were copied.
+        configs: the entries of the configs that were copied.
     """
 
     def __init__(self, raw: Any, attention: str, points: AbstractSet[int] = frozenset()):

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
 WIRING = "transformer_lens.model_bridge.component_setup"
-"""Where TransformerLens makes the hooks by which those of an MLP fire whose parts stand in the block itself."""
+"""Where TransformerLens makes the hooks by which those of an MLP fire whose parts are in the block itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What one run of a right-padded batch leaves behind for the rows that will share it."""
+    """What one run of a right-padded batch records for the rows that will share it."""
 
     activations: Mapping[str, Tensor]
     """By hook name, as the hook gives them."""
@@ -212,7 +212,7 @@ class Blocks:
 
     @functools.cached_property
     def _layer_norms(self) -> list[Any]:
-        """The norms within and behind the blocks that are plain LayerNorms beneath."""
+        """The norms within and after the blocks that are plain LayerNorms beneath."""
         norms = [getattr(block, name) for block in self._blocks for name in NORMS if has_part(block, name)]
         return [norm for norm in (*norms, getattr(self.model.raw, "ln_final", None)) if _is_layer_norm(norm)]
 
@@ -372,7 +372,7 @@ def cannot_step(model: HookedModel) -> str | None:
         return "its attention keeps an index of tokens beside keys and values"
     known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
     if known and family_of(model.config).positions_by_place:
-        return "its attention reads positions from where tokens stand (ALiBi), and is given them for whole rows"
+        return "its attention reads positions from columns (ALiBi), and is given them for whole rows"
     if any(site in STATES and site != "resid_mid" for site, _ in model.misfits):
         return "what its blocks add to the residual stream is not what attention and MLP write"
     if is_bridge(raw) and hasattr(raw, "project_out"):
@@ -430,7 +430,7 @@ def _through(block: Any, norm: str, x: Tensor) -> Tensor:
 
 
 def _lies_in_block(block: Any) -> bool:
-    """Whether the parts of an MLP stand in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
+    """Whether the parts of an MLP are in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
     return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 

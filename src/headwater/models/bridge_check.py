@@ -1,4 +1,4 @@
-"""Whether a model behind hooks computes what the model it wraps does, and its activations are what their names say.
+"""Whether a model with hooks computes what the model it wraps does, and its activations are what their names say.
 
 Seen once, at load:
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Calls: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """By module: the first tensor it takes and the first it gives."""
 N_TOKENS = 5
-"""Not a usual number of heads, so that the axes of a site are told apart."""
+"""Not a usual number of heads, so that the axes of a site differ in size."""
 DEPTH = 4
 """Modules nested deeper than this, such as experts, are not watched."""
 LEAST = 1e-2
@@ -108,7 +108,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
     # The second row differs in its last tokens alone: where its first logits differ, attention looks ahead.
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
     sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, beside)
-    known = model.raw.hook_dict  # put together anew whenever it is asked for
+    known = model.raw.hook_dict  # built at every access
     if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in known:
         raise ModelError(
             f"{model.name} ({model.shape.architecture}) has no residual stream that goes from block to block here: "

@@ -65,7 +65,7 @@ class PromptHook(ABC):
 
         Args:
             model: the model.
-            batch: the prompts; None stands for whatever goes through the model.
+            batch: the prompts; None for whatever goes through the model.
             goes_on: whether these are tokens that follow the prompts.
         """
 
@@ -79,8 +79,8 @@ def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False
 def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:
     """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
 
-    It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is no
-    error when nothing passes through the place.
+    It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is not
+    an error when nothing passes through the place.
     """
     return TrustedHook(function, edits=False, may_be_silent=may_be_silent)
 

@@ -1,4 +1,4 @@
-"""What was put into a model past `model.hooks`: what its modules hold now that did not stand there when it was loaded.
+"""What was put into a model past `model.hooks`: what its modules hold now and did not when it was loaded.
 
 Looked at whenever a run is recorded; where nothing is found, weights and config say what the model computes.
 
@@ -9,7 +9,7 @@ Looked at whenever a run is recorded; where nothing is found, weights and config
 
 Numbers kept in tuples, lists or other objects are not looked at.
 
-Whether dictionaries, or modules, still hold the very objects that they held: what was found of these still stands.
+Whether dictionaries, or modules, still hold the very same objects, so that what was found before still applies.
 
 A model of some hundred modules is looked at whenever a run is recorded. Comparing objects by identity costs a tenth of
 reading what each module holds, and misses nothing but what changes within an object; the hooks, submodules and
@@ -125,7 +125,7 @@ class SameModules:
 
 
 class SameTensors:
-    """The parameters and buffers in a module, which is walked anew when one came or went anywhere within it."""
+    """The parameters and buffers in a module, which is walked again when one came or went anywhere within it."""
 
     def __init__(self, root: torch.nn.Module):
         self._root = root
@@ -273,7 +273,7 @@ def _held(module: torch.nn.Module) -> Held:
 
 
 def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
-    """Whether a function that a module keeps may stand for what its class does."""
+    """Whether a function that a module keeps may replace a method of its class."""
     usual = getattr(type(module), name, None)
     if name[0] == "_" and not callable(usual):  # torch keeps compiled calls so
         return False

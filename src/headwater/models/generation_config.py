@@ -1,7 +1,7 @@
 """What a model's generation config says of all that it writes: the tokens that end a text, and which may not come.
 
 `RULES` are transformers' own processors of logits, made for each row as if it were alone. They change which token is
-chosen, not the probability that is told of it. Temperature, top_k and the like are options of the call, not rules; the
+chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules; the
 settings in `UNUSED` are not obeyed, which is said once per model.
 """
 

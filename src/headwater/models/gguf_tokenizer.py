@@ -30,7 +30,7 @@ RULES = {
     LLAMA_3: ("llama-bpe", "llama3", "llama-v3"),
     QWEN_2: ("qwen2", "stablelm2", "deepseek-r1-qwen"),
 }
-"""How words are split, and what files call it: as GPT-2 does; the same after every digit apart; or a pattern."""
+"""How words are split, and what files call it: as GPT-2 does; the same, with digits split one by one; or a pattern."""
 PASS = "Pass tokenizer=, the one of the checkpoint that the file was converted from."
 UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
 """The rules of architectures whose files do not name them."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
-"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may stand for all."""
+"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may serve all."""
 GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 """What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
 

@@ -1,4 +1,4 @@
-"""A model that can be run, watched and edited: TransformerLens's bridge behind a surface of a few names.
+"""A model that can be run, watched and edited: TransformerLens's bridge under a few names.
 
 `model.tokenize` makes a batch, `model.run` gives logits (with hooks if asked), `model.cache` keeps activations. Hooks
 go through one context manager, `model.hooks`, which promises four things:
@@ -6,7 +6,7 @@ go through one context manager, `model.hooks`, which promises four things:
 1. every hook names an activation that exists, and it fired whenever the model ran: a dead hook is an error, because an
    experiment whose edit never happened looks like an experiment without effect;
 2. an edit reaches all that the model computes from the activation, and no other hook (`headwater.models.edits`);
-3. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
+3. nothing remains, whatever is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
    (`headwater.models.model` says what becomes of that in a forked process).
 
@@ -58,7 +58,7 @@ from headwater.runs.record import HOOKS, PAST_HOOKS
 
 
 class _WithAdvice(type):
-    """The class of HookedModel: what it is asked for and has not, as `from_pretrained`, is told what to use."""
+    """The class of HookedModel: of a missing name, such as `from_pretrained`, the error says what to use."""
 
     if not TYPE_CHECKING:
 
@@ -225,7 +225,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         Raises:
             InputError: a hook is not a pair of a name and a function of (activation, hook).
             InterventionError: a hook names no activation, or one that is not what `shape` says; or the model ran in the
-                context and a hook did not fire, returned what cannot stand for the activation, wrote into it without
+                context and a hook did not fire, returned what cannot replace the activation, wrote into it without
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
                 read).
         """

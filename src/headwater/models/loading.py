@@ -56,7 +56,7 @@ from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 NATIVE = "TransformerLensNative"
-"""What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
+"""What TransformerLens calls its own models inside a bridge; their blocks are serial, whatever their config says."""
 
 
 @checked_call
@@ -238,7 +238,7 @@ def _from_lens(
 
 
 def _as_published(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a TransformerLens model, which was told to write a BOS token, as its own files have it."""
+    """The tokenizer of a TransformerLens model, which was set to write a BOS token, as its own files have it."""
     if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
         with contextlib.suppress(ModelError):
             return load_tokenizer(tokenizer.name_or_path)
@@ -252,14 +252,14 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     hf.eval().requires_grad_(False)
     model_type = text_config(hf.config).model_type
     architecture = FAMILIES[model_type].architecture if model_type in FAMILIES else type(hf).__name__
-    # A config made in memory names none, and of Gemma 3's text model TransformerLens 4.3 cannot tell it otherwise.
+    # A config made in memory names none, and of Gemma 3's text model TransformerLens 4.3 cannot infer it otherwise.
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
     reference, embedding = record_reference(hf, name), hf.get_input_embeddings()
     copied = copy.deepcopy(tokenizer)  # to which the bridge adds special tokens, and which it reloads if it has no name
     if copied is not None:
-        # TransformerLens fails without a name, and without add_bos_token loads the tokenizer anew by its name.
+        # TransformerLens fails without a name, and without add_bos_token loads the tokenizer again by its name.
         names = {"name_or_path": copied.name_or_path or "in memory", "add_bos_token": True}
         copied.init_kwargs = {**copied.init_kwargs, **names}
     try:
@@ -311,7 +311,7 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
 
 
 def _folder(given: str | Path, revision: str | None) -> Path:
-    """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") stand for hub names."""
+    """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") are mapped to hub names."""
     source, path = str(given), Path(given).expanduser()
     if is_packaged(given) or path.exists() or is_gguf(path):
         return checkpoint_folder(given, revision)

@@ -83,7 +83,7 @@ class Items(Protocol):
 def in_halves(items: Items, work: Callable[[Any], Value]) -> list[Value]:
     """Do the work on all items at once; when memory runs out, on one half and then the other, and so on.
 
-    The work must leave nothing behind when it fails.
+    The work must undo what it did when it fails.
 
     Returns:
         What each part of the work returned, in order.

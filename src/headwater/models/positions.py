@@ -136,7 +136,7 @@ def is_all(where: Where) -> bool:
 
 
 def hangs_on_length(where: object) -> bool:
-    """Whether two prompts of one length have the same positions of this name, as far as its kind tells."""
+    """Whether two prompts of one length have the same positions of this name, judged by its kind alone."""
     return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
 
 
@@ -198,7 +198,7 @@ def last_token_of(where: Place | Any) -> LastTokenOf:
 def positions_of(
     where: object, prompt: Prompt, example: int, n_examples: int, side: int | None = None
 ) -> tuple[int, ...]:
-    """Return the positions that a name stands for in one prompt, ascending; of roles, those of any of them.
+    """Return the positions that a name means in one prompt, ascending; of roles, those of any of them.
 
     Args:
         where: see the first lines of this file.

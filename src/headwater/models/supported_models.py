@@ -2,13 +2,13 @@
 
 adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused,
              or added to the weights of a copy
-quantized    weights that are no float numbers, or are unpacked on the way; refused
+quantized    weights that are not float numbers, or are unpacked on the way; refused
 multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava); or
              the same parameters in a text model that has their names (Qwen 2.5 VL, Qwen 3 VL)
 
 What is set right in TransformerLens's adapters, which say how a model is wrapped, and in what they wrap.
 
-Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head stands with its query heads in one
+Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head is with its query heads in one
 matrix (`weights.conversion`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
 values one after the other, and its one norm, where there is one, for two.
 
@@ -104,7 +104,7 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Refuse weights that are not held as float numbers, or not in memory."""
+    """Refuse weights that are not stored as float numbers, or not in memory."""
     advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
@@ -119,7 +119,7 @@ def refuse_quantized(model: Any) -> None:
         if type(held.data) is not torch.Tensor or not held.is_floating_point():
             kind = str(held.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{name} of this {type(model).__name__} is held as {kind} {type(held.data).__name__}; {advice}"
+                f"{name} of this {type(model).__name__} is stored as {kind} {type(held.data).__name__}; {advice}"
             )
     if getattr(model, "is_quantized", False):
         raise ModelError(f"This {type(model).__name__} is quantized; {advice}")

@@ -178,7 +178,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatTe
     """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
 
     A last message of the assistant is written up to its end, to be continued. Templates that write the date get a fixed
-    one, and those that can think aloud are told not to.
+    one, and those that can think aloud are asked not to.
 
     Args:
         tokenizer: the model's.
@@ -377,8 +377,8 @@ def _refuse_unmarked_padding(
         length = int(lengths[row])
         padding = (batch.tokens[row, :length] == pad).tolist()
         in_front = next((i for i, is_pad in enumerate(padding) if not is_pad), length)
-        behind = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)
-        if in_front > begins_texts or (length > 1 and behind > ends_texts):
+        at_end = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)
+        if in_front > begins_texts or (length > 1 and at_end > ends_texts):
             raise InputError(
                 f"Row {batch.name(row)} of the token ids begins or ends with the padding id {pad}, and there is no "
                 "mask. Pass a tensor with mask= (True at real tokens) to model.tokenize, or give texts or lists "

@@ -98,7 +98,7 @@ def residual_scale(model: HookedModel) -> float:
 
 
 def attention_post_norm(model: HookedModel, layer: int) -> Norm | None:
-    """Return the norm behind the attention of a layer (Gemma), None where there is none."""
+    """Return the norm after the attention of a layer (Gemma), None where there is none."""
     gain = LoadedWeights(model).attention_post_gain(layer)
     return None if gain is None else _norm(model, gain, model.raw.blocks[layer].ln1_post)
 
@@ -118,7 +118,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @torch.inference_mode()
 def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
-    """Return the final norm and the head behind it, after checking them against the model's own logits.
+    """Return the final norm and the head after it, after checking them against the model's own logits.
 
     Args:
         model: the model.

@@ -80,7 +80,7 @@ class Saliency(Result):
     by_layer: pd.DataFrame
     """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
     target: LossName
-    """The target that figures and `of` show unless told otherwise."""
+    """The target that figures and `of` show by default."""
     run: RunRecord
 
     @property
@@ -323,8 +323,8 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     seen = sum(place is None for place in places)
     if seen:
         raise InputError(
-            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: of "
-            "what it has seen a probe is surer, and more often right, than it is. Fit it on other questions, or take "
+            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: a "
+            "probe is surer, and more often right, on what it has seen. Fit it on other questions, or take "
             "one with folds: pathways.probe, or fit_probes(..., cross_fit=True)."
         )
     return np.array(places, dtype=np.int64)

@@ -135,7 +135,7 @@ def compare(
 
     Args:
         draws: of the examples, by question.
-        truth: by seed and example, what the scores should tell.
+        truth: by seed and example, what the scores should predict.
         half: the half that each example is measured in.
         scores: by name.
         question: what is asked; goes into the table.

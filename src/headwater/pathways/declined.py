@@ -60,7 +60,7 @@ class Refusals(Result):
     """How often a model declines, by the mode of what it answered."""
 
     table: pd.DataFrame
-    """A row per question set, way to tell the modes (`split_by`) and `control`: `answers` (with an answer that ended),
+    """A row per question set, way to split the modes (`split_by`) and `control`: `answers` (with an answer that ended),
     `q_refused, a_refused` (shares) and `difference` (A-anchored less Q-anchored), each with `_low, _high` (95 %)."""
     said: pd.DataFrame
     """A row per example: `dataset, example, question, said, refused, ended`."""

@@ -204,7 +204,7 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
 
 
 def probes_as_tensors(probes: Probes) -> dict[str, Tensor]:
-    """Take probes apart into tensors."""
+    """Split probes into tensors."""
     assert probes.validation_auc is not None
     return {
         "weight": probes.weight,

@@ -234,7 +234,7 @@ def prompts_of(answered: AnsweredQuestions) -> list[str]:
 
 
 def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:
-    """Return what stood before the question and what after it."""
+    """Return the prompt before the question and after it."""
     prompt = answered.run.options.get("prompt", "")
     if prompt.count(SLOT) != 1:
         raise InputError("These answers do not record their prompt: make them with hw.answer, or pass controls=False.")

@@ -3,7 +3,7 @@
 One long table. A row is of an intervention, a way to split, a group and a layer:
 
     intervention   EXACT, WINDOWED, BESIDE, RANDOM, ... (`interventions`, `swap`)
-    split_by       how examples are told apart (`modes`); "not split" where all are one group
+    split_by       how examples are grouped (`modes`); "not split" where all are one group
     group          "all", or one of the two modes
     layer          the layer whose probe is read; missing where each fit's own l* is
 
@@ -153,7 +153,7 @@ def member_means(
 
 
 def _pooled(each: Sequence[ModeEffects]) -> ModeEffects:
-    """Put the draws of an intervention one behind the other, as if they were seeds."""
+    """Put the draws of an intervention one after the other, as if they were seeds."""
     return ModeEffects(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
 
 

@@ -13,11 +13,11 @@ Q-anchored curve far below 0 and an A-anchored one near it. Hence four ways to s
     cross-fitted     flips at l* of another seed's probe, which was fitted on other examples but reads the same state
     random tokens    flips, and ΔP, when random question tokens are knocked out: what such a split gives by itself
 
-None of them tests anything: one population stays apart under the second and the third too. Whether there are two modes
+None of them tests anything: one population splits under the second and the third too. Whether there are two modes
 is asked of the logit changes themselves. All together may have two peaks (`components`) because questions of two
 relations differ in difficulty, or because two predictions start from two sides. So one mode is tested within each
 relation and prediction, and the tests are put together (`within_relations`); over question sets the share of false
-discoveries is held at 5 % (`decided`).
+discoveries is kept at 5 % (`decided`).
 """
 
 from __future__ import annotations

@@ -84,13 +84,13 @@ def _probe(view: SetAtBest) -> Iterator[str]:
     found = view.baseline(WRONG_ANSWER, PROBE)
     chance = against_chance(*found[1:])
     at_chance = f" This is {chance}, and nothing below says much." if chance else ""
-    if view.told_by_spans:
+    if view.explained_by_spans:
         at_chance = (
-            " Length and place of the exact answer alone tell them as well: this is no sign that the states know which "
-            "answer is wrong, and nothing below says much."
+            " Length and place of the exact answer alone find them as well: this does not show that the states know "
+            "which answer is wrong, and nothing below says much."
         )
     yield (
-        f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) tells the wrong ones with AUC "
+        f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) detects the wrong ones with AUC "
         f"{_interval(found)}.{at_chance}"
     )
     for name, known in (
@@ -102,13 +102,13 @@ def _probe(view: SetAtBest) -> Iterator[str]:
             difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
             yield (
                 f"knowing only {known} gives AUC {_interval(baseline)}; the probe "
-                f"{_against_zero(difference, 'beats it', 'is worse', 'is not told apart from it')} "
+                f"{_against_zero(difference, 'beats it', 'is worse', 'does not differ clearly from it')} "
                 f"(difference {_interval(difference)})."
             )
 
 
 def _spans(view: SetAtBest) -> Iterator[str]:
-    """Compare the exact answer's length and place in right and wrong answers, and what these alone tell."""
+    """Compare the exact answer's length and place in right and wrong answers, and what these alone predict."""
     found = view.baseline(WRONG_ANSWER, SPANS)
     if np.isfinite(found[0]):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
@@ -120,7 +120,7 @@ def _spans(view: SetAtBest) -> Iterator[str]:
         yield (
             f"the exact answer has {right} where it is right, and {wrong} where it is wrong. Its length and place "
             f"alone give AUC {_interval(found)}; the probe "
-            f"{_against_zero(difference, 'beats this', 'is worse', 'is not told apart from this')} "
+            f"{_against_zero(difference, 'beats this', 'is worse', 'does not differ clearly from this')} "
             f"(difference {_interval(difference)})."
         )
 
@@ -157,7 +157,7 @@ def _modes(view: SetAtBest) -> Iterator[str]:
             yield f"only {view.members(mode)} examples are {mode} at l*: too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q[0]) and np.isfinite(a[0]):
-        holds = "the two stay apart" if q[2] < a[1] else "the two are not told apart"
+        holds = "the two stay apart" if q[2] < a[1] else "the two do not differ clearly"
         yield (
             f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}, which one "
             "population does as well, since both probes read the same states."
@@ -221,7 +221,7 @@ def _awareness(view: SetAtBest) -> Iterator[str]:
     if np.isfinite(aware[0]):
         difference = view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}")
         yield (
-            f"a probe on untouched states tells Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
+            f"a probe on untouched states detects Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
             f"of the truth probe with {_interval(margin)}, its logit and |logit| with {_interval(logit)}: the states "
             f"{_against_zero(difference, 'know more', 'know less', 'do not know more')} about the mode than the truth "
             "probe's own output."

@@ -82,7 +82,7 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
 
 
 def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
-    """Return the logit at l* as if it stood at every layer."""
+    """Return the logit at l*, repeated at every layer."""
     return np.broadcast_to(at_layer(before, best)[:, None], before.shape)
 
 
@@ -171,7 +171,7 @@ def _aucs(measured: Effects) -> pd.DataFrame:
 
 
 def _baselines(measured: Effects, draws: Bootstrap, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
-    """AUCs at l*: of the probe and what it is held against, and of two ways to tell the mode beforehand."""
+    """AUCs at l*: of the probe and its baselines, and of two ways to predict the mode beforehand."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}
     if "relation" in table and table["relation"].notna().any():
@@ -197,7 +197,7 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     """One mode or two of the logit change at l* within relations; peaks of all examples, and of each prediction.
 
     Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale. They
-    are averaged over seeds and over the answers to one question, which are no independent examples.
+    are averaged over seeds and over the answers to one question, which are not independent examples.
     """
     best, table = measured.fits.best, measured.answered.table
     question = table["question"].to_numpy()

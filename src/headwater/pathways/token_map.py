@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ProbeMap(Result):
-    """How well a probe tells wrong answers, by token and layer."""
+    """How well a probe detects wrong answers, by token and layer."""
 
     table: pd.DataFrame
     """A row per question set, token and layer: `dataset, token, layer, auc, low, high` (95 %), `control_auc` of labels
@@ -73,14 +73,14 @@ class ProbeMap(Result):
         return self.table.loc[best, names].reset_index(drop=True)
 
     def report(self) -> list[str]:
-        """Return where wrong answers are told best, and whether anything but the states tells as much."""
+        """Return where wrong answers are detected best, and whether anything but the states does as well."""
         said = []
         for name in self.datasets:
             here = self.table[self.table["dataset"] == name]
             row = here.iloc[int(here["auc"].to_numpy().argmax())]
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
             said.append(
-                f"{name}: of {row['answers']:,} answers the wrong ones are told best at {row['token']}, layer "
+                f"{name}: of {row['answers']:,} answers the wrong ones are detected best at {row['token']}, layer "
                 f"{row['layer']}: AUC {said_number(row['auc'], row['low'], row['high'], places=3)}, the best of "
                 f"{len(here)} pairs and so overestimated."
             )
@@ -90,7 +90,7 @@ class ProbeMap(Result):
             if np.isfinite(spans["auc"]):
                 alone = said_number(spans["auc"], spans["low"], spans["high"], places=3)
                 more = "more" if row["low"] > spans["high"] else "not clearly more"
-                said.append(f"{name}: the exact answer's length and place alone give {alone}; the states tell {more}.")
+                said.append(f"{name}: the exact answer's length and place alone give {alone}; the states give {more}.")
         return said
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
@@ -111,7 +111,7 @@ def probe_map(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> ProbeMap:
-    """Measure how well a probe tells wrong answers at every token and layer.
+    """Measure how well a probe detects wrong answers at every token and layer.
 
     Args:
         model: the model that answered.
@@ -217,7 +217,7 @@ def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Ten
 
 
 def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
-    """Measure what the length and place of the exact answer tell alone."""
+    """Measure how well the length and place of the exact answer alone detect wrong ones."""
     logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
     known = np.isfinite(logits).all()
     found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"]))) if known else None

@@ -84,7 +84,7 @@ class Pathways(Result):
     """What every intervention does on average: a row per `dataset, intervention, split_by, group, layer`.
 
     - `layer`: missing in the rows that are at l* of each fit;
-    - `split_by`: how the modes are told apart (`pathways.modes`), "not split" for the `group` "all";
+    - `split_by`: how the modes are separated (`pathways.modes`), "not split" for the `group` "all";
     - `examples` that are ever in the group, its `share`; `flip_rate, delta_p, delta_logit` with 95 % intervals.
 
     Random question tokens are as many as E_Q has, on the `examples` that have as many; the knockout of E_Q on these
@@ -187,7 +187,7 @@ class Pathways(Result):
         )
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per question set: what the probe tells at l* (`layer`), and what knocking E_Q out changes.
+        """Return a row per question set: how well the probe works at l* (`layer`), and what knocking E_Q out changes.
 
         `dataset, examples, layer`; AUCs of the probe, of relation and spans alone, and after the knockout; flip rates
         of E_Q and of as many random question tokens; ΔP of both modes (percentage points); what the test of two modes

@@ -1,7 +1,7 @@
 """Which activations names mean: sites by their short names, hooks by TransformerLens's, with `*`.
 
 1. A short name is a row of `SITES`, or of `HOOKS`: it means that activation at every layer asked for.
-2. A hook's name means that activation; `*` stands for one part of it between dots, so that "blocks.*.mlp.hook_post" is
+2. A hook's name means that activation; `*` matches one part of it between dots, so that "blocks.*.mlp.hook_post" is
    one activation at every layer. A hook that is a site's is that site.
 3. The axes of a site are in its row. Those of any other hook are seen in two small runs: the axis that goes with the
    number of texts is `batch`, those that go with their length are `position` and `key`; whatever has no such axes is
@@ -186,7 +186,7 @@ def _axes_seen(
         if first:
             shapes[name].append(tuple(activation.shape))
         elif tuple(activation.shape) != shapes[name][-1]:
-            raise InputError(f"{name} has another shape in another layer: name its layers apart.")
+            raise InputError(f"{name} has another shape in another layer: name its layers separately.")
         dtypes[name] = _kept_in(activation.dtype)
 
     # Two lengths: one would not tell an axis of tokens from another of that size. Every vocabulary has token 0.

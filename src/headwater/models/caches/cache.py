@@ -410,7 +410,7 @@ class Cache(Result):
             raise InputError(f"The cache does not hold {shown(name)}.{near}")
         if any_layer or (layer is None and len(named.places) == 1):
             return named, 0
-        where = f"is kept at {_layers(named.layers)}" if named.layers else "stands in no layer"
+        where = f"is kept at {_layers(named.layers)}" if named.layers else "has no layer"
         if layer is None:
             example = f"cache[{named.name!r}, {named.layers[-1]}]"
             raise InputError(f"{named.name} {where}: name one of them, as in {example}.")

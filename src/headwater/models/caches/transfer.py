@@ -102,7 +102,7 @@ class Transfer:
             self._turn = 1 - self._turn
 
     def _buffer(self, lane: CudaLane, nbytes: int) -> Tensor:
-        """Return the buffer whose turn it is, made anew where it is too small."""
+        """Return the buffer whose turn it is, replaced where it is too small."""
         buffer = self._buffers[self._turn]
         if buffer is None or len(buffer) < nbytes:
             self._buffers[self._turn] = buffer = None  # the old one goes before the new one is made

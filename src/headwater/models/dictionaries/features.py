@@ -119,7 +119,7 @@ class Features(Site):
         """Return the same dictionary, of which sweeps and ablations take these features.
 
         Raises:
-            InputError: they are no whole numbers, none at all, or one is named twice.
+            InputError: they are not whole numbers, none at all, or one is named twice.
         """
         try:
             chosen = whole_numbers(features)
@@ -227,7 +227,7 @@ class Features(Site):
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - feature) · gradient at each feature, through `decode`.
 
-        Behind the features stands what losing the error adds: 0 where it is kept.
+        After the features comes what losing the error adds: 0 where it is kept.
         """
         rows, lead = self._rows(activation.detach())
         standard, shift, scale = self._standardized(rows)
@@ -340,7 +340,7 @@ class Features(Site):
 
 
 def _bare(name: str) -> str:
-    """Return a model's name without its owner or folder, by the name that TransformerLens's aliases stand for."""
+    """Return a model's name without its owner or folder, with TransformerLens's aliases resolved."""
     from transformer_lens.supported_models import MODEL_ALIASES
 
     official_name = next((official for official, also in MODEL_ALIASES.items() if name in (official, *also)), name)

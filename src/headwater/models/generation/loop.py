@@ -17,7 +17,7 @@ With `do_sample`, from the logits l of a row, in transformers' order:
 3. `top_p`: of these the most probable ones are left, as few as together have at least the probability top_p;
 4. a token is drawn from what is left.
 
-What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts stand before it:
+What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts come before it:
 the other prompts, their order and the size of the batch change nothing. A row draws one number between 0 and 1 per
 token, and takes the token in whose stretch of the summed probabilities it falls (the order is that of the vocabulary,
 in double precision), so that rounding in the logits moves a draw only where it falls on a border.
@@ -110,7 +110,7 @@ def generate(
     check_room(model, prompts, max_new_tokens)
     if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
-            f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token here, and hooks that "
+            f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
         )
     rules = Rules(model, prompts, max_new_tokens)
@@ -167,7 +167,7 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
 def continuation_offsets(
     tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]
 ) -> tuple[str, Offsets]:
-    """Return the text that generated tokens add to a prompt, and the characters of that text each token stands for.
+    """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
 
     What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
     character, as they have in the offsets of a tokenizer.

@@ -4,7 +4,7 @@
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
-   What all prompts begin with, as worked examples, is run once where no layer's window can tell (`_common_start`).
+   What all prompts begin with, as worked examples, is run once where no layer's window is affected (`_common_start`).
 3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.bare_model`), after the first
    step also beside layers with hooks. What is hung on the model while it writes, as a function that is called with each
    token might do, acts from the next call on.
@@ -15,7 +15,7 @@
 5. Models that take no cache or have a state, and rows that grow past the length at which longrope turns every token
    otherwise while hooks act, run their whole texts at every step. Hooks see the same as in 4: each is called with the
    prompts and with every new token once, and what it wrote there is written again in the steps after it. Only where
-   the angles change, or attention looks ahead, what stood there is no longer what it was, and it is called with all of
+   the angles change, or attention looks ahead, the activations there change, and it is called with all of
    these again.
 """
 
@@ -101,7 +101,7 @@ def steps_with_hooks(model: Model, prompts: Batch, max_new_tokens: int) -> bool:
 def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     """Return how many tokens all prompts begin with that are worth a run of their own.
 
-    Padding stands between them and the rest of each prompt, and a window counts that padding: 0 where not everything
+    Padding comes between them and the rest of each prompt, and a window counts that padding: 0 where not everything
     fits into the shortest window.
     """
     config: Any = model.raw.original_model.config.get_text_config()
@@ -257,7 +257,7 @@ class StandingHooks:
     """Hooks that stay attached while a model writes, act in its steps, and in no other run meanwhile.
 
     Attaching hooks costs as much as some layers of a small model, so it is done once and not at every step. What each
-    does is made anew for every step, where it depends on the tokens that are read
+    does is made again for every step, where it depends on the tokens that are read
     (`headwater.models.edits.PromptHook`).
     """
 
@@ -346,7 +346,7 @@ class _InParts:
         columns_first = place is None or place[0].axes[0] == "position"
         if not columns_first or getattr(activation, "shape", ())[:2] != whole.positions.shape:
             raise InterventionError(
-                f"A hook at {self.name} cannot act while this model writes: it runs the whole text anew for every "
+                f"A hook at {self.name} cannot act while this model writes: it runs the whole text again for every "
                 "token, and there no column is one token. Use another site."
             )
         edited: Tensor | None = None

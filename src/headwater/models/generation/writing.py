@@ -1,4 +1,4 @@
-"""What a model writes behind prompts, as texts: `model.generate`.
+"""What a model writes after prompts, as texts: `model.generate`.
 
 1. Tokens come from the one loop (`headwater.models.generation.loop`). A row ends with one of the model's end tokens
    (those of the tokenizer, the config and the generation config), after a stop string, or after `max_new_tokens`.
@@ -6,8 +6,8 @@
    a character wait for the tokens that complete it.
 3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
    completes, the one that begins first counts. The text of a single special token is a stop string too. What the prompt
-   ends with is no part of it.
-4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string is held back.
+   ends with is not part of it.
+4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string has to wait.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Written:
         """All of it."""
         return self.settled + self.open
 
-    def anew(self) -> Written:
+    def restarted(self) -> Written:
         """Return a text that begins again, as the tokens do where memory ran out; a stream is given nothing twice."""
         return Written(self.tokenizer, self.stops, self.prompt, streamed=self.streamed)
 
@@ -118,7 +118,7 @@ class Written:
         return piece
 
     def _after(self, tokens: list[int]) -> None:
-        """Decode what follows behind these tokens."""
+        """Decode what follows these tokens."""
         self.before, self.start = tokens, len(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -159,7 +159,7 @@ def generate(
         temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
         top_p: draw only from the most probable tokens that together have this probability.
         top_k: draw only from so many most probable tokens.
-        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones stand
+        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones come
             before it: repeat a prompt for several samples).
         stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
         return_tokens: return the ids too.
@@ -215,7 +215,7 @@ def generate(
     def wrote(row: int, step: int, token: int, first: int) -> bool:
         number = first + row
         if step == 0:
-            texts[number] = texts[number].anew()
+            texts[number] = texts[number].restarted()
         ended = texts[number].add(token)
         tell(number, whole=False)
         return ended

@@ -293,7 +293,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
     if lone := [name for name in of_float8 if f"{name}{SCALE}" not in stored]:
         raise ModelError(
             f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
-            "reads float8 whose scales stand under this name."
+            "reads float8 whose scales have this name."
         )
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
@@ -302,7 +302,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
 
 @contextlib.contextmanager
 def _believed(folder: Path) -> Iterator[None]:
-    """Make one error of whatever a config leads to whose sizes are no numbers, no sizes, or do not go together."""
+    """Make one error of whatever a config leads to whose sizes are not numbers, impossible, or do not go together."""
     try:
         yield
     except ModelError:

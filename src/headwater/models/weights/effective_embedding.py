@@ -12,7 +12,7 @@ in `layer0` only.
 
 One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
 
-What a model in memory makes of tokens that stand alone: its own word on what its parameters are taken to mean.
+What a model in memory computes for single tokens: a check of what its parameters are taken to mean.
 
 Factors and embeddings read from modules by name are right only if the architecture does with them what is expected, and
 TransformerLens wraps some eighty architectures. A sequence of one token, which attends to itself alone, shows it:
@@ -59,7 +59,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
-    """What enters the first block for each token, behind so many copies of it."""
+    """What enters the first block for each token, after so many copies of it."""
     rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
     return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
 
@@ -270,10 +270,10 @@ def _called(part: nn.Module, x: Tensor) -> Tensor:
 def layer0(
     config: object, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
 ) -> Float[Tensor, "source d_model"]:
-    """The residual stream behind the first block, at the token in [BOS, token].
+    """The residual stream after the first block, at the token in [BOS, token].
 
-    All tokens of a chunk stand in one sequence behind one BOS, all at position 1, and each sees BOS and itself only;
-    where attention reads positions from where tokens stand (ALiBi), each token has a sequence and a BOS of its own.
+    All tokens of a chunk are in one sequence after one BOS, all at position 1, and each sees BOS and itself only;
+    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own.
 
     Args:
         config: the model's config.

@@ -1,7 +1,7 @@
-"""One short name for a model's weights, the same wherever they are read from, and hashed anew when they change.
+"""One short name for a model's weights, the same wherever they are read from, and hashed again when they change.
 
 A checkpoint streamed from a folder and the same checkpoint loaded into a model have one fingerprint, in whatever dtype
-they are held so long as it holds them exactly. It is the SHA-256 of
+that represents them exactly. It is the SHA-256 of
 
 1. the model's sizes, and what its config says beyond the defaults of its class; names, dtypes and the ids of special
    tokens left out;
@@ -69,7 +69,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Entries of a config, of transformers or of transformer_lens, that do not change what the model computes."""
 _OF_FILES: dict[str, str] = {}
-"""Fingerprints of files read by this process, by the hash of what tells that they are as they were."""
+"""Fingerprints of files read by this process, by the hash of what shows that they are unchanged."""
 
 
 def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]], total: int = 0) -> str:
@@ -130,7 +130,7 @@ class KnownWeights:
         return self._fingerprint
 
     def _behaviour(self) -> str:
-        """What `behaviour` says of the config, asked anew where the config says something else of itself."""
+        """What `behaviour` says of the config, computed again where the config differs from last time."""
         config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
         # to_diff_dict makes a config of defaults to compare with at every call; this config as a string is cheaper.
         held = type(config), str(vars(config))
@@ -189,7 +189,7 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
 
 
 def _bytes_of(tensor: Tensor) -> range:
-    """Where a tensor lies in memory; what another holds too (Phi-3's gates, cut from one matrix) is told by it."""
+    """Where a tensor lies in memory; it shows what two tensors share (Phi-3's gates, cut from one matrix)."""
     return range(tensor.data_ptr(), tensor.data_ptr() + max(1, tensor.nbytes))
 
 
@@ -246,7 +246,7 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
 
 
 def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, int]]:
-    """Yield the names, shapes and span hashes of tensors in their order, and how many values each stands for."""
+    """Yield the names, shapes and span hashes of tensors in their order, and how many values each covers."""
     waiting: deque[tuple[bytes | Future[bytes], int]] = deque()
 
     def ready(most: int) -> Iterator[tuple[bytes, int]]:
@@ -287,7 +287,7 @@ def _exact(values: Tensor) -> list[Any]:
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
-    """What tells whether tensors are as they were: where each lies, its version, and a checksum of all their memory.
+    """What shows whether tensors are unchanged: where each lies, its version, and a checksum of all their memory.
 
     Memory that several tensors share (queries, keys and values of one matrix) is read once.
     """

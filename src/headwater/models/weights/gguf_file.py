@@ -5,7 +5,7 @@
     tensors: name, sizes (the fastest first), type, offset
     data, from the next multiple of the alignment on
 
-The header is read here; the package `gguf` knows how many bytes a block of each type takes and what it stands for
+The header is read here; the package `gguf` knows how many bytes a block of each type takes and which values it encodes
 (`gguf.dequantize`). A matrix is dequantised in blocks of rows, so that beside the result little is in memory.
 """
 
@@ -147,8 +147,8 @@ def read_gguf(path: Path) -> GGUFFile:
             gguf.dequantize(np.zeros((1, size), dtype=np.uint8), gguf.GGMLQuantizationType(stored.type))
         except NotImplementedError:
             raise ModelError(
-                f"Tensor {name!r} in {path} is held as {kind}, which the package gguf does not dequantise: quantise "
-                "the model anew, as Q8_0 or F16."
+                f"Tensor {name!r} in {path} is stored as {kind}, which the package gguf does not dequantise: quantise "
+                "the model again, as Q8_0 or F16."
             ) from None
         if stored.start + size_of(stored, path) > len(content):
             raise ModelError(
@@ -188,7 +188,7 @@ class _Header:
         if version not in VERSIONS:
             raise ModelError(
                 f"{path} is of version {version} of GGUF (or of another byte order); headwater reads versions "
-                f"{VERSIONS[0]} and {VERSIONS[1]}: convert the model anew."
+                f"{VERSIONS[0]} and {VERSIONS[1]}: convert the model again."
             )
         n_tensors, n_entries = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}

@@ -97,7 +97,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
-    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp tells them."""
+    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp identifies them."""
     is_27b = config["num_hidden_layers"] == layers_of_27b
     by_head = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]

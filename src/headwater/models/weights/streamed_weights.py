@@ -71,7 +71,7 @@ class StreamedWeights(WeightSource):
         return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
 
     def ov(self, layer: int) -> OVWeights:
-        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored apart."""
+        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
         attention = self._attention(layer)
         if self.family.fused:
             W_V = self._query_key_value(attention, "weight")[2]
