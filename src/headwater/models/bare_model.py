@@ -122,15 +122,15 @@ class BareModel:
         if id(module) not in self._made:
             # Without __init__, which would make parameters. Dictionaries of parameters and hooks are shared.
             twin = self._made[id(module)] = object.__new__(type(module))
-            held = dict(vars(module))
-            if inner is None and "config" in held:
-                held["config"] = self._with_attention(held["config"])
+            attributes = dict(vars(module))
+            if inner is None and "config" in attributes:
+                attributes["config"] = self._with_attention(attributes["config"])
             # a block's wrapper calls what it wraps between two hook points of its own
             within = module._modules if inner is None else {"_original_component": inner}
             copies = {name: part and self._without_wrappers(part, points) for name, part in within.items()}
-            held["_modules"] = module._modules | copies
-            self.firing |= {id(part) for part in held["_modules"].values()}
-            vars(twin).update(held)
+            attributes["_modules"] = module._modules | copies
+            self.firing |= {id(part) for part in attributes["_modules"].values()}
+            vars(twin).update(attributes)
         return self._made[id(module)]
 
     def _with_attention(self, config: Any) -> Any:

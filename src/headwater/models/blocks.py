@@ -344,11 +344,11 @@ class Blocks:
         """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
         assert self._own is not None
         recording = Recording(activations, {}, {}, {}, {}, last_logits)
-        for layer, own in enumerate(self._own):
+        for layer, attention in enumerate(self._own):
             k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
             positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-            recording.keys[layer], recording.values[layer] = own.remembered(own.past_hook(k), v, positions)
-            recording.calls[layer], recording.visible[layer] = ((), {}), own.visible(k.shape[1])
+            recording.keys[layer], recording.values[layer] = attention.remembered(attention.past_hook(k), v, positions)
+            recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
         return recording
 
 

@@ -217,17 +217,17 @@ class KnownModules:
         unnamed += [f"a forward of the class {k.__name__}" for k, f in self._forwards.items() if _forward(k) is not f]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
-            held, before = _held(module), gone.pop(path, None)
-            if before == held:
+            now, before = _held(module), gone.pop(path, None)
+            if before == now:
                 continue
             name = _readable(path, module)
-            if before is None or before.kind is not held.kind:
-                named = values if _sources(held.kind) <= LIBRARIES else unnamed
-                named.append(f"{name} is a {held.kind.__name__}")
-                before = Held(held.kind, {}, {}, {})
-            values += _other_values(name, before.values, held.values)
-            unnamed += [f"{what} of {name}" for what in _other_methods(before.methods, held.methods)]
-            unnamed += [f"{what} on {name}" for what in _other_hooks(before, held)]
+            if before is None or before.kind is not now.kind:
+                named = values if _sources(now.kind) <= LIBRARIES else unnamed
+                named.append(f"{name} is a {now.kind.__name__}")
+                before = Held(now.kind, {}, {}, {})
+            values += _other_values(name, before.values, now.values)
+            unnamed += [f"{what} of {name}" for what in _other_methods(before.methods, now.methods)]
+            unnamed += [f"{what} on {name}" for what in _other_hooks(before, now)]
         values += [f"{_readable(path)} is gone" for path in gone]
         if unnamed:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
@@ -338,25 +338,25 @@ def _forward(kind: type) -> object:
 
 def _sources(*functions: object) -> set[str]:
     """Return the packages in which functions, and the functions that they wrap, were written."""
-    found, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
+    packages, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        current = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        if type(one) in weakref.ProxyTypes:
+        seen.add(id(current))
+        if type(current) in weakref.ProxyTypes:
             continue
-        if isinstance(one, functools.partial):
-            waiting += [one.func, *filter(callable, [*one.args, *one.keywords.values()])]
-        elif isinstance(one, types.MethodType):
-            waiting.append(one.__func__)
-        elif isinstance(one, types.FunctionType):
-            one = without_type_checks(one)  # and functools.wraps copies __module__ from another function
-            found.add(str(one.__globals__.get("__name__")).split(".")[0])
-            waiting += filter(callable, map(content_of, one.__closure__ or ()))
+        if isinstance(current, functools.partial):
+            waiting += [current.func, *filter(callable, [*current.args, *current.keywords.values()])]
+        elif isinstance(current, types.MethodType):
+            waiting.append(current.__func__)
+        elif isinstance(current, types.FunctionType):
+            current = without_type_checks(current)  # and functools.wraps copies __module__ from another function
+            packages.add(str(current.__globals__.get("__name__")).split(".")[0])
+            waiting += filter(callable, map(content_of, current.__closure__ or ()))
         else:
-            named = one if isinstance(one, type | types.BuiltinFunctionType) else type(one)
+            named = current if isinstance(current, type | types.BuiltinFunctionType) else type(current)
             package = (named.__module__ or "builtins").split(".")[0]
-            if package not in LIBRARIES or not isinstance(one, torch.nn.Module):  # a library's acts on a library's
-                found.add(package)
-    return found
+            if package not in LIBRARIES or not isinstance(current, torch.nn.Module):  # a library's acts on a library's
+                packages.add(package)
+    return packages

@@ -173,19 +173,19 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
         given = list(given[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
     if not isinstance(given, str) and (is_one(given) or has_no_order(given)):
         raise InputError(f"{option}={shown(given)}: {wanted}.")
-    found: list[tuple[int, ...]] = []
-    for one in [given] if isinstance(given, str) else given:
+    parts: list[tuple[int, ...]] = []
+    for entry in [given] if isinstance(given, str) else given:
         try:
-            part = NamedPart("mlp", whole_number(one)) if kind == "mlp" else read_part(one)
+            part = NamedPart("mlp", whole_number(entry)) if kind == "mlp" else read_part(entry)
         except TypeError:
-            part = read_part(one)
+            part = read_part(entry)
         if part is None or part.kind != kind:
-            raise InputError(f"{option}= holds {shown(one)}{f', which is {part}' if part else ''}: {wanted}.")
+            raise InputError(f"{option}= holds {shown(entry)}{f', which is {part}' if part else ''}: {wanted}.")
         _, layer, head, _ = part_named(part, sizes)
         layers = range(sizes.n_layers) if layer is None else [layer]
         heads = range(sizes.n_heads) if head is None else [head]
-        found += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
-    return found
+        parts += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
+    return parts
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:

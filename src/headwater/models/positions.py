@@ -97,13 +97,13 @@ class Occurrence:
     def of(self, prompt: Prompt) -> list[int]:
         """Return the positions in a prompt."""
         text, offsets = _text_of(prompt, f"The text {self.word!r}")
-        found = _occurrences(self.word, text)
-        if not -len(found) <= self.n <= len(found):
-            raise (InputError if found else AbsentError)(
-                f"The text {self.word!r} occurs {_times(len(found))} in the prompt {shown(text)}, so not "
+        occurrences = _occurrences(self.word, text)
+        if not -len(occurrences) <= self.n <= len(occurrences):
+            raise (InputError if occurrences else AbsentError)(
+                f"The text {self.word!r} occurs {_times(len(occurrences))} in the prompt {shown(text)}, so not "
                 f"number {self.n}."
             )
-        return list(token_span(offsets, *found[self.n - (self.n > 0)]))
+        return list(token_span(offsets, *occurrences[self.n - (self.n > 0)]))
 
 
 @dataclass(frozen=True)

@@ -353,14 +353,14 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 
 def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
     """Look sites up by name, whatever the model; a site, such as features of a dictionary, is taken as it is."""
-    asked = one_or_several(names)
-    if not asked:
+    wanted = one_or_several(names)
+    if not wanted:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
-    found: dict[str, Site] = {}
-    for site in (one if isinstance(one, Site) else SITES[one] for one in asked):
-        if found.setdefault(site.name, site) is not site:
+    by_name: dict[str, Site] = {}
+    for site in (one if isinstance(one, Site) else SITES[one] for one in wanted):
+        if by_name.setdefault(site.name, site) is not site:
             raise InputError(f"Two sites are called {site.name!r}: give one of them another name=.")
-    return tuple(found.values())
+    return tuple(by_name.values())
 
 
 def sites_named(names: str | Site | Iterable[str | Site], model: Model) -> tuple[Site, ...]:

@@ -110,16 +110,16 @@ def refuse_quantized(model: Any) -> None:
         if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
             raise ModelError(f"{name} of this {type(model).__name__} is a quantized {type(module).__name__}; {advice}")
     packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
-    for name, held in [*model.named_parameters(), *packed]:
-        if held.is_meta:
+    for name, tensor in [*model.named_parameters(), *packed]:
+        if tensor.is_meta:
             raise ModelError(
                 f"{name} of this {type(model).__name__} is not in memory: it was offloaded, to the host or to disk, or "
                 "never loaded (device 'meta'). Load the whole model on one device; hw.load(folder) does."
             )
-        if type(held.data) is not torch.Tensor or not held.is_floating_point():
-            kind = str(held.dtype).removeprefix("torch.")
+        if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{name} of this {type(model).__name__} is stored as {kind} {type(held.data).__name__}; {advice}"
+                f"{name} of this {type(model).__name__} is stored as {kind} {type(tensor.data).__name__}; {advice}"
             )
     if getattr(model, "is_quantized", False):
         raise ModelError(f"This {type(model).__name__} is quantized; {advice}")

@@ -220,8 +220,8 @@ def _measure(
     start: KeysValues | None = None
     n_layers = probe.layer + 1
     shape = (len(rows), len(wanted.layers))
-    found = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
-    found["logit"] = torch.empty(len(rows), dtype=torch.float64)
+    results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
+    results["logit"] = torch.empty(len(rows), dtype=torch.float64)
     # One probe reads a batch, so rows of different folds are not mixed.
     by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
     cut = [batch for part in by_fold for batch in _batches(rows, part, batch_size)]
@@ -236,8 +236,8 @@ def _measure(
     with run.bar("Saliency", "example", len(rows)) as bar:
         for places, made in zip(cut, run.pieces("rows", cut, compute, bar, len), strict=True):
             for name, values in made.items():
-                found[name][places] = values
-    return found
+                results[name][places] = values
+    return results
 
 
 def _batches(rows: Sequence[SaliencyRow], places: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -289,11 +289,11 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
         raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
-    asked = tuple(range(last + 1)) if layers is None else resolve_indices(layers, model.shape.n_layers, "layer")
-    above = [layer for layer in asked if layer > last]
+    chosen = tuple(range(last + 1)) if layers is None else resolve_indices(layers, model.shape.n_layers, "layer")
+    above = [layer for layer in chosen if layer > last]
     if above:
         raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
-    return asked
+    return chosen
 
 
 def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: WantedPairs, batch_size: int) -> None:

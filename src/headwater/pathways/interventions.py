@@ -216,13 +216,13 @@ def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Place
 def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:
     """Return the positions of every row's question tokens outside E_Q, but for the first token of the text."""
     before, _ = prompt_parts_of(answered)
-    found = []
+    places = []
     rows = zip(prompts_of(answered), answered.table["question"], answered.exact_question_tokens(), strict=True)
     for prompt, question, exact in rows:
         _, offsets = encode(model.tokenizer, prompt, model.bos)  # type: ignore[arg-type]
         inside = token_span(offsets or (), len(before), len(before) + len(question))
-        found.append(tuple(position for position in inside if position > 0 and position not in exact))
-    return found
+        places.append(tuple(position for position in inside if position > 0 and position not in exact))
+    return places
 
 
 def prompts_of(answered: AnsweredQuestions) -> list[str]:

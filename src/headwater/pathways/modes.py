@@ -122,12 +122,12 @@ def splits_of(
         windowed: whether the curves are those of windows, for which flips at their own layer say nothing.
     """
     n_layers = knockout.flipped.shape[1]
-    own = at_layer(knockout.flipped, best)
-    found = {} if windowed else {PER_LAYER: knockout.flipped}
-    found[BEST_LAYER] = np.repeat(own[:, None], n_layers, axis=1)
-    if len(own) > 1:
-        found[CROSSED] = np.repeat(crossed(own)[:, None], n_layers, axis=1)
-    return found
+    at_best = at_layer(knockout.flipped, best)
+    splits = {} if windowed else {PER_LAYER: knockout.flipped}
+    splits[BEST_LAYER] = np.repeat(at_best[:, None], n_layers, axis=1)
+    if len(at_best) > 1:
+        splits[CROSSED] = np.repeat(crossed(at_best)[:, None], n_layers, axis=1)
+    return splits
 
 
 def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:
@@ -207,13 +207,13 @@ def within_relations(
     every = [group["change"].to_numpy() for _, group in frame.groupby(["relation", "wrong"])]
     cells = [values for values in every if len(values) >= FEWEST_FOR_COMPONENTS]
     tested = sum(map(len, cells))
-    found = {"examples": tested, "left_out": len(changes) - tested, "cells": len(cells), "p": np.nan, "gain": np.nan}
+    result = {"examples": tested, "left_out": len(changes) - tested, "cells": len(cells), "p": np.nan, "gain": np.nan}
     if cells and relations is not None:
         p_values = [dip_p(values) if np.ptp(values) >= APART else 1.0 for values in cells]
-        found["p"] = combined_p(p_values)
-        if found["p"] <= LEVEL:
-            found["gain"] = sum(_gain(components(values)) for values in cells)
-    return found
+        result["p"] = combined_p(p_values)
+        if result["p"] <= LEVEL:
+            result["gain"] = sum(_gain(components(values)) for values in cells)
+    return result
 
 
 def _gain(found: Mapping[str, Any]) -> float:
@@ -232,14 +232,14 @@ def decided(tests: pd.DataFrame) -> pd.DataFrame:
         The same with `q`, by Benjamini and Hochberg over the sets tested of each intervention, and the verdict of these
         rows: `TWO` where q is at most 5 % and two Gaussians beat one.
     """
-    found = tests.assign(q=np.nan)
-    within = found["population"] == WITHIN
-    for _, rows in found[within].groupby("intervention"):
-        found.loc[rows.index, "q"] = q_values(rows["p"].to_numpy())
-    two = (found["q"] <= LEVEL) & (found["gain"] > EVIDENCE)
-    untested = np.where(found["cells"] == 0, TOO_FEW, NO_RELATIONS)
-    verdicts = np.where(found["p"].isna(), untested, np.where(two, TWO, ONE))
-    return found.assign(verdict=found["verdict"].where(~within, verdicts))
+    result = tests.assign(q=np.nan)
+    within = result["population"] == WITHIN
+    for _, rows in result[within].groupby("intervention"):
+        result.loc[rows.index, "q"] = q_values(rows["p"].to_numpy())
+    two = (result["q"] <= LEVEL) & (result["gain"] > EVIDENCE)
+    untested = np.where(result["cells"] == 0, TOO_FEW, NO_RELATIONS)
+    verdicts = np.where(result["p"].isna(), untested, np.where(two, TWO, ONE))
+    return result.assign(verdict=result["verdict"].where(~within, verdicts))
 
 
 def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: NDArray[np.float64]) -> int:

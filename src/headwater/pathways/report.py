@@ -69,7 +69,7 @@ def _conclusion(pathways: Traced) -> str:
     surviving = [name for name in tested if survives(pathways, name)]
     untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
     where = ", ".join(surviving) if surviving else "none of the question sets"
-    said = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
+    tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
     unknown = [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]
     note = (
         f" {', '.join(unknown)}: the questions have no relations, so two peaks may be two kinds of question; two modes "
@@ -77,12 +77,12 @@ def _conclusion(pathways: Traced) -> str:
         if unknown
         else ""
     )
-    return f"Two modes survive the controls on {where} ({'; '.join([said, *untested])}).{note}"
+    return f"Two modes survive the controls on {where} ({'; '.join([tested_on, *untested])}).{note}"
 
 
 def _probe(view: SetAtBest) -> Iterator[str]:
-    found = view.baseline(WRONG_ANSWER, PROBE)
-    chance = against_chance(*found[1:])
+    auc = view.baseline(WRONG_ANSWER, PROBE)
+    chance = against_chance(*auc[1:])
     at_chance = f" This is {chance}, and nothing below says much." if chance else ""
     if view.explained_by_spans:
         at_chance = (
@@ -91,7 +91,7 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         )
     yield (
         f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) detects the wrong ones with AUC "
-        f"{_interval(found)}.{at_chance}"
+        f"{_interval(auc)}.{at_chance}"
     )
     for name, known in (
         (RELATION, "the question's relation"),
@@ -109,8 +109,8 @@ def _probe(view: SetAtBest) -> Iterator[str]:
 
 def _spans(view: SetAtBest) -> Iterator[str]:
     """Compare the exact answer's length and place in right and wrong answers, and what these alone predict."""
-    found = view.baseline(WRONG_ANSWER, SPANS)
-    if np.isfinite(found[0]):
+    auc = view.baseline(WRONG_ANSWER, SPANS)
+    if np.isfinite(auc[0]):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
         right, wrong = (
             f"{side['exact_length'].mean():.1f} tokens, {side['exact_share'].mean():.0%} of the answer,"
@@ -119,7 +119,7 @@ def _spans(view: SetAtBest) -> Iterator[str]:
         difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         yield (
             f"the exact answer has {right} where it is right, and {wrong} where it is wrong. Its length and place "
-            f"alone give AUC {_interval(found)}; the probe "
+            f"alone give AUC {_interval(auc)}; the probe "
             f"{_against_zero(difference, 'beats this', 'is worse', 'does not differ clearly from this')} "
             f"(difference {_interval(difference)})."
         )
@@ -171,12 +171,12 @@ def _modes(view: SetAtBest) -> Iterator[str]:
 
 
 def _shape(view: SetAtBest) -> Iterator[str]:
-    found = [view.verdict(EXACT, name) for name in ("all", "predicted right", "predicted wrong")]
+    verdicts = [view.verdict(EXACT, name) for name in ("all", "predicted right", "predicted wrong")]
     yield (
-        f"all relations together, the changes of the probe's logit have {found[0]} over all examples, {found[1]} where "
-        f"it said right, {found[2]} where it said wrong."
+        f"all relations together, the changes of the probe's logit have {verdicts[0]} over all examples, "
+        f"{verdicts[1]} where it said right, {verdicts[2]} where it said wrong."
     )
-    if found[0] == TWO_PEAKS and TWO_PEAKS not in found[1:]:
+    if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
     test = view.component(EXACT, WITHIN)
     if test is not None and test["verdict"] != NO_RELATIONS:

@@ -37,7 +37,7 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
         for prompt, spans in zip(prompts, table["subject"], strict=True)
     ]
     donors = _donors(answered, subjects)
-    positions, wrong, spans, starts, given = (
+    positions, wrong, spans, starts, originals = (
         probe_positions(answered, setup.token),
         *(table[name].tolist() for name in ("z", "subject", "answer_start", "tokens")),
     )
@@ -52,7 +52,7 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
         swapped = type(prompt)(replace_spans(prompt, spans[example], words))
         tokens, _ = encode(model.tokenizer, swapped, model.bos)  # type: ignore[arg-type]
         start = int(starts[example])
-        moved = (*tokens, *given[example][start:])
+        moved = (*tokens, *originals[example][start:])
         if len(moved) <= model.shape.n_ctx:
             rows.append((example, moved, position + len(tokens) - start))
     return _fresh(SWAP, rows)
@@ -63,13 +63,13 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
     table = answered.table
     pool = np.array([row[i] for row, places in zip(table["tokens"], others, strict=True) for i in places])
     rows: list[Row] = []
-    wrong, subject, given = (table[name].tolist() for name in ("z", "subject_tokens", "tokens"))
+    wrong, subject, originals = (table[name].tolist() for name in ("z", "subject_tokens", "tokens"))
     for example, position in enumerate(probe_positions(answered, setup.token)):
         how_many = len(subject[example])
         if wrong[example] or not 0 < how_many <= len(others[example]):
             continue
         rng = np.random.default_rng([seed, example])
-        tokens = list(given[example])
+        tokens = list(originals[example])
         for place in rng.permutation(np.array(others[example]))[:how_many]:
             # Eight tries for another token; a pool of nearly one token keeps its own.
             tokens[place] = next(

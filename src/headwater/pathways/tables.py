@@ -65,20 +65,20 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
         windowed = effects(_everywhere(measured.before, best), measured.windowed)
     if random is not None:
         done[EXACT_ON_RANDOM_ROWS] = [exact.where(random.applies)]
-    own = at_layer(exact.flipped, best)
-    aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
-    found = {
-        "table": _table(measured, windowed or exact, random, None if windowed is None else own),
+    flips = at_layer(exact.flipped, best)
+    aware = aware_logits(measured.states, flips, measured.fits.half, best) if controls else np.full(flips.shape, np.nan)
+    tables = {
+        "table": _table(measured, windowed or exact, random, None if windowed is None else flips),
         "modes": _modes(measured, exact, aware),
         "auc": _aucs(measured),
         "mean_effects": mean_effects_of(done, windowed, best, draws),
-        "baselines": _baselines(measured, draws, own, aware),
+        "baselines": _baselines(measured, draws, flips, aware),
         "components": _components(measured, exact, random),
     }
     for name in ("table", "modes"):
         # From places within the set to rows of the whole answered table.
-        found[name]["example"] = np.asarray(rows)[found[name]["example"]]
-    return {name: _in_front(table, dataset) for name, table in found.items()}
+        tables[name]["example"] = np.asarray(rows)[tables[name]["example"]]
+    return {name: _in_front(table, dataset) for name, table in tables.items()}
 
 
 def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
@@ -230,11 +230,11 @@ def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) ->
 def _spread(measured: Effects) -> NDArray[np.float64]:
     """Return the standard deviation of the logit at l* over the half that each example is in, by seed and example."""
     logits, half = at_layer(measured.before, measured.fits.best), measured.fits.half
-    found = np.empty(logits.shape)
+    spread = np.empty(logits.shape)
     for seed, side in np.ndindex(len(half), 2):
         here = half[seed] == side
-        found[seed, here] = logits[seed, here].std() or 1.0
-    return found
+        spread[seed, here] = logits[seed, here].std() or 1.0
+    return spread
 
 
 def _in_front(table: pd.DataFrame, dataset: str) -> pd.DataFrame:

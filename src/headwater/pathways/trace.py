@@ -320,14 +320,14 @@ def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves],
     """Split the question sets that can be split; say why the others cannot."""
     usable, causes = {}, []
     for name in answered.datasets:
-        own = answered.select(name)
+        subset = answered.select(name)
         try:
-            usable[name] = halves(own, seeds)
+            usable[name] = halves(subset, seeds)
         except InputError:
-            right, wrong = int((own.z == 0).sum()), int((own.z == 1).sum())
+            right, wrong = int((subset.z == 0).sum()), int((subset.z == 1).sum())
             what = "too few answers of one kind" if right and wrong else "answers of one kind only"
             causes.append(
-                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(own.z)}
+                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(subset.z)}
             )
     if not usable:
         listed = "; ".join(f"{row['dataset']}: {row['cause']}" for row in causes)
@@ -382,18 +382,18 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
 
 def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: list[Probes]) -> dict[str, object]:
     """List all probes: which they are, and their weights."""
-    found = [
+    fits = [
         ({"dataset": name, "seed": seed, "split": side, "best": probes.best}, probes)
         for name, by_seed in listed
         for seed, sides in enumerate(by_seed)
         for side, probes in enumerate(sides)
     ]
-    found += [
+    fits += [
         ({"dataset": POOLED, "seed": 0, "split": side, "best": probes.best}, probes)
         for side, probes in enumerate(pooled, start=-1)
     ]
     return {
-        "fits": pd.DataFrame([row for row, _ in found]),
-        "weight": torch.stack([probes.weight for _, probes in found]),
-        "bias": torch.stack([probes.bias for _, probes in found]),
+        "fits": pd.DataFrame([row for row, _ in fits]),
+        "weight": torch.stack([probes.weight for _, probes in fits]),
+        "bias": torch.stack([probes.bias for _, probes in fits]),
     }

@@ -221,7 +221,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             raise ModelError(lacking(folder, name, f" (expected shape {size})"))
         _refuse_another_shape(names[name], *stored[names[name]], size)
     beyond = family_of(config).block(config.num_hidden_layers)
-    if extra := [own for name, own in names.items() if name.startswith(beyond)]:
+    if extra := [full_name for name, full_name in names.items() if name.startswith(beyond)]:
         raise ModelError(
             f"The config in {folder} says {config.num_hidden_layers} layers, but {stored[extra[0]][0]} holds "
             f"{extra[0]!r}; config.json and weights do not belong together."
@@ -231,9 +231,9 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is used by no module that the config describes; "
             "config.json and weights do not belong together."
         )
-    names = {name: own for name, own in names.items() if name in expected or name == UNEMBEDDING}
-    files = {name: stored[own][0] for name, own in names.items()}
-    scales = {own: file for own, (file, _) in stored.items() if own.endswith(SCALE)}
+    names = {name: full_name for name, full_name in names.items() if name in expected or name == UNEMBEDDING}
+    files = {name: stored[full_name][0] for name, full_name in names.items()}
+    scales = {full_name: file for full_name, (file, _) in stored.items() if full_name.endswith(SCALE)}
     return Checkpoint(folder, config, names, files | scales, block)
 
 

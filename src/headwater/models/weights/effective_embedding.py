@@ -135,28 +135,28 @@ class HeadsOfLoneTokens:
 
     def check(self, layer: int, factors: Factors) -> None:
         """See that these factors are what a layer's heads computed with."""
-        found = {name: self.seen.get((layer, name)) for name in PLACES}
-        x, z, weight, out = found.values()
+        activations = {name: self.seen.get((layer, name)) for name in PLACES}
+        x, z, weight, out = activations.values()
         W_V, W_O = factors["W_V"], factors["W_O"]
         assert W_V is not None
         assert W_O is not None
         if x is None or z is None or weight is None or out is None:
-            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if found[name] is None)
+            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if activations[name] is None)
             raise ModelError(
                 f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
                 "checked against what its heads compute."
             )
-        own = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
-        values = _plus(einsum(own["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
-        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * own["weight"]
-        z = own["z"].reshape(len(x), len(W_O), -1)
+        recorded = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
+        values = _plus(einsum(recorded["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
+        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * recorded["weight"]
+        z = recorded["z"].reshape(len(x), len(W_O), -1)
         where = (
             f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
         )
         _same(self.model, expected, z, f"The {where}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
         where = f"attention of {{}} does not write the sum of its heads' z W_O in layer {layer}: {{}} apart."
-        _same(self.model, written, own["out"], f"The {where} No OV map is read.")
+        _same(self.model, written, recorded["out"], f"The {where} No OV map is read.")
 
 
 def refuse_clipped(config: object, architecture: str) -> None:

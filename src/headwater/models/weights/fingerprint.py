@@ -172,18 +172,18 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
     parameters = _parameters(huggingface)
     read = parameter_reader(model, huggingface, family, shape_of(config))
     fused = family.fused.name if family.fused is not None and huggingface is not model else None
-    held, expected = list[range](), set[str]()
+    memory, expected = list[range](), set[str]()
     for group in conversion.groups:
         expected.update(group.parameters)
         names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
         found = {name: read(name) for name in names}
-        held += map(_bytes_of, found.values())
+        memory += map(_bytes_of, found.values())
         yield from (found if group.is_one else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
         is_split = fused is not None and split.search(name)
-        is_view = any(_bytes_of(tensor).start in one and _bytes_of(tensor)[-1] in one for one in held)
+        is_view = any(_bytes_of(tensor).start in one and _bytes_of(tensor)[-1] in one for one in memory)
         if not is_split and not is_view:
             yield name, tensor
 

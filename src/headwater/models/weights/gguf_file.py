@@ -95,11 +95,11 @@ class GGUFFile:
         *outer, width = stored.shape
         rows = math.prod(outer)
         packed = self._bytes[stored.start : stored.start + size_of(stored, self.path)].reshape(rows, -1)
-        found = np.empty((rows, width), dtype=np.float32)
+        values = np.empty((rows, width), dtype=np.float32)
         step = max(1, AT_A_TIME // width)
         for start in range(0, rows, step):
-            found[start : start + step] = gguf.dequantize(packed[start : start + step], kind)
-        return torch.from_numpy(found).reshape(stored.shape)
+            values[start : start + step] = gguf.dequantize(packed[start : start + step], kind)
+        return torch.from_numpy(values).reshape(stored.shape)
 
 
 def is_gguf(what: object) -> bool:

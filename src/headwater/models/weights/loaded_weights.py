@@ -128,11 +128,11 @@ class LoadedWeights(WeightSource):
         """Factors of one layer's heads by name, and its norm's gain; values and outputs were compared with a run."""
         self._check_layer(layer)
         refuse_clipped(self.model.config, self.shape.architecture)
-        found = {name: self._factor(layer, name) for name in names}
+        stored = {name: self._factor(layer, name) for name in names}
         at = f"blocks.{layer}"
         norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
-        self._look({f"{at}.attn.{name}": factor for name, factor in found.items() if factor is not None} | norm)
-        factors = {name: None if factor is None else self._given(factor) for name, factor in found.items()}
+        self._look({f"{at}.attn.{name}": factor for name, factor in stored.items() if factor is not None} | norm)
+        factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
         factors["norm_gain"] = self._gain_of(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")

@@ -41,7 +41,7 @@ def quantization_of(config: object) -> str | None:
 
 
 def refuse_odd_quantization(file: Path) -> None:
-    """Refuse a config file whose entry on quantization is not an object: transformers fails on it with its own error."""
+    """Refuse a config file whose entry on quantization is not an object: transformers has an error of its own."""
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
