@@ -60,12 +60,14 @@ class RunLock:
 
     def forked(self) -> None:
         """Find out, in a new process, whether a thread that is not there holds the lock."""
+        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
             self._torn = True
 
 
+# Weak: a lock whose model is gone needs no look after a fork.
 _LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
@@ -243,6 +245,7 @@ class Model:
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules of a model that make rotary embeddings which depend on a text's length (longrope)."""
+    # vars, not getattr: a bridge's wrapper answers for the module that it wraps, which would be listed twice.
     return [module for module in model.modules() if vars(module).get("rope_type") == "longrope"]
 
 
