@@ -392,7 +392,7 @@ def test_a_model_that_reads_padding_whatever_the_mask_says_is_refused_texts_of_s
     compare_with_reference(model, None)
     assert not model.takes_padding
     model.run([IDS, OTHER_IDS])
-    with pytest.raises(InputError, match=r"reads the padding behind it: give texts of one length, or one at a time\.$"):
+    with pytest.raises(InputError, match=r"reads the padding after it: give texts of one length, or one at a time\.$"):
         model.run([IDS, IDS[:3]])
 
 

@@ -277,7 +277,7 @@ def test_unknown_types_of_numbers_are_refused(llama, tmp_path):
     place = content.index(name) + len(name) + 4 + 8
     file = tmp_path / "model.gguf"
     file.write_bytes(content[:place] + (9).to_bytes(4, "little") + content[place + 4 :])
-    refused(file, "'output_norm.weight' in .* is held as Q8_1, which the package gguf does not dequantise")
+    refused(file, "'output_norm.weight' in .* is stored as Q8_1, which the package gguf does not dequantise")
     file.write_bytes(content[:place] + (999).to_bytes(4, "little") + content[place + 4 :])
     refused(file, "holds numbers of type 999, which the package gguf does not know: pip install -U gguf")
 

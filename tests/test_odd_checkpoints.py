@@ -204,7 +204,7 @@ def test_whole_numbers_in_place_of_a_weight_are_refused_where_no_quantization_is
     weights[name] = (weights[name] * 100).to(torch.int8)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ModelError, match=f"Tensor '{name}' in .*model.safetensors is held as I8, and config.json names no"
+        ModelError, match=f"Tensor '{name}' in .*model.safetensors is stored as I8, and config.json names no"
     ):
         opened(folder)
 

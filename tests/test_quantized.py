@@ -106,7 +106,7 @@ def test_float8_that_the_config_does_not_name_is_refused_with_its_file(float8, o
     folder, _ = float8
     rewrite(folder / "config.json", quantization_config=None)
     with pytest.raises(
-        ModelError, match=r"proj\.weight' in .*model\.safetensors is held as F8_E4M3, and config\.json names"
+        ModelError, match=r"proj\.weight' in .*model\.safetensors is stored as F8_E4M3, and config\.json names"
     ):
         opened(folder)
 

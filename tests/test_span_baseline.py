@@ -105,10 +105,10 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     assert auc_of(pathways, "exact answer's length and place")[0] > 0.95
     first, *others = pathways.report()
     (second,) = (said for said in others if "where it is right" in said)
-    assert "tells the wrong ones with AUC 0.99" in first
-    assert "no sign that the states know which answer is wrong" in first
+    assert "detects the wrong ones with AUC 0.99" in first
+    assert "does not show that the states know which answer is wrong" in first
     assert "100% of the answer, where it is wrong" in second
-    assert "is not told apart from this" in second or "the probe is worse" in second
+    assert "does not differ clearly from this" in second or "the probe is worse" in second
     assert not survives(pathways, "popqa")
     assert pathways.findings()["datasets"][0]["auc_spans"] > 0.95
 

@@ -99,6 +99,7 @@ def _by_head(
     if prompts.tokens.usable:
         given = {"relations": prompts.relation, "embedding": options["embedding"], "every_excess": True}
         scores = classify_heads(model, **given, progress=False).table[["layer", "head", "score", "excess", "q_value"]]
+        # Relations of which too few words are single tokens have margins and no score.
         frame = frame.merge(scores, on=["layer", "head"])
     frame["direct"] = _direct(model, prompts.second.few(FEW), gap[:FEW].sum())
     return frame.reindex(columns=BY_HEAD).sort_values("product", ascending=False, ignore_index=True)
@@ -115,6 +116,7 @@ def _direct(model: HookedModel, pairs: PairedPrompts, gap: float) -> ndarray | f
     for found in both:
         rows = found.table[found.table["component"] == "head"]
         written.append(rows.groupby(["layer", "head"])["contribution"].sum().to_numpy(dtype=float))
+    # The difference of both sides: what a head writes for the answer whatever the source is cancels.
     return (written[0] - written[1]) / gap
 
 
@@ -135,6 +137,7 @@ def _cost(
     """What the logit difference loses when heads write nothing at the last position, beside random ones."""
     asked = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
     random = [list(one) for one in matched_sets(model, named, draws, seed)]
+    # Named and random sets in one call, so that all share one recorded run.
     lost, difference = silenced(model, pairs, [*(heads for _, heads in asked), *random])
     rows = [_row(what, heads, one, pairs, difference) for (what, heads), one in zip(asked, lost.T, strict=False)]
     if random:

@@ -61,7 +61,9 @@ def names_of(choice: Choice, others: Sequence[Choice]) -> dict[str, list[Head]]:
         choice: the relation.
         others: further relations, of which those of another family count.
     """
+    # Targets are shuffled in the margins alone; attention is that of the run in every draw.
     gated = choice.margins * choice.attention
+    # A relation of the same family names the same head, which cannot beat itself.
     foreign = [one for one in others if one.family != choice.family]
     named = {
         NAMED: [strongest(gated[0], 1)[0]],
@@ -102,9 +104,11 @@ def judged(
     heads = [(int(layer), int(head)) for layer, head in np.ndindex(effects.shape[1:])]
     # draw × head; the first row is the data
     means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
+    # The largest of each draw: in a resample another head may be the strongest.
     largest = np.nanmax(means, 1, keepdims=True)
     shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
     place = {head: number for number, head in enumerate(heads)}
+    # Heads that were not measured are weaker on the first half, and rank after those that were.
     rank = np.argsort(np.argsort(-means[0], kind="stable"), kind="stable") + 1  # NaN comes last
     of_way = {way: np.array([place[head] for head in some], dtype=int) for way, some in named.items()}
     rows: list[dict[str, object]] = []

@@ -212,6 +212,7 @@ def differences(
     """Return logit(answer) - logit(foil) at the end of one side, and whether an accepted token is first."""
     with torch.inference_mode():
         prompts = pairs.corrupted if corrupted else pairs.clean
+        # All prompts of a half are equally long (`paired`), so that no padding comes in.
         logits = model.run(prompts, keep="last").squeeze(1).float().cpu()
     rows = torch.arange(len(logits))
     first = logits.argmax(-1).tolist()
@@ -221,6 +222,7 @@ def differences(
 
 def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
     """Deal the items into two halves: those of a source stay together, and each source counts once."""
+    # Reversed, so that of several items of a source the first one is kept.
     firsts = {int(source): item for item, source in reversed(list(enumerate(tokens.source)))}
     items = np.random.default_rng(seed).permutation(sorted(firsts.values())).tolist()
     return items[: len(items) // 2], items[len(items) // 2 :]
@@ -243,6 +245,7 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
     both = []
     for place, item in enumerate(there[:n]):
         others = there[place + 1 :] + there[:place]
+        # A foil that is accepted for the item, too, would make a right answer count against it.
         disjoint = (one for one in others if not set(tokens.targets[one]) & set(tokens.targets[item]))
         if (other := next(disjoint, None)) is not None:
             both.append((item, other))
@@ -266,6 +269,7 @@ def _templates(
         yield "completion", sentence
     words = [tokens.words[item] for item in items[:SHOTS]]
     for sentence in (*sentences[:1], GENERIC):
+        # replace and not format: a sentence may hold other braces.
         examples = [f"{sentence.replace('{source}', source)} {targets[0]}\n" for source, targets in words]
         yield "few-shot", "".join(examples) + sentence
     if sentences:

@@ -60,6 +60,7 @@ def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Hea
     asked = {"sets": sets, "values": "other run", "positions": "last", "metric": metric_of(pairs), "progress": False}
     table = ablate(model, *both_sides(pairs), **asked).table  # type: ignore[arg-type]
     by_head = np.full((len(pairs), *size), np.nan)
+    # pivot sorts its columns as texts ("10" before "2"); they are put back in the order of the heads.
     by_head[:, *np.transpose(chosen)] = -table.pivot(index="example", columns="set", values="effect")[list(sets)]
     clean, corrupted = table.groupby("example")[["clean", "corrupted"]].first().to_numpy(dtype=float).T
     return HeadEffects(by_head, clean - corrupted)
@@ -86,5 +87,6 @@ def attention_to_source(model: HookedModel, pairs: PairedPrompts) -> Float[ndarr
 
 def strongest(values: Float[ndarray, "layer head"], n: int) -> list[Head]:
     """Return the n heads with the largest values, the largest first."""
+    # Stable: of equal values, such as those of heads that do nothing, the first layer's comes first everywhere.
     flat = np.argsort(-values, axis=None, kind="stable")[:n]
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(flat, values.shape), strict=True)]

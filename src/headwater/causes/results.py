@@ -45,6 +45,7 @@ COLUMNS += ["family"]
 def holds(row: Mapping[Any, Any], ways: pd.DataFrame) -> bool:
     """Whether a relation's weights name its cause: p at most 5 %, and a share greater than that of each baseline."""
     beside = ways[ways["way"].isin(BASELINES)].dropna(subset=["share"])
+    # A baseline that could not be measured is not beaten.
     return bool(row["p_value"] <= LARGEST_P and len(beside) == len(BASELINES) and (beside["difference_low"] > 0).all())
 
 
@@ -97,6 +98,7 @@ class EvidenceSuite(Result):
         rows = []
         means = self.ways.pivot(index="relation", columns="way", values="share") if len(self.ways) else pd.DataFrame()
         for family, of_family in self.measured.groupby("family", sort=False):
+            # The relations of a family are averaged within each draw, so that they count as one finding.
             p = shuffled_p(self.strength.numpy()[of_family.index].mean(0))
             share = of_family["share"].mean()
             shares = means.loc[of_family["relation"]].mean()

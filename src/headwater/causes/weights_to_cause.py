@@ -102,6 +102,7 @@ def evidence(
     pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
     draws = checked_count("draws", draws, most=MOST_DRAWS)
     given = load_relations(relations)
+    # A list of one relation is a suite: what a call returns follows from its argument's kind, not from its length.
     single = len(given) == 1 and not isinstance(relations, list | tuple)
     tokenized = list(tokenize_relations(given, model.tokenizer))
     if single:
@@ -215,6 +216,7 @@ def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Cand
     clean, correct = differences(model, second)
     gap = clean - differences(model, second, corrupted=True)[0]
     found = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
+    # `not ... > 0`, so that an interval of NaN does not count as a sign of an effect either.
     if not mean_of(gap, second.item.tolist()).low > 0:
         return found
     found["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
@@ -241,6 +243,7 @@ def _choices(
         targets = tuple(tokens.targets[item] for item in items)
         halves.append(replace(tokens, source=tokens.source[items], targets=targets, words=()))
         drawn = [generator.permutation(len(items)) for _ in range(options["draws"])]
+        # The same orders at every layer, so that a draw is one shuffled relation and has one named head.
         orders.append(torch.from_numpy(np.stack(drawn)))
     weights, scoring = weights_of(model, None), {"embedding": options["embedding"], "norm_gain": False}
     with run.bar("What weights write", "layer", weights.shape.n_layers) as bar:

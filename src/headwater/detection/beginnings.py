@@ -66,6 +66,7 @@ def beginnings(
     room, longest = KEPT_BYTES.get(model.device.type, KEPT_BYTES["cpu"]), max(lengths, default=0)
     parts: list[KeysValues] = []
     begun: list[int] = []
+    # longest=float: a batch holds one length, so that no padding is kept. The longest spare most, and come first.
     for rows in reversed(by_length(lengths, batch_size, longest=float)):
         if not (first := lengths[rows[0]]):
             break
@@ -76,6 +77,7 @@ def beginnings(
             break
         parts.append(padded)
         begun += rows
+    # pop: a layer's parts go as soon as they are joined, or all of it would be in memory twice.
     held = {layer: _together([part.pop(layer) for part in parts]) for layer in (list(parts[0]) if parts else [])}
     return Beginnings({row: i for i, row in enumerate(begun)}, {row: lengths[row] for row in begun}, held)
 

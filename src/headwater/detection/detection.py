@@ -249,6 +249,7 @@ def _usable(
     for name in answered.datasets:
         one = AnswerSet.of(model, answered, name, recipe)
         try:
+            # All splits now: an error in the last one would come after all other fits.
             for seed in range(seeds):
                 one.check(seed)
             sets.append(one)
@@ -306,6 +307,7 @@ def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> di
         return {}
     places, seeds = np.searchsorted(one.rows, scored["example"]), scored["seed"].to_numpy()
     half = np.zeros((seeds.max() + 1, len(one.rows)), dtype=np.int64)
+    # The halves of the detectors, so that spans are fitted on the very answers that the probe was.
     half[seeds, places] = 1
     alone = span_logits(span_shapes(one.answered.table), one.answered.z, half)[seeds, places]
     found = evaluate(scored.assign(spans=alone), questions, ["probe", "spans"], {}).iloc[1]

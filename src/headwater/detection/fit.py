@@ -232,6 +232,7 @@ class AnswerSet:
             detector.probe(),
             torch.from_numpy(np.where(spread > 0, spread, 1.0)),
             self.recipe.reweighting,
+            # scikit-learn minimises |w|²/2 + C · Σ losses: divided by C · rows, the mean loss and this penalty.
             penalty=1 / (C * len(train)),
             seed=seed,
             batch_size=self.recipe.batch_size,

@@ -123,6 +123,7 @@ class Detector:
         read = zip(CLASSIFIERS, self.weight, self.bias, strict=True)
         p = {name: torch.sigmoid(linear_logits(states, weight, bias)) for name, weight, bias in read}
         gate = p["gate"]
+        # Seeded here: the scores of a detector do not depend on what was drawn before.
         random = torch.from_numpy(np.random.default_rng(0).random(len(gate)))
         scores = {
             "probe": p["probe"],
@@ -178,6 +179,7 @@ def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[
     columns = []
     for name in QUESTION_NUMBERS:
         values = pd.to_numeric(table[name], errors="coerce") if name in table else pd.Series(0.0, index=table.index)
+        # Page views span orders of magnitude.
         columns.append(np.log1p(values.fillna(0).clip(lower=0).to_numpy(dtype=np.float64)))
     named = table["relation"].astype(str).to_numpy() if "relation" in table else np.full(len(table), "")
     return np.stack([*columns, *((named == relation).astype(np.float64) for relation in relations)], axis=1)
@@ -219,6 +221,7 @@ def p_true(
     odds = np.empty(len(prompts))
     for rows in by_length([len(prompt) for prompt in prompts], batch_size):
         logits = next_logits(model, model.tokenize([prompts[row] for row in rows])).double().cpu()
+        # P(True) / (P(True) + P(False)) is the sigmoid of the difference, and needs no sum over the vocabulary.
         odds[rows] = (logits[:, true] - logits[:, false]).numpy()
     return sigmoid(odds)
 

@@ -192,6 +192,7 @@ def train_reweighting(
     inputs = inputs.begin(batch_size)
     n_heads = inputs.model.shape.n_heads if options.per_head else 1
     alpha = torch.full((2, inputs.layer + 1, n_heads), options.start, dtype=torch.float64, requires_grad=True)
+    # In standardized units, in which Adam's steps and the penalty mean the same for every coordinate.
     weight = (probe.weight * spread).clone().requires_grad_()
     bias = torch.tensor(probe.bias, dtype=torch.float64, requires_grad=True)
     learned = [alpha, weight, bias]
@@ -204,8 +205,10 @@ def train_reweighting(
                 states = inputs.states(rows, alpha, grad=True).cpu().double()
                 logits = states @ (weight / spread) + bias
                 losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, z[rows], reduction="sum")
+                # Batch by batch: the graph of one is gone before the next runs.
                 parts = torch.autograd.grad(losses / len(step), learned, allow_unused=True)
                 slopes = [s if part is None else s + part for s, part in zip(slopes, parts, strict=True)]
+            # Once a step and not once a batch; biases and α have no penalty, as in the probe's own fit.
             slopes[1] = slopes[1] + penalty * weight.detach()
             for one, slope in zip(learned, slopes, strict=True):
                 one.grad = slope

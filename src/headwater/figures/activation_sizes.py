@@ -43,6 +43,7 @@ def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
                 ordered = rows.sort_values("layer")
                 layers = ordered["layer"].astype(int)
                 ax.plot(layers, ordered["rms"], color=colour, marker=mark, markersize=3.5, label=label(str(site)))
+        # A logarithmic axis cannot show zero, the RMS of a site that is zero everywhere.
         if (cache.summary()["rms"] > 0).all():
             ax.set_yscale("log")
         whole_numbers(ax.xaxis)

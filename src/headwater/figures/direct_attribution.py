@@ -83,6 +83,7 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     mlps = means[means["component"] == "mlp"].set_index("layer")["contribution"]
     heads = heads.reindex(mlps.index)
     n_heads = heads.shape[1]
+    # The empty column separates the MLPs from the heads; one image keeps both on one colour scale.
     drawn = np.ma.masked_invalid(np.column_stack([heads, np.full(len(heads), np.nan), mlps]).astype(float))
     limit = float(np.abs(drawn).max()) or 1.0
     edges = np.append(np.arange(n_heads + 1), [n_heads + 0.4, n_heads + 1.4])

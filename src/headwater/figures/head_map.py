@@ -238,6 +238,7 @@ class Marks(PathCollection):
 def mark_heads(ax: Axes, heads: pd.DataFrame, areas: np.ndarray, **look: Any) -> None:
     """Draw a mark at each layer and head, of areas relative to a cell's."""
     made: Any = ax.scatter(heads["layer"], heads["head"], **look)
+    # scatter makes a PathCollection and takes no class; as Marks it follows the size of the axes.
     made.__class__, made.areas = Marks, np.asarray(areas, dtype=float)
     made.fit()
 

@@ -50,6 +50,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     most_positions, most_layers = min(MOST_POSITIONS, wide / LEAST_WIDTH), min(MOST_LAYERS, high / LEAST_HEIGHT)
     left_out = max(0, len(positions) - max(1, int(most_positions)))
     positions, step = positions[left_out:], -(-len(layers) // max(1, int(most_layers)))
+    # Counted from the last layer down, so that the last layer is always drawn.
     layers = layers[::-1][::step][::-1]
     drawn = table[table["position"].isin(positions) & table["layer"].isin(layers)]
     probability = drawn.pivot(index="layer", columns="position", values="probability").to_numpy(dtype=float)

@@ -131,6 +131,7 @@ def _density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> NDArray[
     """A kernel density; a narrow peak where all values are nearly one."""
     if len(values) < 2:
         return np.zeros_like(grid)
+    # Scott's rule; narrower than a step of the grid a peak would fall between its points.
     width = max(float(values.std()) * len(values) ** -0.2, float(grid[1] - grid[0]))
     if values.std() > 1e-9:
         return gaussian_kde(values, bw_method=width / values.std(ddof=1))(grid)

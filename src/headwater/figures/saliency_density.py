@@ -217,6 +217,7 @@ def _panel(
         ax.text(0.5, 0.5, "not measured", ha="center", va="center", transform=ax.transAxes)
         return {}
     shown = np.log10 if log_scale else np.asarray
+    # The logarithm has no lower bound to start at, so the lowest one per cent lies beyond the edge.
     start = min(float(np.quantile(shown(v), 0.01)) for v in drawn.values()) - 0.2 if log_scale else 0.0
     stop = max(float(np.quantile(shown(v), 0.98)) for v in drawn.values())
     grid = np.linspace(start, stop + 0.08 * (stop - start), 400)

@@ -132,6 +132,7 @@ RULES: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.grid": False,
     "legend.frameon": False,
+    # Without a salt the ids in an SVG are random, and the same figure would not give the same bytes.
     "svg.hashsalt": "headwater",
 }
 SIZES: dict[Any, float] = {
@@ -150,6 +151,7 @@ UNLESS_SET: dict[Any, Any] = {
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 6,
+    # TrueType: matplotlib's own Type 3 fonts are refused by many journals. Text in an SVG stays text.
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
 }
@@ -265,6 +267,7 @@ def cell_ticks(axis: Axis, places: Iterable[float], names: Sequence[str], most: 
     at = [*map(float, places)]
     locator = Readable(at, names, most or len(names))
     axis.set_ticks(at, names, **look)
+    # set_ticks gives the labels their look; its fixed places give way to a locator that knows the size when drawn.
     axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(locator.name_at))
 
@@ -295,6 +298,8 @@ class Readable(FixedLocator):
         apart = length / abs(high - low) * np.diff(places).min()
         label = self.axis.get_major_ticks(1)[0].label1
         letter, turned = label.get_fontsize(), np.deg2rad(label.get_rotation() % 180)
+        # A turned label, or one at the y axis, needs the height of a line; another one at the x axis needs the width of
+        # the longest name.
         needed = 1.25 * letter / (np.sin(turned) if is_x else 1.0) if turned or not is_x else np.inf
         if is_x:
             needed = min(needed, letter * (0.64 * self.longest + 0.6))
@@ -407,6 +412,7 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     listed = DEFAULT_FORMATS if formats is None else one_or_several(formats)
     make_folder(path.parent)
     files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
+    # The time of writing would make two equal figures two files.
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style(), _laid_out(figure) as whole:
         for file in files:

@@ -151,6 +151,7 @@ def _placed(rows: pd.DataFrame, line: int) -> list[Placed]:
 def _draw(ax: Axes, token: Placed) -> None:
     wide = columns(token.text)
     box = Rectangle((token.column + 0.05, token.line + 0.06), wide - 0.1, 0.88)
+    # All boxes lie within the axes, so the layout need not measure hundreds of them one by one.
     box.set(facecolor=_color(token.log_probability), linewidth=0, in_layout=False)
     ax.add_patch(box)
     if token.lowest:
@@ -159,6 +160,7 @@ def _draw(ax: Axes, token: Placed) -> None:
         frame.set(fill=False, edgecolor=FRAME, linewidth=1.1, in_layout=False)
     middle = token.column + wide / 2
     text = ax.text(middle, token.line + 0.52, drawable(token.text, "monospace"), ha="center", va="center", size=6.2)
+    # parse_math=False: a token may hold "$".
     text.set(color=_ink(token.log_probability), family=["monospace", *others()], parse_math=False, in_layout=False)
 
 

@@ -56,6 +56,7 @@ class Contributions:
         held = self._run(examples)
         final = held[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
         tokens = to_device(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
+        # Picked before they are widened: W_U in float32 would be twice a bfloat16 model's.
         wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
         written = (wanted - unwanted).to(self.norm.gain.device)
         constant = torch.zeros(len(written), device=written.device)
@@ -64,6 +65,7 @@ class Contributions:
         total = (self.norm(final) * written).sum(-1) + constant
         if self.norm.bias is not None:
             constant = constant + written @ self.norm.bias
+        # One direction for all parts: each costs a dot product, and no part goes through the norm.
         direction = self.norm.pulled_back(final, written)
         columns = [_dot(held[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
         sources = []
@@ -142,6 +144,7 @@ class Contributions:
         if factors.b_O is not None:
             summed = summed + factors.b_O
         read = torch.einsum("hkd,rd->rhk", factors.W_O, self._along(layer, summed, direction))
+        # The hook of v has key-value heads.
         values = v.repeat_interleave(z.shape[1] // v.shape[2], dim=2)
         shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())
         longest = max(len(prompt) for prompt in self.prompts)
@@ -150,6 +153,7 @@ class Contributions:
     def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
         """Check that contributions sum to the logit difference, to the rounding of the model's dtype."""
         sums = contributions.sum(1)
+        # Relative to the parts and not to their sum, which cancels: each part rounds by its own size.
         rounding = max(1e-5, 16 * torch.finfo(self.model.dtype).eps) * (1 + contributions.abs().sum(1))
         wrong = ((sums - total).abs() > rounding).nonzero().flatten().tolist()
         if wrong:
@@ -164,4 +168,5 @@ class Contributions:
 
 def _dot(a: Tensor, b: Tensor) -> Float[Tensor, " row"]:
     """The dot product along the last axis, in float64."""
+    # Terms of both signs nearly cancel, which would cost float32 several digits.
     return (a.to(b.device).double() * b.double()).sum(-1)

@@ -248,6 +248,7 @@ def _table(
         return table
     columns = list(table.columns)
     keys = ["example", *BY[by], *roles, "position"]
+    # dropna=False: rows without a layer or head are parts, too.
     table = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
     for name in ("layer", "head"):
         if name not in table:

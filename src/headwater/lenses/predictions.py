@@ -189,6 +189,7 @@ def lens(
     check_model(model)
     n_layers = model.shape.n_layers
     given, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
+    # The last layer always, as KL and the check against the model's own logits need it.
     chosen = sorted({*chosen_layers(layers, n_layers), n_layers - 1})
     transform = reader(given, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
@@ -255,11 +256,13 @@ class _Layers:
     def measure(self, examples: range) -> dict[str, Tensor]:
         """Return what the layers predict, `layer row ...`; a row is a position read of an example."""
         held, ends, expected = self._run(examples)
+        # Checked at the last tokens whatever is read: these logits the run gives anyway.
         end = self.normalise(ends)
         refuse_other_logits(self.model, self.head.logits(end.float(), slice(None)), expected)
         device = self.head.W_U.device
         last = self.normalise(held[self.layers[-1]]).to(device)
         hidden = [self.normalise(self.transform(held[layer], layer)).to(device).float() for layer in self.layers]
+        # The last position has no next token: it is given token 0, and its rank is taken out of the table.
         target = to_device(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
         found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
         return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
@@ -300,6 +303,7 @@ def _table(
     example = np.repeat(np.arange(len(where)), [len(places) for places in where])
     token = np.array([prompt.strings[i] for prompt, places in zip(prompts, where, strict=True) for i in places], object)
     position = np.array([place for places in where for place in places])
+    # Each token is decoded once: layers and positions name the same few.
     used, index = np.unique(found["top"].numpy(), return_inverse=True)
     strings = np.array(model.token_strings(used.tolist()), dtype=object)
     unknown = (torch.cat(list(targets)) == NONE).numpy()

@@ -129,6 +129,7 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
             raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
 
         def translate(residual: Float[Tensor, "token d_model"], layer: int) -> Tensor:
+            # The last layer, which needs no translator; any other is refused before.
             if layer not in lens:
                 return residual
             wide = residual.float()

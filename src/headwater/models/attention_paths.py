@@ -70,7 +70,7 @@ class OwnAttention(ABC):
         prefix: Any,
         kept: Int[Tensor, "row kept"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
-        """Return what attention gives, before a norm behind it; with `kept` at these of a row's places only.
+        """Return what attention gives, before a norm after it; with `kept` at these of a row's places only.
 
         `prefix` is the keys and values of the positions before a row (`headwater.models.blocks.SharedPrefix`), if any.
         """
@@ -95,6 +95,7 @@ class OwnAttention(ABC):
         if (slopes := self.slopes()) is not None:
             before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
+            # Later keys, where attention sees them at all, get no slope, as in TransformerLens.
             scores = scores + slopes[:, None, None] * (keys_at - queries_at[:, None, :, None]).clamp_max(0)
         pattern = self.attention.hook_pattern(softmax(scores + mask)).to(values.dtype)
         return self.output((pattern @ values).transpose(1, 2))
@@ -148,7 +149,7 @@ class OwnAttention(ABC):
 
 
 class _NativeAttention(OwnAttention):
-    """Attention of a TransformerLens-native model, behind its bridge."""
+    """Attention of a TransformerLens-native model, inside its bridge."""
 
     def __init__(self, attention: Any):
         super().__init__(attention)
@@ -185,6 +186,7 @@ class _HookedAttention(OwnAttention):
         self.scale, self.soft_cap = float(attention.attn_scale), float(attention.cfg.attn_scores_soft_cap)
         self._rotary = attention.cfg.positional_embedding_type == "rotary"
         self._alibi = attention.cfg.positional_embedding_type == "alibi"
+        # All heads in one product, in the layout of a linear map; made once, since it is a copy of W_O.
         self._output = attention.W_O.flatten(0, 1).T.contiguous()
 
     def forward(self, query_input: Tensor, *_: Any, **__: Any) -> Any:
@@ -207,6 +209,7 @@ class _HookedAttention(OwnAttention):
     def slopes(self) -> Tensor | None:
         if not self._alibi:
             return None
+        # For two tokens: the entry of the second query at the first key is one token's distance times minus the slope.
         bias = self.attention.create_alibi_bias(self.attention.cfg.n_heads, 2, self._output.device)
         return -bias[:, 1, 0]
 
@@ -234,6 +237,7 @@ def own_attention(blocks: list[Any]) -> list[OwnAttention] | None:
 def own_mask(attention: Any, length: int) -> Bool[Tensor, "query key"] | None:
     """Which key each query may see by an attention's own matrix; None where it has none."""
     mask = getattr(getattr(attention, "original_component", None), "bias", None)
+    # A linear map calls its own vector `bias` too; GPT-Neo's matrix is boolean, with axes for batch and head.
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 4:
         return None
     return mask[0, 0, :length, :length]
@@ -247,6 +251,7 @@ def without_own_mask(attention: Any, n_keys: int) -> Iterator[None]:
         return
     buffers = attention.original_component._buffers
     kept = buffers["bias"]
+    # GPT-Neo slices it by the number of keys on both axes; expanded, it takes one byte.
     buffers["bias"] = kept.new_ones(1, 1, 1, 1).expand(1, 1, n_keys, n_keys)
     try:
         yield
@@ -276,11 +281,13 @@ def one_pass_attention(model: Model) -> Iterator[bool]:
 
         bridges = [block.attn for block in raw.blocks]
         configs = {id(config): config for config in (bridge.original_component.config for bridge in bridges)}
+        # The model makes its masks by its own config, which need not be the object that attention has.
         configs[id(raw.original_model.config)] = raw.original_model.config
         with contextlib.ExitStack() as stack:
             for config in configs.values():
                 stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
                 config._attn_implementation = "sdpa"
+            # The base class calls the module that it wraps; its subclasses compute scores, pattern and z themselves.
             calls = [(bridge, partial(AttentionBridge.forward, bridge)) for bridge in bridges]
             stack.enter_context(forward_replaced(calls))
             yield True

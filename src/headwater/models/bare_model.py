@@ -1,17 +1,17 @@
-"""The transformers model inside a bridge without TransformerLens's wrappers, but for the layers that hooks stand in.
+"""The transformers model inside a bridge without TransformerLens's wrappers, but for the layers with hooks.
 
 A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
-twice what the module itself does. `bare_model` puts the modules together anew without them. What is put together shares
+twice what the module itself does. `bare_model` rebuilds the model without them. What is put together shares
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
 copies that ask for attention in one pass where that is the same (`headwater.models.attention_paths`). Where a hook is
 to act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it.
 Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put
-together without a wrapper is kept with the model, for as long as each module and config that it was made of holds the
+together without a wrapper is kept with the model, for as long as each module and config in it holds the
 very same objects (`headwater.models.foreign_modules`).
 
 It is given only where it computes what the bridge computes:
 
-1. every module holds what it held when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
+1. every module holds what it did when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
    yet, and no norms were folded into weights;
 2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
    fused matrix (GPT-NeoX) the bridge has parts of its own;
@@ -61,7 +61,7 @@ class BareModel:
         kept: the wrappers that stay.
         firing: the modules, hook points among them, that the model still calls.
         rotary_by_length: what in it makes rotary embeddings that depend on a text's length.
-        configs: what the configs held that were copied.
+        configs: the entries of the configs that were copied.
     """
 
     def __init__(self, raw: Any, attention: str, points: AbstractSet[int] = frozenset()):
@@ -71,6 +71,7 @@ class BareModel:
         self.model = self._without_wrappers(raw.original_model, points)
         self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
+        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`cache_names.reached`).
         whole = [wrapper for wrapper in self.kept if not _is(wrapper, "BlockBridge")]
         self._attentions = [part for wrapper in whole for part in wrapper.modules() if _is(part, "AttentionBridge")]
         takes = inspect.signature(self.model.forward).parameters
@@ -119,16 +120,17 @@ class BareModel:
             self.firing |= {id(part) for part in module.modules()}
             return module
         if id(module) not in self._made:
+            # Without __init__, which would make parameters. Dictionaries of parameters and hooks are shared.
             twin = self._made[id(module)] = object.__new__(type(module))
-            held = dict(vars(module))
-            if inner is None and "config" in held:
-                held["config"] = self._with_attention(held["config"])
+            attributes = dict(vars(module))
+            if inner is None and "config" in attributes:
+                attributes["config"] = self._with_attention(attributes["config"])
             # a block's wrapper calls what it wraps between two hook points of its own
             within = module._modules if inner is None else {"_original_component": inner}
             copies = {name: part and self._without_wrappers(part, points) for name, part in within.items()}
-            held["_modules"] = module._modules | copies
-            self.firing |= {id(part) for part in held["_modules"].values()}
-            vars(twin).update(held)
+            attributes["_modules"] = module._modules | copies
+            self.firing |= {id(part) for part in attributes["_modules"].values()}
+            vars(twin).update(attributes)
         return self._made[id(module)]
 
     def _with_attention(self, config: Any) -> Any:
@@ -174,6 +176,7 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
             bare = BareModel(raw, "eager", points)
     if not points <= bare.firing:
         return None
+    # Ids are safe as keys: the model holds its wrappers for as long as it lives.
     wrappers = frozenset(map(id, bare.kept))
     if wrappers not in model.unwrapped_checked:
         model.unwrapped_checked[wrappers] = _gives_the_same_logits(model, bare)
@@ -187,6 +190,7 @@ def _is(module: torch.nn.Module, *names: str) -> bool:
 
 def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
     """Whether all that the bridge computes with is in the transformers model too."""
+    # By storage: what a bridge splits is a view of the fused matrix in GPT-2, and a copy of its parts in GPT-NeoX.
     memory = {parameter.untyped_storage().data_ptr() for parameter in bare.parameters()}
     apart = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
     if not apart:

@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
 WIRING = "transformer_lens.model_bridge.component_setup"
-"""Where TransformerLens makes the hooks by which those of an MLP fire whose parts stand in the block itself."""
+"""Where TransformerLens makes the hooks by which those of an MLP fire whose parts are in the block itself."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What one run of a right-padded batch leaves behind for the rows that will share it."""
+    """What one run of a right-padded batch records for the rows that will share it."""
 
     activations: Mapping[str, Tensor]
     """By hook name, as the hook gives them."""
@@ -150,6 +150,8 @@ class Blocks:
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))
         if kept is not None:
+            # Keys and values of all positions, rotated by the model's own code; of queries, which the call never uses,
+            # one position is projected.
             with _first_alone(block.attn, 1, ("q",)):
                 try:
                     self._attended(layer, normed, call, positions, mask, _StopsAtKeys(), recorded)
@@ -173,6 +175,7 @@ class Blocks:
         """Call a layer's attention as the model did, with other inputs."""
         (args, options), attention = call, self._blocks[layer].attn
         options = {name: _at_positions(value, positions, recorded) for name, value in options.items()}
+        # The recorded mask is of whole prompts; that of the rows takes its place, whatever `_at_positions` made of it.
         options = with_cache(attention, options, cache) | {"attention_mask": mask}
         if "hidden_states" in options:
             options["hidden_states"] = normed
@@ -209,13 +212,14 @@ class Blocks:
 
     @functools.cached_property
     def _layer_norms(self) -> list[Any]:
-        """The norms within and behind the blocks that are plain LayerNorms beneath."""
+        """The norms within and after the blocks that are plain LayerNorms beneath."""
         norms = [getattr(block, name) for block in self._blocks for name in NORMS if has_part(block, name)]
         return [norm for norm in (*norms, getattr(self.model.raw, "ln_final", None)) if _is_layer_norm(norm)]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
         block = self._blocks[layer]
+        # Phi's attention and MLP share one norm, GPT-NeoX's have one each.
         has_own_norm = has_part(block, "ln2") or not self.parallel
         return _through(block, "ln2" if mlp and has_own_norm else "ln1", residual)
 
@@ -283,9 +287,12 @@ class Blocks:
         forked: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
+            # TransformerLens hands hooks the tensor itself: an edit in place further on would change what is kept.
             activations[name] = activation.detach().clone()
 
         def fork(activation: Tensor, hook: object, name: str) -> Tensor:
+            # The graph begins at the first. Of each later one a view goes on, so that a gradient there leaves out what
+            # else is computed of the same tensor (Gemma 4's later layers read the embedding, too).
             forked[name] = (
                 activation.view_as(activation) if forked else activation.detach().clone().requires_grad_(True)
             )
@@ -324,6 +331,7 @@ class Blocks:
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
             return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), held=forked)
+        # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
         longest = int(batch.lengths.argmax())
         visible = {layer: _visible(o.get("attention_mask"), tokens, longest) for layer, (_, o) in calls.items()}
         for layer, seen in visible.items():
@@ -336,11 +344,11 @@ class Blocks:
         """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
         assert self._own is not None
         recording = Recording(activations, {}, {}, {}, {}, last_logits)
-        for layer, own in enumerate(self._own):
+        for layer, attention in enumerate(self._own):
             k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
             positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-            recording.keys[layer], recording.values[layer] = own.remembered(own.past_hook(k), v, positions)
-            recording.calls[layer], recording.visible[layer] = ((), {}), own.visible(k.shape[1])
+            recording.keys[layer], recording.values[layer] = attention.remembered(attention.past_hook(k), v, positions)
+            recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
         return recording
 
 
@@ -357,13 +365,14 @@ def cannot_step(model: HookedModel) -> str | None:
         if missing := [part for part in needed if not has_part(block, part)]:
             return f"its blocks have no {' or '.join(missing)}"
     handles = [handle for point in raw.hook_dict.values() for handle in point.fwd_hooks]
+    # TransformerLens's own wiring hooks (OPT's MLP) are harmless; any other hook could change what a step gives.
     if any(getattr(getattr(handle, "user_hook", None), "__module__", "") != WIRING for handle in handles):
         return "it carries hooks of its own"
     if keeps_an_index(raw):
         return "its attention keeps an index of tokens beside keys and values"
     known = is_bridge(raw) and getattr(model.config, "model_type", None) in FAMILIES
     if known and family_of(model.config).positions_by_place:
-        return "its attention reads positions from where tokens stand (ALiBi), and is given them for whole rows"
+        return "its attention reads positions from columns (ALiBi), and is given them for whole rows"
     if any(site in STATES and site != "resid_mid" for site, _ in model.misfits):
         return "what its blocks add to the residual stream is not what attention and MLP write"
     if is_bridge(raw) and hasattr(raw, "project_out"):
@@ -405,6 +414,7 @@ def _first_alone(
         return projected.expand(*x.shape[:2], *projected.shape[2:]) if projected.shape[axis] == 1 else projected
 
     modules = [getattr(attention, name) for name in names if has_part(attention, name)]
+    # One whose forward is replaced already is left alone: `forward_replaced` would remove that one at its end.
     free = [module for module in modules if isinstance(module, torch.nn.Module) and "forward" not in module.__dict__]
     return forward_replaced([(module, functools.partial(first, forward=module.forward)) for module in free])
 
@@ -420,7 +430,7 @@ def _through(block: Any, norm: str, x: Tensor) -> Tensor:
 
 
 def _lies_in_block(block: Any) -> bool:
-    """Whether the parts of an MLP stand in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
+    """Whether the parts of an MLP are in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
     return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 
@@ -430,6 +440,7 @@ def _at_positions(
     """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(_at_positions(item, positions, recorded) for item in value)
+    # By kind: whole numbers with two axes are position ids, floats with three are the rotary cosines and sines.
     if isinstance(value, Tensor) and value.ndim >= 2 and not value.is_floating_point():
         return positions
     if isinstance(value, Tensor) and value.ndim == 3:
@@ -442,5 +453,6 @@ def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"], longest
     length = tokens.shape[1]
     if mask is None or mask.ndim < 4:
         return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    # One row of mask may serve the whole batch; masks that are not boolean are added to scores, 0 where seen.
     row_mask = mask[min(longest, len(mask) - 1), 0, :length, :length]
     return row_mask if row_mask.dtype == torch.bool else row_mask == 0

@@ -1,4 +1,4 @@
-"""Whether a model behind hooks computes what the model it wraps does, and its activations are what their names say.
+"""Whether a model with hooks computes what the model it wraps does, and its activations are what their names say.
 
 Seen once, at load:
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Calls: TypeAlias = dict[str, tuple[Tensor, Tensor]]
 """By module: the first tensor it takes and the first it gives."""
 N_TOKENS = 5
-"""Not a usual number of heads, so that the axes of a site are told apart."""
+"""Not a usual number of heads, so that the axes of a site differ in size."""
 DEPTH = 4
 """Modules nested deeper than this, such as experts, are not watched."""
 LEAST = 1e-2
@@ -105,9 +105,10 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
     experts = {layer for layer in beside if _has_experts(getattr(blocks[layer], "mlp", None))}
     n_first = max(1, tokens.shape[1] - 2)
     rows = tokens.repeat(2, 1)
+    # The second row differs in its last tokens alone: where its first logits differ, attention looks ahead.
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
     sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, beside)
-    known = model.raw.hook_dict  # put together anew whenever it is asked for
+    known = model.raw.hook_dict  # built at every access
     if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in known:
         raise ModelError(
             f"{model.name} ({model.shape.architecture}) has no residual stream that goes from block to block here: "
@@ -136,6 +137,7 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
             f"{f'the first module that differs is {first}' if first else none}. Load the model without what is special "
             "there."
         )
+    # A tighter tolerance than above: both rows come from one run, not from two implementations.
     if not same_but_for_rounding(logits[0, :n_first], logits[1, :n_first], 0.75) and _has_slope(model, tokens, n_first):
         model.looks_ahead, model.takes_padding = True, _takes_padding(model, rows, n_first, logits[0])
 
@@ -227,6 +229,7 @@ class SiteCheck:
             holds = f"{site.hook_name(layer)} holds {size} for {self._n_rows} rows of {self._n_tokens} tokens"
             self._misfits(site, layer, f"{holds}, where the sizes of this model make it {expected}.")
         else:
+            # Only states are added up after the run, when the model may have written into them.
             self._passed[site.name, layer] = activation.clone() if site.name in STATES else activation
 
     def judge(self) -> None:
@@ -274,6 +277,8 @@ def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:
         return False
     wide = torch.promote_types(whole.dtype, torch.float32)
     every = torch.stack([whole, *(-part.to(whole) for part in parts if part is not None)]).to(wide)
+    # Each of a few additions rounds by at most eps of what it adds, so the bound is by number, not by the largest one.
+    # What is not finite is `finite_output`'s to report, and does not make a site another thing than its name says.
     rounding = 8 * torch.finfo(whole.dtype).eps * every.abs().sum(0)
     return bool((every.sum(0).abs() <= rounding).logical_or(~whole.isfinite()).all())
 

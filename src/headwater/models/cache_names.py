@@ -46,11 +46,13 @@ def _name_in(forward: Callable[..., object]) -> str | None:
 def name_read(attention: Any) -> str | None:
     """What a bridge's attention calls the cache that it is given; None where none is known."""
     name = name_of_cache(_wrapped(attention))
+    # TransformerLens 4.3 knows the names from before transformers 5.24 alone.
     return "past_key_values" if name == "cache" and _is_computed_by_bridge(attention) else name
 
 
 def with_cache(attention: Any, options: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Return the options of a call of a bridge's attention, with this cache and no other."""
+    # Without the block's own, which may be under another name: both would be passed.
     others = {name: value for name, value in options.items() if name not in NAMES}
     return others if (name := name_read(attention)) is None else others | {name: cache}
 
@@ -88,6 +90,7 @@ def reached(attentions: Iterable[Any]) -> Iterator[None]:
 
     def before(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
         cache = options.get(name_of_cache(_wrapped(attention)) or "")
+        # Only an update proves that attention read it: **kwargs swallow a cache under an unknown name.
         caches[attention] = None if cache is None else _WatchedCache(cache)
         return args, options if cache is None else with_cache(attention, options, caches[attention])
 

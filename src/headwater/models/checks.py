@@ -58,6 +58,7 @@ def finite_weights(model: Model) -> None:
 
 def _is_finite(values: Tensor) -> bool:
     """Whether there is neither NaN nor infinity: the sum is neither, or, where it overflows, the least and largest."""
+    # isfinite() of all weights would write a mask of their number; a sum only reads.
     return bool(values.sum().isfinite()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
@@ -153,12 +154,12 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
 
     Attention spreads NaN over all positions (0 · NaN is NaN), so a layer is looked at before it attends, too.
     """
-    found: list[tuple[str, tuple[int, int]]] = []
+    places: list[tuple[str, tuple[int, int]]] = []
 
     def look(activation: Tensor, hook: object, where: str) -> None:
         wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
-        if not found and bool(wrong.any()):
-            found.append((where, _first(wrong)))
+        if not places and bool(wrong.any()):
+            places.append((where, _first(wrong)))
 
     points = {hook_name("resid_pre"): "the embedding"}
     for layer in range(model.shape.n_layers):
@@ -170,7 +171,7 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
     options: dict[str, object] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
     with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):
         model.raw(batch.tokens.to(model.device), **options, **padding_option(model, batch))
-    return found[0] if found else None
+    return places[0] if places else None
 
 
 def _first(wrong: Bool[Tensor, "batch position"]) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class PromptHook(ABC):
 
         Args:
             model: the model.
-            batch: the prompts; None stands for whatever goes through the model.
+            batch: the prompts; None for whatever goes through the model.
             goes_on: whether these are tokens that follow the prompts.
         """
 
@@ -79,8 +79,8 @@ def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False
 def read_hook(function: HookFunction, may_be_silent: bool = False) -> TrustedHook:
     """Mark a hook that only looks, and keeps nothing that shares memory with the activation unless it is read at once.
 
-    It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is no
-    error when nothing passes through the place.
+    It sees the activation where the model itself does: downstream of every carried edit. With `may_be_silent` it is not
+    an error when nothing passes through the place.
     """
     return TrustedHook(function, edits=False, may_be_silent=may_be_silent)
 
@@ -160,6 +160,7 @@ class Attached:
                 f"A hook at {self.name} was given {_described(activation)} and returned {returned}; it must return an "
                 "activation like the one it was given, or None."
             )
+        # The hook may keep what it returned, and write into it at its next call.
         return result.clone()
 
     def _check_tokens(self, activation: Tensor) -> None:
@@ -344,6 +345,7 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
 def _are_knockouts(point: Any) -> bool:
     """Whether the hooks at attention scores are this package's own, which sever edges or see which there are."""
     places = [handle.user_hook for handle in point.fwd_hooks]
+    # A hook that somebody put there past `model.hooks` reads scores, and would be given a mask.
     if not places or not all(isinstance(place, _Place) for place in places):
         return False
     return all(isinstance(hook.function, TrustedHook) for place in places for hook in place.hooks)

@@ -59,21 +59,21 @@ class Family:
         embedding_norm: a LayerNorm between the embedding and the first block (Bloom).
         final_norm: the norm in front of the unembedding; None where there is none.
         attention: the attention module within a block.
-        mlp: the MLP, or mixture of experts, within a block; where its parts stand in the block itself, these in order.
+        mlp: the MLP, or mixture of experts, within a block; where its parts are in the block itself, these in order.
         norms: the norms of a block.
         output: the output projection within attention.
-        fused: how queries, keys and values are joined; None when `q_proj`, `k_proj`, `v_proj` are apart.
+        fused: how queries, keys and values are joined; None when `q_proj`, `k_proj`, `v_proj` are separate.
         gain_offset: 1 where the norm multiplies by 1 + weight (Gemma), else 0.
         embedding_scale: by what the embedding is multiplied on its way into the residual stream, from the config.
         residual_scale: the entry of the config by which a block multiplies what attention and MLP add (Granite).
-        logit_scale: by what the logits are multiplied behind the unembedding, from the config (Cohere, Granite).
+        logit_scale: by what the logits are multiplied after the unembedding, from the config (Cohere, Granite).
         kv_heads: how many key-value heads a block has, from the config; default: its `num_key_value_heads`.
         mlp_width: the entry of the config that is the width of the MLP's (an expert's) hidden layer; where the config
             has none, it is 4 d_model.
         context: the entry of the config that is the longest sequence the model was made for.
         parallel: whether attention and MLP of a block both read the block's input, or the option of the config that
             says so.
-        positions_by_place: whether attention reads positions from where tokens stand (ALiBi), not from their numbers.
+        positions_by_place: whether attention reads positions from columns (ALiBi), not from position ids.
         not_in_one_pass: options of the config with which transformers' one-pass attention computes something else.
         cannot: by kind of effective embedding ("raw", "mlp0", "embed+mlp0", "layer0"), why it cannot be read from a
             folder.
@@ -128,6 +128,7 @@ def _falcon_kv_heads(config: Any) -> int:
 
 
 def _falcon(config: Any) -> dict[str, Any]:
+    # transformers takes None for 2 (40B, 180B); Falcon 2 (11B) says 1.
     two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
     one = Norms(before_mlp="input_layernorm")
     norms = Norms("ln_attn", None, "ln_mlp") if two_norms else one if config.parallel_attn else Norms()
@@ -141,7 +142,7 @@ def _falcon(config: Any) -> dict[str, Any]:
 def _opt(config: Any) -> dict[str, Any]:
     if config.do_layer_norm_before and config.word_embed_proj_dim == config.hidden_size:
         return {}
-    reason = "its embedding is projected on its way into the residual stream, or norms stand behind its parts."
+    reason = "its embedding is projected on its way into the residual stream, or norms come after its parts."
     return {
         "final_norm": None if not config.do_layer_norm_before else OPT.final_norm,
         "norms": OPT.norms if config.do_layer_norm_before else Norms(None, None, None, None),
@@ -174,6 +175,7 @@ OPT = Family(
     varies=_opt,
 )
 
+# In this order: where two types share a class, `family_named` gives the first.
 for _model_type, _family in {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -258,6 +260,7 @@ for _model_type, _family in {
     ),
     "phi3": Family("Phi3ForCausalLM", fused=FusedQKV("qkv_proj", "parts")),
     "llama": Family("LlamaForCausalLM"),
+    # transformers runs these two model types by Llama's class.
     "internlm3": Family("LlamaForCausalLM"),
     "iquestcoder": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM"),

@@ -1,4 +1,4 @@
-"""What was put into a model past `model.hooks`: what its modules hold now that did not stand there when it was loaded.
+"""What was put into a model past `model.hooks`: what its modules hold now and did not when it was loaded.
 
 Looked at whenever a run is recorded; where nothing is found, weights and config say what the model computes.
 
@@ -9,7 +9,7 @@ Looked at whenever a run is recorded; where nothing is found, weights and config
 
 Numbers kept in tuples, lists or other objects are not looked at.
 
-Whether dictionaries, or modules, still hold the very objects that they held: what was found of these still stands.
+Whether dictionaries, or modules, still hold the very same objects, so that what was found before still applies.
 
 A model of some hundred modules is looked at whenever a run is recorded. Comparing objects by identity costs a tenth of
 reading what each module holds, and misses nothing but what changes within an object; the hooks, submodules and
@@ -54,6 +54,7 @@ class SameObjects:
     def __init__(self, dictionaries: Iterable[Mapping[str, Any]]):
         listed = list(dictionaries)
         self._empty = [one for one in listed if not one]
+        # The objects and not their ids: an id is given to another object once its own is gone.
         self._held = [(one, tuple(one), _lasting(one)) for one in listed if one]
         self._arrange()
 
@@ -85,6 +86,7 @@ class _AtOnce:
 
     def is_there(self) -> bool:
         return (
+            # Sizes too: the same names in a row could be dealt out to dictionaries otherwise.
             list(map(len, self._dictionaries)) == self._sizes
             and list(chain.from_iterable(self._dictionaries)) == self._names
             and all(map(is_, self._values(), self._objects))
@@ -123,7 +125,7 @@ class SameModules:
 
 
 class SameTensors:
-    """The parameters and buffers in a module, which is walked anew when one came or went anywhere within it."""
+    """The parameters and buffers in a module, which is walked again when one came or went anywhere within it."""
 
     def __init__(self, root: torch.nn.Module):
         self._root = root
@@ -197,6 +199,7 @@ class KnownModules:
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
+            # The slow comparison by value, done only after something was replaced.
             is_so = {path: _held(module) for path, module in modules.items()} == self._before
             self._loaded = SameModules(modules.values()) if is_so else None
         return self._loaded
@@ -214,17 +217,17 @@ class KnownModules:
         unnamed += [f"a forward of the class {k.__name__}" for k, f in self._forwards.items() if _forward(k) is not f]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
-            held, before = _held(module), gone.pop(path, None)
-            if before == held:
+            now, before = _held(module), gone.pop(path, None)
+            if before == now:
                 continue
             name = _readable(path, module)
-            if before is None or before.kind is not held.kind:
-                named = values if _sources(held.kind) <= LIBRARIES else unnamed
-                named.append(f"{name} is a {held.kind.__name__}")
-                before = Held(held.kind, {}, {}, {})
-            values += _other_values(name, before.values, held.values)
-            unnamed += [f"{what} of {name}" for what in _other_methods(before.methods, held.methods)]
-            unnamed += [f"{what} on {name}" for what in _other_hooks(before, held)]
+            if before is None or before.kind is not now.kind:
+                named = values if _sources(now.kind) <= LIBRARIES else unnamed
+                named.append(f"{name} is a {now.kind.__name__}")
+                before = Held(now.kind, {}, {}, {})
+            values += _other_values(name, before.values, now.values)
+            unnamed += [f"{what} of {name}" for what in _other_methods(before.methods, now.methods)]
+            unnamed += [f"{what} on {name}" for what in _other_hooks(before, now)]
         values += [f"{_readable(path)} is gone" for path in gone]
         if unnamed:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
@@ -236,6 +239,7 @@ def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield every module of a bridge, and of the model that it wraps those that the bridge itself does not hold."""
     seen: set[torch.nn.Module] = set()
     yield from raw.named_modules(seen)
+    # A bridge keeps its model in __dict__, where torch does not see it as a submodule.
     original = raw.__dict__.get("original_model", getattr(raw, "original_model", None))
     if isinstance(original, torch.nn.Module):
         yield from original.named_modules(seen, "original_model")
@@ -269,7 +273,7 @@ def _held(module: torch.nn.Module) -> Held:
 
 
 def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
-    """Whether a function that a module keeps may stand for what its class does."""
+    """Whether a function that a module keeps may replace a method of its class."""
     usual = getattr(type(module), name, None)
     if name[0] == "_" and not callable(usual):  # torch keeps compiled calls so
         return False
@@ -334,25 +338,25 @@ def _forward(kind: type) -> object:
 
 def _sources(*functions: object) -> set[str]:
     """Return the packages in which functions, and the functions that they wrap, were written."""
-    found, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
+    packages, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        current = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        if type(one) in weakref.ProxyTypes:
+        seen.add(id(current))
+        if type(current) in weakref.ProxyTypes:
             continue
-        if isinstance(one, functools.partial):
-            waiting += [one.func, *filter(callable, [*one.args, *one.keywords.values()])]
-        elif isinstance(one, types.MethodType):
-            waiting.append(one.__func__)
-        elif isinstance(one, types.FunctionType):
-            one = without_type_checks(one)  # and functools.wraps copies __module__ from another function
-            found.add(str(one.__globals__.get("__name__")).split(".")[0])
-            waiting += filter(callable, map(content_of, one.__closure__ or ()))
+        if isinstance(current, functools.partial):
+            waiting += [current.func, *filter(callable, [*current.args, *current.keywords.values()])]
+        elif isinstance(current, types.MethodType):
+            waiting.append(current.__func__)
+        elif isinstance(current, types.FunctionType):
+            current = without_type_checks(current)  # and functools.wraps copies __module__ from another function
+            packages.add(str(current.__globals__.get("__name__")).split(".")[0])
+            waiting += filter(callable, map(content_of, current.__closure__ or ()))
         else:
-            named = one if isinstance(one, type | types.BuiltinFunctionType) else type(one)
+            named = current if isinstance(current, type | types.BuiltinFunctionType) else type(current)
             package = (named.__module__ or "builtins").split(".")[0]
-            if package not in LIBRARIES or not isinstance(one, torch.nn.Module):  # a library's acts on a library's
-                found.add(package)
-    return found
+            if package not in LIBRARIES or not isinstance(current, torch.nn.Module):  # a library's acts on a library's
+                packages.add(package)
+    return packages

@@ -74,6 +74,7 @@ def _angles(
     for long in {length > original for length in lengths}:
         # the module takes long or short angles by the largest position: one is appended, and its angles left out
         last = position_ids.new_full((len(position_ids), 1), original if long else original - 1)
+        # Past its own text a short row has padding, whose position must not turn the whole batch long.
         ids = torch.cat([position_ids if long else position_ids.clamp_max(original - 1), last], 1)
         angles[long] = tuple(part[:, :-1] for part in type(module).forward(module, x, ids, **options))
     if len(angles) == 1:
@@ -99,6 +100,7 @@ def forward(
         Logits of the columns, or the residual stream in front of layer `stop_at`.
     """
     options = padding_option(model, batch) | (options or {})
+    # After a cache the batch holds new tokens alone: its lengths are not those of the texts.
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
     with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
         return _called(model, to_device(batch.tokens, model.device), columns, stop_at, options)
@@ -133,7 +135,7 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
         return {}
     if not model.takes_padding:
         raise InputError(
-            f"{model.name} gives a text other values beside a longer one than alone, since it reads the padding behind "
+            f"{model.name} gives a text other values beside a longer one than alone, since it reads the padding after "
             "it: give texts of one length, or one at a time."
         )
     return {"attention_mask": to_device(batch.mask.long(), model.device)} if model.looks_ahead else {}
@@ -155,7 +157,7 @@ def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
 
 
 class _EnoughError(Exception):
-    """Ends a run behind the last block."""
+    """Ends a run after the last block."""
 
 
 def _residual_after_last_block(
@@ -163,10 +165,10 @@ def _residual_after_last_block(
 ) -> Float[Tensor, "batch position d_model"]:
     """The bridge gives logits where a HookedTransformer gives the residual stream: take it from its hook.
 
-    The run ends there, without the head, unless somebody has put a hook behind the blocks.
+    The run ends there, without the head, unless somebody has put a hook after the blocks.
     """
     kept: list[Tensor] = []
-    ends = not _is_hooked_behind_blocks(model.raw)
+    ends = not _is_hooked_after_blocks(model.raw)
 
     def keep(residual: Tensor, hook: object) -> None:
         kept.append(residual)
@@ -184,8 +186,8 @@ def _residual_after_last_block(
     return kept[0]
 
 
-def _is_hooked_behind_blocks(raw: Any) -> bool:
-    """Whether a hook of anyone stands in the last norm or the unembedding."""
-    behind = [getattr(raw, name, None) for name in ("ln_final", "unembed")]
-    modules = [module for one in behind if isinstance(one, torch.nn.Module) for module in one.modules()]
+def _is_hooked_after_blocks(raw: Any) -> bool:
+    """Whether a hook of anyone is in the last norm or the unembedding."""
+    ends = [getattr(raw, name, None) for name in ("ln_final", "unembed")]
+    modules = [module for one in ends if isinstance(one, torch.nn.Module) for module in one.modules()]
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)

@@ -1,7 +1,7 @@
 """What a model's generation config says of all that it writes: the tokens that end a text, and which may not come.
 
 `RULES` are transformers' own processors of logits, made for each row as if it were alone. They change which token is
-chosen, not the probability that is told of it. Temperature, top_k and the like are options of the call, not rules; the
+chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules; the
 settings in `UNUSED` are not obeyed, which is said once per model.
 """
 
@@ -63,11 +63,15 @@ class Rules:
         if not settings(model.raw, RULES):
             return
         config = copy.deepcopy(_config(model.raw))
+        # Else temperature, top_k and top_p of the config would come along as processors.
         config.do_sample = False
+        # guidance_scale, for one, would come back as a processor that runs the model a second time.
         for name in UNUSED:
             setattr(config, name, None)
+        # `generate` sets it before it asks for processors; those of min_length and bad_words_ids read it.
         config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
         for length in prompts.lengths.tolist():
+            # A forced end token comes at this length, which is another for each prompt.
             config.max_length = length + max_new_tokens
             processors = model.raw.original_model._get_logits_processor(config, length, device=model.device)
             self._processors.append(processors)

@@ -30,7 +30,7 @@ RULES = {
     LLAMA_3: ("llama-bpe", "llama3", "llama-v3"),
     QWEN_2: ("qwen2", "stablelm2", "deepseek-r1-qwen"),
 }
-"""How words are split, and what files call it: as GPT-2 does; the same after every digit apart; or a pattern."""
+"""How words are split, and what files call it: as GPT-2 does; the same, with digits split one by one; or a pattern."""
 PASS = "Pass tokenizer=, the one of the checkpoint that the file was converted from."
 UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
 """The rules of architectures whose files do not name them."""
@@ -73,8 +73,10 @@ def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:
     backend = tokenizer.backend_tokenizer
     split = {GPT_2: None, DIGITS: pre_tokenizers.Digits(individual_digits=True)}
     first = split[rules] if rules in split else pre_tokenizers.Split(Regex(rules), behavior="isolated")
+    # ByteLevel's own regex is GPT-2's; after a split by a pattern it would split once more.
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rules in split)
     backend.pre_tokenizer = bytewise if first is None else pre_tokenizers.Sequence([first, bytewise])
+    # Qwen 2's tokenizer.json normalises so, and a GGUF file has no entry for it.
     backend.normalizer = normalizers.NFC() if nfc else None
     backend.model.ignore_merges = rules == LLAMA_3  # a word of the vocabulary is one token, whatever its merges say
 

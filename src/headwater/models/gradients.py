@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
 KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
-"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may stand for all."""
+"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may serve all."""
 GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 """What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
 
@@ -80,7 +80,8 @@ class FixedPrefix(DynamicCache):  # type: ignore[misc]
         self.before = before
         self.watched: range = range(0)
         self.values: dict[int, Tensor] = {}
-        for layer, (keys, values) in before.items():  # which is asked how long it is, and for no number
+        # One row and one coordinate are enough for its length: DynamicCache would copy whole tensors.
+        for layer, (keys, values) in before.items():  # only its length is read
             super().update(keys[:, :1, :, :1], values[:, :1, :, :1], layer)
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -157,6 +158,7 @@ class Descent:
         self._z: dict[int, Tensor] = {}
         self._patterns: dict[int, Tensor] = {}
         n_keys = tokens.shape[1] + (next(iter(before.values()))[0].shape[2] if before else 0)
+        # As many layers at once as fit: each segment below the first costs a second forward of its layers.
         at_once = max(1, graphs_in_memory(model, tokens.numel(), n_keys))
         stops = range(reading[1] + 1, lowest, -at_once)
         self._segments = [range(max(lowest, stop - at_once), stop) for stop in stops]
@@ -176,6 +178,7 @@ class Descent:
             heads = {layer: self._z.pop(layer) for layer in segment}
             entry = [] if segment.start == self._lowest else [self._entries[segment.start]]
             gradients = torch.autograd.grad(reached, [*entry, *heads.values()], gradient, allow_unused=True)
+            # The graph goes before the caller works on what is yielded.
             del reached
             gradient = gradients[0]
             for layer, slope in reversed(list(zip(heads, gradients[len(entry) :], strict=True))):
@@ -210,6 +213,7 @@ class Descent:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.lock)
             for layer in range(self._lowest, self._segments[0].start):
+                # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
                 handle = self.model.raw.blocks[layer].register_forward_pre_hook(
                     partial(self._note_call, layer), with_kwargs=True
                 )
@@ -226,6 +230,7 @@ class Descent:
                 out = self.model.raw.blocks[layer](residual, *args, **options)
                 residual = out[0] if isinstance(out, tuple) else out
         first = self._entries.pop(segment.stop)
+        # A block that keeps something between calls would give gradients of another run without a word.
         difference = float((residual.detach() - first.detach()).abs().max())
         if not difference <= 1e-2 * float(first.detach().abs().max()):
             raise InterventionError(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 SPACE_FOLLOWS = tuple(".,:;?!")
-"""Marks, beside letters, behind which English and its neighbours go on with a space."""
+"""Marks, beside letters, after which English and its neighbours go on with a space."""
 MARKS = ("<|", "[INST]", "<start_of_turn>")
 """What chat templates write that need not be a special token of the tokenizer."""
 
@@ -43,7 +43,7 @@ def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], token
             if len(plain) == len(spaced) == 1 and plain != spaced:
                 warnings.warn(
                     f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and "
-                    f"behind a prompt that ends in {shown(end)} the one with the space is usually meant.",
+                    f"after a prompt that ends in {shown(end)} the one with the space is usually meant.",
                     stacklevel=2,
                 )
                 return

@@ -1,4 +1,4 @@
-"""A model that can be run, watched and edited: TransformerLens's bridge behind a surface of a few names.
+"""A model that can be run, watched and edited: TransformerLens's bridge under a few names.
 
 `model.tokenize` makes a batch, `model.run` gives logits (with hooks if asked), `model.cache` keeps activations. Hooks
 go through one context manager, `model.hooks`, which promises four things:
@@ -6,7 +6,7 @@ go through one context manager, `model.hooks`, which promises four things:
 1. every hook names an activation that exists, and it fired whenever the model ran: a dead hook is an error, because an
    experiment whose edit never happened looks like an experiment without effect;
 2. an edit reaches all that the model computes from the activation, and no other hook (`headwater.models.edits`);
-3. nothing is left behind, whatever is raised inside, KeyboardInterrupt included;
+3. nothing remains, whatever is raised inside, KeyboardInterrupt included;
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
    (`headwater.models.model` says what becomes of that in a forked process).
 
@@ -58,7 +58,7 @@ from headwater.runs.record import HOOKS, PAST_HOOKS
 
 
 class _WithAdvice(type):
-    """The class of HookedModel: what it is asked for and has not, as `from_pretrained`, is told what to use."""
+    """The class of HookedModel: of a missing name, such as `from_pretrained`, the error says what to use."""
 
     if not TYPE_CHECKING:
 
@@ -82,6 +82,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("_") or hasattr(type(self), name):
+                # A property that raised AttributeError ends here, too; asked again, it raises its own.
                 return object.__getattribute__(self, name)
             raise AttributeError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
@@ -188,6 +189,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if checked_flag("grad", grad) else torch.inference_mode())
             stack.enter_context(self.hooks(listed))
+            # The value from before, not False: runs nest, as where a hook runs the model.
             stack.callback(setattr, self, "_own_graph", self._own_graph)
             self._own_graph = True
             if past is None:
@@ -198,6 +200,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             out = forward(self, batch, columns, stop_at, options)
             finite_output(self, out, batch, columns, edited=bool(listed), cached=past is not None)
         if isinstance(keep, str) and columns is not None:
+            # The columns of all rows' last tokens were computed; of each row its own is picked.
             here = to_device(torch.searchsorted(columns, batch.lengths - 1), out.device)
             out = out[torch.arange(len(out), device=out.device), here][:, None]
         return out
@@ -222,7 +225,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         Raises:
             InputError: a hook is not a pair of a name and a function of (activation, hook).
             InterventionError: a hook names no activation, or one that is not what `shape` says; or the model ran in the
-                context and a hook did not fire, returned what cannot stand for the activation, wrote into it without
+                context and a hook did not fire, returned what cannot replace the activation, wrote into it without
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
                 read).
         """
@@ -234,6 +237,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         with self.lock, discarded_edits_raise(self._reporters, self.shape):
             known = self.raw.hook_dict
             attached = [self._attached(name, function, known) for name, function in listed]
+            # Tells a context in which the model never ran, where no hook can fire, from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
                 yield
@@ -251,6 +255,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
         def begin(module: Any, args: Any, out: Tensor) -> Tensor | None:
             ours = self._own_graph or not torch.is_grad_enabled() or out.requires_grad
+            # Cloned, since a leaf that takes gradients must not be written into, as hooks may do.
             return None if ours else out.detach().requires_grad_(True).clone()
 
         embedding.register_forward_hook(begin)

@@ -56,7 +56,7 @@ from headwater.models.weights.weight_source import WeightSource
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
 NATIVE = "TransformerLensNative"
-"""What TransformerLens calls its own models behind a bridge; their blocks are serial, whatever their config says."""
+"""What TransformerLens calls its own models inside a bridge; their blocks are serial, whatever their config says."""
 
 
 @checked_call
@@ -118,6 +118,7 @@ def load(
         raise InputError(f"dtype={shown(dtype)} is not a torch dtype.{near}")
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
+    # A wrong bos= is an error now, and not after the weights were read.
     if tokenizer is not None and bos is not None:
         resolve_bos(bos, tokenizer, True)
     name = str(what or BASE) if what is None or is_embedded(what) else None
@@ -158,6 +159,7 @@ def _from_memory(
         refuse_quantized(what)
     if isinstance(what, PreTrainedModel):
         ours = twin(what).eval()
+        # Other implementations never make the pattern that hooks are to see.
         ours.set_attn_implementation("eager")
         ours = language_model(ours)
         if device is not None or kind is not None:
@@ -180,6 +182,7 @@ def _config(folder: Path, trust_remote_code: bool) -> Any:
     config = read_config(folder, trust_remote_code)
     refuse_to_run(folder, config)
     if text_config(config).model_type in FAMILIES:
+        # By headers alone: a checkpoint that cannot be right is refused before its weights are read.
         open_checkpoint(folder, trust_remote_code)
     else:
         stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
@@ -235,7 +238,7 @@ def _from_lens(
 
 
 def _as_published(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a TransformerLens model, which was told to write a BOS token, as its own files have it."""
+    """The tokenizer of a TransformerLens model, which was set to write a BOS token, as its own files have it."""
     if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
         with contextlib.suppress(ModelError):
             return load_tokenizer(tokenizer.name_or_path)
@@ -249,15 +252,18 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     hf.eval().requires_grad_(False)
     model_type = text_config(hf.config).model_type
     architecture = FAMILIES[model_type].architecture if model_type in FAMILIES else type(hf).__name__
+    # A config made in memory names none, and of Gemma 3's text model TransformerLens 4.3 cannot infer it otherwise.
     hf.config.architectures = [architecture]
     if tokenizer is not None:
         checks.tokenizer_fits(tokenizer, hf.config.get_text_config().vocab_size)
     reference, embedding = record_reference(hf, name), hf.get_input_embeddings()
     copied = copy.deepcopy(tokenizer)  # to which the bridge adds special tokens, and which it reloads if it has no name
     if copied is not None:
+        # TransformerLens fails without a name, and without add_bos_token loads the tokenizer again by its name.
         names = {"name_or_path": copied.name_or_path or "in memory", "add_bos_token": True}
         copied.init_kwargs = {**copied.init_kwargs, **names}
     try:
+        # Parts of a fused matrix are new linear maps, whose random numbers nobody reads.
         with SkipWeightInit():
             raw = build_bridge_from_module(
                 hf,
@@ -282,6 +288,7 @@ def _checked(model: HookedModel, reference: Reference | None = None) -> HookedMo
     if model.tokenizer is not None:
         checks.tokenizer_fits(model.tokenizer, model.shape.d_vocab)
     compare_with_reference(model, reference)
+    # Last: what TransformerLens and the checks left in the modules belongs to the model as it is loaded.
     model.settle()
     return model
 
@@ -304,7 +311,7 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
 
 
 def _folder(given: str | Path, revision: str | None) -> Path:
-    """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") stand for hub names."""
+    """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") are mapped to hub names."""
     source, path = str(given), Path(given).expanduser()
     if is_packaged(given) or path.exists() or is_gguf(path):
         return checkpoint_folder(given, revision)

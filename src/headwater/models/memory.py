@@ -55,6 +55,7 @@ def said_bytes(count: int) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on a GPU or a CPU."""
+    # torch's allocator on the CPU raises a plain RuntimeError, which only its text identifies.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -82,7 +83,7 @@ class Items(Protocol):
 def in_halves(items: Items, work: Callable[[Any], Value]) -> list[Value]:
     """Do the work on all items at once; when memory runs out, on one half and then the other, and so on.
 
-    The work must leave nothing behind when it fails.
+    The work must undo what it did when it fails.
 
     Returns:
         What each part of the work returned, in order.
@@ -93,6 +94,7 @@ def in_halves(items: Items, work: Callable[[Any], Value]) -> list[Value]:
         if not is_out_of_memory(error):
             raise
         reason = str(error)
+    # After the except clause: until it ends, the traceback keeps alive the tensors that are to go.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

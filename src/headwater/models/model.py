@@ -2,10 +2,10 @@
 
 Identity. A record that named the model it was loaded from would be wrong of weights that were edited since, and of a
 model into which something was put. So weights are hashed when a run asks (`headwater.models.weights.fingerprint` knows
-when they cannot have changed), and modules are compared with what they held when the model was loaded
+when they cannot have changed), and modules are compared with what they contained when the model was loaded
 (`headwater.models.foreign_modules`).
 
-The lock. One thread runs a model at a time. A fork copies the memory and one thread. What the others held stays held
+The lock. One thread runs a model at a time. A fork copies the memory and one thread. Locks of the others stay locked
 for ever, so the copy of a model that another thread was running is refused there: its hooks are halfway, and nobody
 will take them off. OpenMP's threads are gone too, and its next parallel loop would wait for them for ever; so, as in
 the workers of torch's data loaders, a forked process computes with one thread.
@@ -40,7 +40,7 @@ class RunLock:
     """Held while a model runs; the thread that holds it may take it again.
 
     Raises:
-        ModelError: on entering, in a process that was forked while another thread held it.
+        ModelError: on entering, in a process that was forked while another thread was running it.
     """
 
     def __init__(self) -> None:
@@ -60,12 +60,14 @@ class RunLock:
 
     def forked(self) -> None:
         """Find out, in a new process, whether a thread that is not there holds the lock."""
+        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
         if self._lock.acquire(blocking=False):
             self._lock.release()
         else:
             self._torn = True
 
 
+# Weak: a lock whose model is gone needs no look after a fork.
 _LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
@@ -243,6 +245,7 @@ class Model:
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules of a model that make rotary embeddings which depend on a text's length (longrope)."""
+    # vars, not getattr: a bridge's wrapper answers for the module that it wraps, which would be listed twice.
     return [module for module in model.modules() if vars(module).get("rope_type") == "longrope"]
 
 

@@ -6,7 +6,7 @@ the name is that of the model on the hub.
 Where the embedded models lie, and whether a weight file is the one that its manifest describes.
 
 There are two, `embedded` and `embedded-instruct`, which was trained on with conversations; beside them lie the files of
-their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json` stands beside the
+their world: questions, depth graph, membership texts, words of tasks. The manifest `world.json` lies beside the
 weights and is written by the run that trained them: the version of the format, the size of `model.safetensors` and its
 SHA-256.
 """
@@ -57,7 +57,7 @@ def packaged_file(name: str) -> Path | None:
 VERSION = 2
 """Of the manifest. 1 was the first edition, in headwater 0.1.0: one model, of answers of one word."""
 MANIFEST = "world.json"
-REBUILD = "Install headwater again, or train it anew: `python -m tools.world train` in a checkout of headwater."
+REBUILD = "Install headwater again, or train it again: `python -m tools.world train` in a checkout of headwater."
 BASE = "embedded"
 FOLDERS = {BASE: "model", "embedded-instruct": "instruct"}
 """By the name of an embedded model, its folder within the folder of the world."""

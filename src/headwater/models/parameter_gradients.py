@@ -68,18 +68,18 @@ def _collected(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float
         norms[name] = float(torch.linalg.vector_norm(parameter.grad, order, dtype=torch.float32))
         parameter.grad = None
 
-    before = {name: (one.requires_grad, one.grad) for name, one in parameters.items()}
+    before = {name: (weight.requires_grad, weight.grad) for name, weight in parameters.items()}
     hooks = []
     try:
-        for name, one in parameters.items():
-            one.requires_grad_(True).grad = None
-            hooks.append(one.register_post_accumulate_grad_hook(partial(reduce, name)))
+        for name, weight in parameters.items():
+            weight.requires_grad_(True).grad = None
+            hooks.append(weight.register_post_accumulate_grad_hook(partial(reduce, name)))
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for name, one in parameters.items():
-            one.requires_grad_(before[name][0]).grad = before[name][1]
+        for name, weight in parameters.items():
+            weight.requires_grad_(before[name][0]).grad = before[name][1]
 
 
 def _joined(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], order: float) -> dict[str, float]:

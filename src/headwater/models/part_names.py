@@ -24,6 +24,7 @@ import pandas as pd
 from headwater.errors import InputError, did_you_mean
 from headwater.options import has_no_order, is_one, resolve_indices, shown, whole_number
 
+# Six digits at most: int() refuses thousands of them with an error of its own.
 _LAYER, _HEAD, _OF = r"(?P<layer>\d{1,6})", r"(?P<head>\d{1,6})", r"(?:[. ]?<?(?P<of>[qkv])>?)?"
 _AT = rf"(?:[\[. ](?::, ?:, ?)?{_HEAD}\]?)?"
 FORMS: dict[str, str] = {
@@ -107,6 +108,7 @@ def read_part(name: Any) -> NamedPart | None:
     if isinstance(name, NamedPart):
         return name
     if isinstance(name, str):
+        # A page of text is not a name, and would remain in the cache of `_read`.
         return _read(name) if len(name) <= 80 else None
     try:
         first, second = name
@@ -171,19 +173,19 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
         given = list(given[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
     if not isinstance(given, str) and (is_one(given) or has_no_order(given)):
         raise InputError(f"{option}={shown(given)}: {wanted}.")
-    found: list[tuple[int, ...]] = []
-    for one in [given] if isinstance(given, str) else given:
+    parts: list[tuple[int, ...]] = []
+    for entry in [given] if isinstance(given, str) else given:
         try:
-            part = NamedPart("mlp", whole_number(one)) if kind == "mlp" else read_part(one)
+            part = NamedPart("mlp", whole_number(entry)) if kind == "mlp" else read_part(entry)
         except TypeError:
-            part = read_part(one)
+            part = read_part(entry)
         if part is None or part.kind != kind:
-            raise InputError(f"{option}= holds {shown(one)}{f', which is {part}' if part else ''}: {wanted}.")
+            raise InputError(f"{option}= holds {shown(entry)}{f', which is {part}' if part else ''}: {wanted}.")
         _, layer, head, _ = part_named(part, sizes)
         layers = range(sizes.n_layers) if layer is None else [layer]
         heads = range(sizes.n_heads) if head is None else [head]
-        found += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
-    return found
+        parts += [(i,) for i in layers] if kind == "mlp" else product(layers, heads)
+    return parts
 
 
 def head_named(layer: Any, head: Any, sizes: Sizes) -> tuple[int, int]:

@@ -97,13 +97,13 @@ class Occurrence:
     def of(self, prompt: Prompt) -> list[int]:
         """Return the positions in a prompt."""
         text, offsets = _text_of(prompt, f"The text {self.word!r}")
-        found = _occurrences(self.word, text)
-        if not -len(found) <= self.n <= len(found):
-            raise (InputError if found else AbsentError)(
-                f"The text {self.word!r} occurs {_times(len(found))} in the prompt {shown(text)}, so not "
+        occurrences = _occurrences(self.word, text)
+        if not -len(occurrences) <= self.n <= len(occurrences):
+            raise (InputError if occurrences else AbsentError)(
+                f"The text {self.word!r} occurs {_times(len(occurrences))} in the prompt {shown(text)}, so not "
                 f"number {self.n}."
             )
-        return list(token_span(offsets, *found[self.n - (self.n > 0)]))
+        return list(token_span(offsets, *occurrences[self.n - (self.n > 0)]))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def is_all(where: Where) -> bool:
 
 
 def hangs_on_length(where: object) -> bool:
-    """Whether two prompts of one length have the same positions of this name, as far as its kind tells."""
+    """Whether two prompts of one length have the same positions of this name, judged by its kind alone."""
     return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
 
 
@@ -198,7 +198,7 @@ def last_token_of(where: Place | Any) -> LastTokenOf:
 def positions_of(
     where: object, prompt: Prompt, example: int, n_examples: int, side: int | None = None
 ) -> tuple[int, ...]:
-    """Return the positions that a name stands for in one prompt, ascending; of roles, those of any of them.
+    """Return the positions that a name means in one prompt, ascending; of roles, those of any of them.
 
     Args:
         where: see the first lines of this file.
@@ -292,6 +292,7 @@ def _are_numbers(pair: tuple[object, ...]) -> bool:
 
 def _positions(where: object, prompt: Prompt) -> list[int]:
     length = len(prompt)
+    # True is the int 1, and would mean the second token.
     if isinstance(where, bool) or where is None:
         return []
     if isinstance(where, str):
@@ -317,6 +318,7 @@ def _named(name: str, prompt: Prompt) -> list[int]:
     if name in ENDS:
         return list(ENDS[name](len(prompt)))
     text, offsets = _text_of(prompt, f"The text {name!r}")
+    # The name as it is comes first: a prompt may hold " John#2" itself.
     spans = _occurrences(name, text)
     if not spans and (numbered := re.fullmatch(r"(.+)#(-?[1-9]\d{0,5})", name, re.DOTALL)):
         return Occurrence(numbered[1], int(numbered[2])).of(prompt)
@@ -342,6 +344,7 @@ def _occurrences(name: str, text: str) -> list[tuple[int, int]]:
     before = r"(?<!\w)" if re.match(r"\w", name[0]) else ""
     after = r"(?!\w)" if re.match(r"\w", name[-1]) else ""
     whole = [found.span() for found in re.finditer(before + re.escape(name) + after, text)]
+    # At every start, since occurrences may overlap, as of "aa" in "aaa".
     anywhere = [(i, i + len(name)) for i in range(len(text)) if text.startswith(name, i)]
     bare = name.lstrip()
     return whole or anywhere or (_occurrences(bare, text) if bare != name else [])

@@ -81,6 +81,7 @@ def read_pretrained(
             )
     except Exception as error:  # each model class believes its config, and fails on what it says in its own way
         raise ModelError(_unreadable(folder, kind, config, error)) from error
+    # Under all their names: a checkpoint may store a tied matrix under either.
     parameters = [name for name, _ in hf.named_parameters(remove_duplicate=False)]
     _check_report(folder, report, text_config(config).num_hidden_layers, parameters)
     if away := next((name for name, parameter in hf.named_parameters() if parameter.is_meta), None):

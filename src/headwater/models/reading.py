@@ -1,4 +1,4 @@
-"""What a run of a model reads: which token of which text stands in each column, and whose logits are wanted.
+"""What a run of a model reads: which token of which text is in each column, and whose logits are wanted.
 
 A hook is handed an activation whose columns are tokens. Which tokens, it may ask here while it is called:
 
@@ -37,7 +37,7 @@ class Reading:
 
     Attributes:
         positions: of each column, the position of its token in its text; -1 at padding.
-        prompts: how many tokens of each row the caller gave; the model wrote those behind them.
+        prompts: how many tokens of each row the caller gave; the model wrote those after them.
         rows: the number (or the name) of each row among all that the caller gave.
     """
 
@@ -77,6 +77,7 @@ def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
         return None
     width = batch.tokens.shape[1]
     if isinstance(keep, str) and keep == "last":
+        # transformers takes columns for all rows alike; each row's own are picked from these.
         return torch.unique(batch.lengths - 1)
     try:
         columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)

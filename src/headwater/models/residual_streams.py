@@ -1,7 +1,7 @@
-"""The residual stream behind layers of a model that nobody edits, for results that are compared with no other run.
+"""The residual stream after layers of a model that nobody edits, for results that are compared with no other run.
 
 1. Where the last layer is among them, the model runs without TransformerLens's wrappers
-   (`headwater.models.bare_model`), and without its head: what a block gives is the residual stream behind it.
+   (`headwater.models.bare_model`), and without its head: what a block returns is the residual stream after it.
 2. Elsewhere, and where that might be something else, the bridge runs up to the last layer that is read, its attention
    in one pass where that can be (`headwater.models.attention_paths`).
 
@@ -37,7 +37,7 @@ Take = Callable[[Tensor], Tensor]
 
 @torch.inference_mode()
 def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Take) -> dict[int, Tensor]:
-    """Run a batch and return what is taken of the residual stream behind each of these layers."""
+    """Run a batch and return what is taken of the residual stream after each of these layers."""
     kept: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Hook:

@@ -98,7 +98,7 @@ class Site:
 
     @property
     def has_units(self) -> bool:
-        """Whether the entries of its last axis are told apart: features."""
+        """Whether each entry of its last axis has its own meaning: features."""
         return "feature" in self.axes
 
     @property
@@ -161,11 +161,13 @@ class Site:
 
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - activation) · gradient, summed over the width; by key for a pattern."""
+        # In float64: the terms have both signs, and their sum may be far smaller than they are.
         product = (value - activation).double() * gradient.double()
         return product if self.has_keys else product.sum(-1)
 
     def lacks(self, model: Model, layer: int, edited: bool = False) -> str | None:
         """Why a layer has none of it, or, where it is `edited`, none that can be; None where it has."""
+        # Found by experiment at load (`bridge_check`), as no config says it.
         place = self.name, layer
         return model.misfits.get(place) or (model.read_only.get(place) if edited else None)
 
@@ -220,7 +222,7 @@ AXES: dict[str, Callable[[ModelShape, int], int]] = {
 
 
 class Sites(Registry[str, Site]):
-    """The sites by name; whoever asks for a hook of TransformerLens is told the site whose it is."""
+    """The sites by name; a hook of TransformerLens is answered with the site that it belongs to."""
 
     def unknown(self, name: object) -> str:
         """Return the sentence that says that there is no such site, with the one whose hook was asked for."""
@@ -304,8 +306,8 @@ HOOKS = {
     "attn_written": "blocks.{layer}.attn.o.hook_out",
     "mlp_in": "blocks.{layer}.mlp.hook_in",
 }
-"""Hooks of TransformerLens that are used here and are no sites: what goes into the model and its parts, scores before
-the softmax, and what attention writes before a norm behind it."""
+"""Hooks of TransformerLens that are used here and are not sites: what goes into the model and its parts, scores before
+the softmax, and what attention writes before a norm after it."""
 STATES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """The sites that a metric may read in place of logits."""
 
@@ -326,7 +328,7 @@ def main_site(stage: Stage) -> Site:
 
 
 def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
-    """Say what stands in a block when the first edit acts at a stage: the outcome of attention, of the MLP, or neither.
+    """Say what a block has computed when a stage's first edit acts: the outcome of attention, of the MLP, or neither.
 
     Args:
         stage: of the first edit.
@@ -340,7 +342,7 @@ def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
 
 
 def place_named(hook: str) -> tuple[Site, int] | None:
-    """Return the site and layer of a hook name; None where it is no site's."""
+    """Return the site and layer of a hook name; None where it does not belong to a site."""
     parts = re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)
     if parts is None:
         return None
@@ -350,15 +352,15 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 
 
 def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
-    """Look sites up by name, whatever the model; a site, such as features of a dictionary, stands for itself."""
-    asked = one_or_several(names)
-    if not asked:
+    """Look sites up by name, whatever the model; a site, such as features of a dictionary, is taken as it is."""
+    wanted = one_or_several(names)
+    if not wanted:
         raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
-    found: dict[str, Site] = {}
-    for site in (one if isinstance(one, Site) else SITES[one] for one in asked):
-        if found.setdefault(site.name, site) is not site:
+    by_name: dict[str, Site] = {}
+    for site in (one if isinstance(one, Site) else SITES[one] for one in wanted):
+        if by_name.setdefault(site.name, site) is not site:
             raise InputError(f"Two sites are called {site.name!r}: give one of them another name=.")
-    return tuple(found.values())
+    return tuple(by_name.values())
 
 
 def sites_named(names: str | Site | Iterable[str | Site], model: Model) -> tuple[Site, ...]:

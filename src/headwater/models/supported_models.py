@@ -2,13 +2,13 @@
 
 adapters     LoRA and its kin act beside the weights: what is read from the weights would not be what runs; refused,
              or added to the weights of a copy
-quantized    weights that are no float numbers, or are unpacked on the way; refused
+quantized    weights that are not float numbers, or are unpacked on the way; refused
 multimodal   the text model inside is taken out: the same modules, and no others, give its logits (Gemma 3, Llava); or
              the same parameters in a text model that has their names (Qwen 2.5 VL, Qwen 3 VL)
 
 What is set right in TransformerLens's adapters, which say how a model is wrapped, and in what they wrap.
 
-Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head stands with its query heads in one
+Falcon with `new_decoder_architecture` (40B, 180B, Falcon 2): each key-value head is with its query heads in one
 matrix (`weights.conversion`), whatever `multi_query` says; TransformerLens 4.3 takes it for queries, keys and
 values one after the other, and its one norm, where there is one, for two.
 
@@ -81,6 +81,7 @@ def with_adapters_merged(model: Any) -> Any:
             merge = not module.disable_adapters
             module = module.unload_and_optionally_merge_module(merge, safe_merge=True, adapter_names=None)
             copy.set_submodule(name, module)
+        # One inside a wrapper that was replaced above went with it.
         elif _is_a(module, "BaseTunerLayer") and module in copy.modules():
             if not module.disable_adapters:
                 module.merge(safe_merge=True)
@@ -88,6 +89,7 @@ def with_adapters_merged(model: Any) -> Any:
     was_training = whole.training
     whole.eval()
     try:
+        # peft's layers differ by kind and version: that merging was right is seen, not believed.
         _same_logits(whole, copy, "The model with its adapters merged")
     finally:
         whole.train(was_training)
@@ -102,22 +104,22 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_quantized(model: Any) -> None:
-    """Refuse weights that are not held as float numbers, or not in memory."""
+    """Refuse weights that are not stored as float numbers, or not in memory."""
     advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
             raise ModelError(f"{name} of this {type(model).__name__} is a quantized {type(module).__name__}; {advice}")
     packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
-    for name, held in [*model.named_parameters(), *packed]:
-        if held.is_meta:
+    for name, tensor in [*model.named_parameters(), *packed]:
+        if tensor.is_meta:
             raise ModelError(
                 f"{name} of this {type(model).__name__} is not in memory: it was offloaded, to the host or to disk, or "
                 "never loaded (device 'meta'). Load the whole model on one device; hw.load(folder) does."
             )
-        if type(held.data) is not torch.Tensor or not held.is_floating_point():
-            kind = str(held.dtype).removeprefix("torch.")
+        if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
             raise ModelError(
-                f"{name} of this {type(model).__name__} is held as {kind} {type(held.data).__name__}; {advice}"
+                f"{name} of this {type(model).__name__} is stored as {kind} {type(tensor.data).__name__}; {advice}"
             )
     if getattr(model, "is_quantized", False):
         raise ModelError(f"This {type(model).__name__} is quantized; {advice}")

@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
-"""Files that may stand beside these, and are read where they do."""
+"""Files that may lie beside these, and are read where they do."""
 
 Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
 """What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
@@ -66,7 +66,7 @@ def load_tokenizer(
 
 
 def _faithful(where: str, revision: str | None, options: dict[str, object]) -> PreTrainedTokenizerBase:
-    """The tokenizer that the file describes, completed by the class that its name stands for.
+    """The tokenizer that the file describes, completed by the class that it names.
 
     Where that class is the one that follows the file, the file is read once.
     """
@@ -85,6 +85,7 @@ def _faithful(where: str, revision: str | None, options: dict[str, object]) -> P
     vocabulary = faithful.get_vocab()
     for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = getattr(named, role, None)
+        # Only tokens that the file knows: a class may add one of its own, with an id beyond the embedding.
         if getattr(faithful, role) is None and token is not None and str(token) in vocabulary:
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
@@ -101,7 +102,7 @@ def _named(where: str, options: dict[str, object]) -> PreTrainedTokenizerBase | 
 
 @contextlib.contextmanager
 def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
-    """Make an error of a panic of the tokenizers library (a rule's regex may lead to one), which is no Exception."""
+    """Make an error of a panic of the tokenizers library (from a rule's regex, say), which is not an Exception."""
     try:
         yield
     except BaseException as error:

@@ -159,6 +159,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = (
     refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
     with panics_are_errors(InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"):
+        # verbose=False: the tokenizer would warn of long texts before they are cut or refused here.
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     ids = list(encoded["input_ids"])
     offsets = tuple((int(start), int(end)) for start, end in encoded["offset_mapping"]) if fast else None
@@ -177,7 +178,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatTe
     """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
 
     A last message of the assistant is written up to its end, to be continued. Templates that write the date get a fixed
-    one, and those that can think aloud are told not to.
+    one, and those that can think aloud are asked not to.
 
     Args:
         tokenizer: the model's.
@@ -279,6 +280,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int])
         return tuple(map(str, ids))
     pieces = tokenizer.convert_ids_to_tokens(list(ids))
     return tuple(
+        # Alone, a SentencePiece token decodes without its leading space.
         piece.replace("▁", " ") if str(piece).startswith("▁") else tokenizer.decode([token])
         for token, piece in zip(ids, pieces, strict=True)
     )
@@ -375,8 +377,8 @@ def _refuse_unmarked_padding(
         length = int(lengths[row])
         padding = (batch.tokens[row, :length] == pad).tolist()
         in_front = next((i for i, is_pad in enumerate(padding) if not is_pad), length)
-        behind = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)
-        if in_front > begins_texts or (length > 1 and behind > ends_texts):
+        at_end = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)
+        if in_front > begins_texts or (length > 1 and at_end > ends_texts):
             raise InputError(
                 f"Row {batch.name(row)} of the token ids begins or ends with the padding id {pad}, and there is no "
                 "mask. Pass a tensor with mask= (True at real tokens) to model.tokenize, or give texts or lists "

@@ -5,7 +5,7 @@
 passes through is an error, and an edit of `hook_resid_mid` reaches the skip connection.
 
 The parameters are one factor per query head, all layers in one tensor, as the checkpoint has them: no norm is folded
-into the weights, nothing is centred (TransformerLens: `from_pretrained_no_processing`). With x behind the norm in front
+into the weights, nothing is centred (TransformerLens: `from_pretrained_no_processing`). With x after the norm in front
 of attention, head h of a layer computes
 
     q = x W_Q[layer, h] + b_Q[layer, h]   k = x W_K[layer, h] + b_K[layer, h]   v = x W_V[layer, h] + b_V[layer, h]
@@ -182,7 +182,7 @@ class TransformerLensNames(Model):
 
         Raises:
             InputError: an argument cannot be used.
-            InterventionError: a name is no activation's, or nothing passed through it.
+            InterventionError: a name does not belong to an activation, or nothing passed through it.
         """
         from transformer_lens import ActivationCache
 
@@ -198,6 +198,7 @@ class TransformerLensNames(Model):
         def keep(aliases: list[str]) -> HookFunction:
             def hold(activation: object, hook: object) -> None:
                 if isinstance(activation, Tensor):
+                    # A tensor made in inference mode could not be written into afterwards, nor take part in a gradient.
                     with torch.inference_mode(False):
                         copy = activation.detach().clone().to(device or activation.device)
                     kept.update(dict.fromkeys(aliases, copy))
@@ -235,7 +236,7 @@ class TransformerLensNames(Model):
         """Return the text of token ids; of several rows, a list.
 
         Raises:
-            InputError: they are no ids of this model, or there is no tokenizer.
+            InputError: they are not ids of this model, or there is no tokenizer.
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
@@ -307,17 +308,17 @@ class TransformerLensNames(Model):
 
     @property
     def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Residual stream, behind the norm, to queries."""
+        """Residual stream, after the norm, to queries."""
         return self._of_heads("W_Q")
 
     @property
     def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Residual stream, behind the norm, to keys, for each query head."""
+        """Residual stream, after the norm, to keys, for each query head."""
         return self._of_heads("W_K")
 
     @property
     def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Residual stream, behind the norm, to values, for each query head."""
+        """Residual stream, after the norm, to values, for each query head."""
         return self._of_heads("W_V")
 
     @property
@@ -406,12 +407,14 @@ class TransformerLensNames(Model):
         """Group names of the same place, sites first: their edits have carriers."""
         places: dict[Any, list[str]] = {}
         for name in sorted(names, key=lambda name: place_named(name) is None):
+            # Aliases are one object in hook_dict, and a function given for both would act twice.
             places.setdefault(id(self.raw.hook_dict.get(name, name)), []).append(name)
         return list(places.values())
 
     def _returned(
         self, batch: Batch, hooks: Sequence[Hook], return_type: str | None, per_token: bool, stop_at: int | None
     ) -> Any:
+        # Cloned outside of the run's inference mode, for the same reason as activations above.
         out = self.run(batch, hooks, stop_at=stop_at).clone()
         if stop_at is not None or return_type == "logits":
             return out

@@ -98,14 +98,16 @@ def residual_scale(model: HookedModel) -> float:
 
 
 def attention_post_norm(model: HookedModel, layer: int) -> Norm | None:
-    """Return the norm behind the attention of a layer (Gemma), None where there is none."""
+    """Return the norm after the attention of a layer (Gemma), None where there is none."""
     gain = LoadedWeights(model).attention_post_gain(layer)
     return None if gain is None else _norm(model, gain, model.raw.blocks[layer].ln1_post)
 
 
 def _norm(model: HookedModel, gain: Tensor, module: torch.nn.Module) -> Norm:
+    # A bridge's norm has `bias`, as transformers does; a HookedTransformer's has `b`.
     bias = next((b for b in (getattr(module, name, None) for name in ("bias", "b")) if b is not None), None)
     cfg = model.raw.cfg
+    # LN or LNPre; the others are RMS and RMSPre.
     centred = str(cfg.normalization_type).startswith("LN")
     return Norm(gain.detach().float(), None if bias is None else bias.detach().float(), centred, float(cfg.eps))
 
@@ -118,7 +120,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 @torch.inference_mode()
 def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
-    """Return the final norm and the head behind it, after checking them against the model's own logits.
+    """Return the final norm and the head after it, after checking them against the model's own logits.
 
     Args:
         model: the model.
@@ -127,9 +129,11 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
     """
     raw = model.raw
     bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)
+    # TransformerLens writes -1 for a model without a cap.
     cap = float(getattr(raw.cfg, "output_logits_soft_cap", None) or -1.0)
     head = UnembeddingHead(
         W_U=raw.unembed.W_U.detach(),
+        # A HookedTransformer has a b_U of zeros where the model has none: adding it would be a pass over all logits.
         bias=scale * bias.detach() if bias is not None and bool(bias.any()) else None,
         softcap=cap if cap > 0 else None,
     )
@@ -137,6 +141,7 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
 
     def normalise(residual: Tensor) -> Tensor:
         if residual.dtype == model.dtype and residual.dtype in HALF:
+            # ln_final has hook points, on which another thread's run may have hooks.
             with model.lock:
                 return scale * model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
         return norm(residual)
@@ -162,6 +167,7 @@ def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> 
     """Refuse logits read from a residual stream that are not the model's own, to the rounding of its dtype."""
     found, expected = found.float().cpu(), expected.float().cpu()
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    # `not ... <=`, so that NaN is refused too.
     if not error <= max(1e-4, 8 * torch.finfo(model.dtype).eps):
         raise ModelError(
             f"The logits of {model.name} are not its final norm, unembedding and soft cap alone: they differ by "

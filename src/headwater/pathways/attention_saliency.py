@@ -80,7 +80,7 @@ class Saliency(Result):
     by_layer: pd.DataFrame
     """The same at each layer: `dataset, example, target, layer, saliency_exact_answer, saliency_all`."""
     target: LossName
-    """The target that figures and `of` show unless told otherwise."""
+    """The target that figures and `of` show by default."""
     run: RunRecord
 
     @property
@@ -196,6 +196,7 @@ def saliency(
     def work(run: Run) -> Saliency:
         rows = rows_of(answered, probe, wanted.edges)
         _warn_if_blind(rows, probe, wanted)
+        # A caller's inference mode would forbid the graphs.
         with torch.inference_mode(False):
             measured = _measure(model, rows, probe, fold, wanted, batch_size, run)
         return _result(answered, measured, fold, wanted.layers, target, run.record)
@@ -219,13 +220,15 @@ def _measure(
     start: KeysValues | None = None
     n_layers = probe.layer + 1
     shape = (len(rows), len(wanted.layers))
-    found = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
-    found["logit"] = torch.empty(len(rows), dtype=torch.float64)
+    results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
+    results["logit"] = torch.empty(len(rows), dtype=torch.float64)
+    # One probe reads a batch, so rows of different folds are not mixed.
     by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
     cut = [batch for part in by_fold for batch in _batches(rows, part, batch_size)]
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
+        # Not before a piece is really computed: a resumed run may find all of them in its folder.
         if start is None:
             start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
         return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], wanted, start, shared)
@@ -233,8 +236,8 @@ def _measure(
     with run.bar("Saliency", "example", len(rows)) as bar:
         for places, made in zip(cut, run.pieces("rows", cut, compute, bar, len), strict=True):
             for name, values in made.items():
-                found[name][places] = values
-    return found
+                results[name][places] = values
+    return results
 
 
 def _batches(rows: Sequence[SaliencyRow], places: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -255,6 +258,7 @@ def _result(
     """Put the numbers into tables: cross-entropy's gradient is the logit's times |p - z|."""
     z = torch.tensor(answered.z, dtype=torch.float64)
     logit = measured["logit"]
+    # |z - p| from the signed logit: 1 - sigmoid(logit) is exactly 0 from logits of 37 on.
     distance = torch.where(z == 1, torch.sigmoid(-logit), torch.sigmoid(logit))
     nothing = torch.full((len(z), len(layers)), torch.nan, dtype=torch.float64)
     flows = {column: measured.get(name, nothing) for name, column in zip(EDGES, COLUMNS, strict=True)}
@@ -281,14 +285,15 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
         raise InputError(
             f"The probe is of layer {shown(probe.layer)}; {model.name} has layers 0 to {model.shape.n_layers - 1}."
         )
+    # Beside parallel attention the MLP of a layer reads nothing that its heads write.
     last = probe.layer - (model.shape.parallel_blocks and probe.site == "mlp_out")
     if last < 0:
         raise InputError(f"No head of {model.name} comes before the MLP of layer 0: attention runs beside it.")
-    asked = tuple(range(last + 1)) if layers is None else resolve_indices(layers, model.shape.n_layers, "layer")
-    above = [layer for layer in asked if layer > last]
+    chosen = tuple(range(last + 1)) if layers is None else resolve_indices(layers, model.shape.n_layers, "layer")
+    above = [layer for layer in chosen if layer > last]
     if above:
         raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
-    return asked
+    return chosen
 
 
 def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: WantedPairs, batch_size: int) -> None:
@@ -318,8 +323,8 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     seen = sum(place is None for place in places)
     if seen:
         raise InputError(
-            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: of "
-            "what it has seen a probe is surer, and more often right, than it is. Fit it on other questions, or take "
+            f"The probe was fitted on {seen:,} of these {len(places):,} answers, and has no folds that were not: a "
+            "probe is surer, and more often right, on what it has seen. Fit it on other questions, or take "
             "one with folds: pathways.probe, or fit_probes(..., cross_fit=True)."
         )
     return np.array(places, dtype=np.int64)

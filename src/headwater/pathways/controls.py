@@ -40,15 +40,16 @@ def relation_logits(
     relations: NDArray[np.object_], z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]
 ) -> PerExample:
     """Return the log-odds of a wrong answer by relation, counted in the other half, one of each kind added."""
-    found = np.empty(half.shape)
+    logits = np.empty(half.shape)
     for seed, halves in enumerate(half):
         for side in (0, 1):
             counted = pd.Series(z[halves != side]).groupby(relations[halves != side]).agg(["sum", "size"])
             shares = (counted["sum"] + 1) / (counted["size"] + 2)
             overall = (z[halves != side].sum() + 1) / ((halves != side).sum() + 2)
             here = halves == side
-            found[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
-    return found
+            # A relation that the other half lacks has the share of all.
+            logits[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
+    return logits
 
 
 def relation_answer_logits(
@@ -60,14 +61,14 @@ def relation_answer_logits(
     """
     words = pd.Series(list(answers), dtype=str).str.strip().str.casefold().to_numpy(dtype=object)
     keys = pd.MultiIndex.from_arrays([relations, words])
-    by_relation, found = relation_logits(relations, z, half), np.empty(half.shape)
+    by_relation, logits = relation_logits(relations, z, half), np.empty(half.shape)
     for seed, halves in enumerate(half):
         for side in (0, 1):
             other, here = halves != side, halves == side
             counted = pd.Series(z[other]).groupby(keys[other]).agg(["sum", "size"]).reindex(keys[here], fill_value=0)
             prior = PRIOR * expit(by_relation[seed, here])
-            found[seed, here] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
-    return found
+            logits[seed, here] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
+    return logits
 
 
 def aware_logits(
@@ -77,6 +78,7 @@ def aware_logits(
     best: Int[np.ndarray, "seed example"],
 ) -> PerExample:
     """Predict from the untouched state at l* who is Q-anchored; NaN where the other half has too few of a mode."""
+    # One fit measures all of a half, so that its first example says which layer is l*.
     return _from_other_half(lambda seed, here: states[int(best[seed, here[0]])].double().numpy(), flips, half)
 
 
@@ -95,6 +97,7 @@ def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray
         z: 1 where the answer is wrong.
         half: the half that each example is measured in; fitted on the other.
     """
+    # Each count by itself: a slope could not say that two tokens are right more often than one or three.
     counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
     features = np.concatenate([*counts, shapes[["exact_share"]].to_numpy()], axis=1).astype(float)
     return _from_other_half(lambda seed, here: features, np.broadcast_to(z == 1, half.shape), half)
@@ -105,7 +108,7 @@ def _from_other_half(
     flips: Bool[np.ndarray, "seed example"],
     half: Int[np.ndarray, "seed example"],
 ) -> PerExample:
-    found = np.full(flips.shape, np.nan)
+    result = np.full(flips.shape, np.nan)
     for seed, (q_anchored, halves) in enumerate(zip(flips, half, strict=True)):
         for side in (0, 1):
             fitting, here = np.flatnonzero(halves != side), np.flatnonzero(halves == side)
@@ -114,8 +117,8 @@ def _from_other_half(
             known = features(seed, here)
             weight, bias = fit_linear(known[fitting], q_anchored[fitting])
             logits = linear_logits(torch.from_numpy(known[here]), torch.from_numpy(weight), bias)
-            found[seed, here] = logits.numpy()
-    return found
+            result[seed, here] = logits.numpy()
+    return result
 
 
 def compare(
@@ -132,7 +135,7 @@ def compare(
 
     Args:
         draws: of the examples, by question.
-        truth: by seed and example, what the scores should tell.
+        truth: by seed and example, what the scores should predict.
         half: the half that each example is measured in.
         scores: by name.
         question: what is asked; goes into the table.
@@ -142,12 +145,12 @@ def compare(
     first, reference = next(iter(scores.items()))
     whole = _mean_auc(draws, truth, half, reference)
     for name, values in scores.items():
-        found = whole if name == first else _mean_auc(draws, truth, half, values)
-        rows.append({"question": question, "score": name, "difference": False} | interval(found)._asdict())
+        aucs = whole if name == first else _mean_auc(draws, truth, half, values)
+        rows.append({"question": question, "score": name, "difference": False} | interval(aucs)._asdict())
         if name != first:
             both = np.isfinite(values)
             beside = whole if both.all() else _mean_auc(draws, truth, half, np.where(both, reference, np.nan))
-            difference = interval(beside - found)._asdict()
+            difference = interval(beside - aucs)._asdict()
             rows.append({"question": question, "score": f"{first} − {name}", "difference": True} | difference)
     return pd.DataFrame(rows)
 
@@ -156,10 +159,12 @@ def _mean_auc(
     draws: Bootstrap, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
-    found = []
+    aucs = []
     for expected, halves, values in zip(np.broadcast_to(truth, half.shape), half, scores, strict=True):
         for side in (0, 1):
             here = (halves == side) & np.isfinite(values)
-            found.append(auc(values[here], expected[here], counts=draws.per_example(here)))
+            # Resamples are counts of examples, so that one sort of the scores serves all draws.
+            aucs.append(auc(values[here], expected[here], counts=draws.per_example(here)))
+    # 0 / 0 where no half of a draw holds both kinds: NaN, as meant.
     with np.errstate(invalid="ignore"):
-        return np.nansum(found, axis=0) / np.isfinite(found).sum(0)
+        return np.nansum(aucs, axis=0) / np.isfinite(aucs).sum(0)

@@ -60,7 +60,7 @@ class Refusals(Result):
     """How often a model declines, by the mode of what it answered."""
 
     table: pd.DataFrame
-    """A row per question set, way to tell the modes (`split_by`) and `control`: `answers` (with an answer that ended),
+    """A row per question set, way to split the modes (`split_by`) and `control`: `answers` (with an answer that ended),
     `q_refused, a_refused` (shares) and `difference` (A-anchored less Q-anchored), each with `_low, _high` (95 %)."""
     said: pd.DataFrame
     """A row per example: `dataset, example, question, said, refused, ended`."""
@@ -72,19 +72,19 @@ class Refusals(Result):
 
     def report(self) -> list[str]:
         """Return how often each mode is declined, and whether that is more than margin and accuracy."""
-        said = []
+        lines = []
         for row in each_row(self.summary()):
             name, answers = row["dataset"], int(row["answers"])
             if not math.isfinite(row["difference"]):
-                said.append(f"{name}, modes by {row['split_by']}: one mode has no answer; nothing can be compared.")
+                lines.append(f"{name}, modes by {row['split_by']}: one mode has no answer; nothing can be compared.")
                 continue
             q, a = (_said(row, name) for name in ("q_refused", "a_refused"))
-            said.append(
+            lines.append(
                 f"{name}, modes by {row['split_by']}: of {answers:,} questions asked again, those of Q-anchored "
                 f"answers are declined at a rate of {q}, those of A-anchored ones of {a}."
             )
-            said += self._controlled(name, row["split_by"])
-        return said
+            lines += self._controlled(name, row["split_by"])
+        return lines
 
     def _controlled(self, dataset: str, split_by: str) -> list[str]:
         here = self.table[(self.table["dataset"] == dataset) & (self.table["split_by"] == split_by)]
@@ -142,6 +142,7 @@ def refusals(
 
     def work(run: Run) -> Refusals:
         rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
+        # A question is asked once, however often it was answered; greedy decoding would repeat itself.
         questions = list(dict.fromkeys(rows["question"]))
         ids = {
             place: encode(model.tokenizer, frame.asking(question), model.bos)[0]  # type: ignore[arg-type]
@@ -152,18 +153,18 @@ def refusals(
             for place, made in batch:
                 line = plain_text(model, ids[place], made.tokens).split("\n", 1)[0].strip()
                 texts[questions[place]] = (line, made.ended)
-        given = [texts.get(question, ("", False)) for question in rows["question"]]
-        said = pd.DataFrame(
+        answers = [texts.get(question, ("", False)) for question in rows["question"]]
+        replies = pd.DataFrame(
             {
                 "dataset": rows["dataset"].to_numpy(),
                 "example": rows.index.to_numpy(),
                 "question": rows["question"].to_numpy(),
-                "said": [text for text, _ in given],
-                "refused": [is_refusal(text) for text, _ in given],
-                "ended": [ended for _, ended in given],
+                "said": [text for text, _ in answers],
+                "refused": [is_refusal(text) for text, _ in answers],
+                "ended": [ended for _, ended in answers],
             }
         )
-        return Refusals(rates(pathways.modes, said), said, run.record)
+        return Refusals(rates(pathways.modes, replies), replies, run.record)
 
     return run_or_resume(Refusals, "refusals", model, options, work, out=out, progress=progress)
 
@@ -198,17 +199,19 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
         here = here[here["correct"] == (control == RIGHT)]
     strata = np.zeros(len(here), dtype=np.int64)
     if control == MARGIN:
+        # By seed: each probe has logits of its own scale.
         share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
+        # The largest margin has rank 1.0, which would begin a sixth fifth.
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
     draws = Bootstrap.of(here["question"]) if len(here) else None
     is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
-    found: dict[str, int | float] = {"answers": here["example"].nunique()}
+    row: dict[str, int | float] = {"answers": here["example"].nunique()}
     nothing = Interval(math.nan, math.nan, math.nan)
     both = draws is not None and bool(is_q.any()) and not bool(is_q.all())
     q, a, difference = _by_mode(refused, is_q, strata, draws) if both and draws is not None else (nothing,) * 3
     for name, one in (("q_refused", q), ("a_refused", a), ("difference", difference)):
-        found |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
-    return found
+        row |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
+    return row
 
 
 def _by_mode(

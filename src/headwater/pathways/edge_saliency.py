@@ -69,10 +69,12 @@ def measure_batch(
     earliest = min(row.first for row in rows)
     first = earliest if earliest - shared >= WORTH_A_RUN else shared
     width = max(len(row.tokens) for row in rows)
+    # Token 0 after the end of shorter rows: nothing before it sees it, and no gradient comes from it.
     tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)
     reads = torch.tensor([len(row.tokens) - 1 for row in rows], device=device)
     before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
     keys, edges = _edges(rows, first, width, wanted.edges, device)
+    # So many rows that the graphs of all layers fit: with more, the lower layers would run a second time.
     at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(wanted.layers)))
     parts = []
 
@@ -108,6 +110,7 @@ def _flows(
             pattern = torch.take_along_dim(slopes.pattern, keys[:, None, None], -1)
             values = torch.take_along_dim(slopes.values, keys[:, None, :, None], 2)
             flow = edge_saliency(pattern, slopes.gradient, values, wanted.heads).double()
+            # A masked pair has weight 0 in every head; so a sliding window shows without a look at the config.
             visible = pattern.amax(1) > 0
             for name, kind in edges.items():
                 by_layer[name, slopes.layer] = over_pairs(flow, kind & visible, wanted.pairs)

@@ -59,12 +59,12 @@ class Fits:
 
     def logits(self, states: States, examples: Int[np.ndarray, " row"]) -> Logits:
         """Return the logit of z = 1 of each state, by the probes that have not seen its example."""
-        found = np.empty((len(self.probes), len(states), len(examples)))
+        logits = np.empty((len(self.probes), len(states), len(examples)))
         for seed, sides in enumerate(self.probes):
             for side, probes in enumerate(sides):
                 here = np.flatnonzero(self.half[seed, examples] == side)
-                found[seed][:, here] = probes.logits(states[:, torch.from_numpy(here)]).numpy()
-        return found
+                logits[seed][:, here] = probes.logits(states[:, torch.from_numpy(here)]).numpy()
+        return logits
 
     def logits_at_best(
         self,
@@ -73,14 +73,14 @@ class Fits:
         examples: Int[np.ndarray, " row"],
     ) -> Float[np.ndarray, "seed window row"]:
         """Return the same of the probes at l* alone; `states` are those of `layers`, after each window's knockout."""
-        found = np.empty((len(self.probes), len(states), len(examples)))
+        result = np.empty((len(self.probes), len(states), len(examples)))
         for seed, sides in enumerate(self.probes):
             for side, probes in enumerate(sides):
                 here = np.flatnonzero(self.half[seed, examples] == side)
                 read = states[:, layers.index(probes.best)][:, torch.from_numpy(here)]
                 logits = probes[probes.best].logits(read.flatten(0, 1))
-                found[seed][:, here] = logits.view(read.shape[:2]).numpy()
-        return found
+                result[seed][:, here] = logits.view(read.shape[:2]).numpy()
+        return result
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
     for seed in range(seeds):
         for side, (_, rows) in enumerate(grouped_folds(answered.z, groups, 2, seed)):
             half[seed, rows] = side
+            # Only to see now that the half can be split again to choose a layer; it raises where that cannot be.
             grouped_folds(answered.z[rows], [groups[row] for row in rows], FOLDS, seed)
     return half
 
@@ -130,7 +131,7 @@ def measure(
         )
     listed = _controls(model, answered, setup) if controls else []
     interventions = [exact, *listed]
-    total = len(answered.table) + sum(len(one.examples) for one in (*interventions, *([exact] if window else [])))
+    total = len(answered.table) + sum(len(part.examples) for part in (*interventions, *([exact] if window else [])))
     with run.bar(f"Tracing {name}", "row", total) as bar:
         states = _states(run, model, answered, setup, bar)
         fits = _fits(run, states, answered, half, setup)
@@ -140,20 +141,21 @@ def measure(
             return fits.logits(after_states(model, part, setup), part.examples)
 
         def in_windows(part: Intervention) -> Logits:
+            # Windows are read at l* alone, which differs between fits.
             layers = np.unique(fits.best).tolist()
             after = after_windows(model, part, setup, int(window or 0), layers)
             return fits.logits_at_best(after, layers, part.examples)
 
-        found = [
-            _after(run, f"run-{number:03d}", one, everywhere, nothing.copy(), bar)
-            for number, one in enumerate(interventions)
+        results = [
+            _after(run, f"run-{number:03d}", intervention, everywhere, nothing.copy(), bar)
+            for number, intervention in enumerate(interventions)
         ]
         windowed = _after(run, "windows", exact, in_windows, nothing.copy(), bar) if window else None
     others: dict[str, list[Logits]] = {}
-    for one, logits in zip(listed, found[1:], strict=True):
-        others.setdefault(one.name, []).append(logits)
+    for intervention, logits in zip(listed, results[1:], strict=True):
+        others.setdefault(intervention.name, []).append(logits)
     before = fits.logits(states, np.arange(len(answered.table)))
-    return Effects(answered, fits, states, before, found[0], windowed, others)
+    return Effects(answered, fits, states, before, results[0], windowed, others)
 
 
 def _controls(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -> list[Intervention]:
@@ -202,7 +204,7 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
 
 
 def probes_as_tensors(probes: Probes) -> dict[str, Tensor]:
-    """Take probes apart into tensors."""
+    """Split probes into tensors."""
     assert probes.validation_auc is not None
     return {
         "weight": probes.weight,
@@ -233,6 +235,7 @@ def _after(
 
     pieces = _chunks(intervention)
     for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
+        # Other examples stay NaN, which every average leaves out.
         found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
     return found
 

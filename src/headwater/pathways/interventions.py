@@ -68,6 +68,7 @@ def severed_states(
         cut = _stacked([cuts[row] for row in rows])[:, :, first:]
         return _hooks(to_device(cut, model.device), model.shape.n_layers, variant)
 
+    # The first query that loses a key; what is before it may be run once for all rows.
     cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
     try:
         return states_at(model, tokens, positions, site, batch_size, False, editing=cutting, edited_from=cut_from)
@@ -97,6 +98,7 @@ def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: Vari
 
 
 def _mask_attention(weights: Tensor, hook: object, cut: Tensor, value: float | None) -> Tensor:
+    # Not -inf: a query that is left no key would be NaN. So it attends to cut keys alike, which `_seen` refuses.
     return weights.masked_fill(cut.to(weights.device), torch.finfo(weights.dtype).min if value is None else value)
 
 
@@ -214,24 +216,25 @@ def block_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Place
 def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Places:
     """Return the positions of every row's question tokens outside E_Q, but for the first token of the text."""
     before, _ = prompt_parts_of(answered)
-    found = []
+    places = []
     rows = zip(prompts_of(answered), answered.table["question"], answered.exact_question_tokens(), strict=True)
     for prompt, question, exact in rows:
         _, offsets = encode(model.tokenizer, prompt, model.bos)  # type: ignore[arg-type]
         inside = token_span(offsets or (), len(before), len(before) + len(question))
-        found.append(tuple(position for position in inside if position > 0 and position not in exact))
-    return found
+        places.append(tuple(position for position in inside if position > 0 and position not in exact))
+    return places
 
 
 def prompts_of(answered: AnsweredQuestions) -> list[str]:
     """Return the prompt of every row."""
     before, after = prompt_parts_of(answered)
+    # Records have `messages` where the prompt was a chat (`said_of_chats`); a chat's text gets no BOS of its own.
     frame = Frame(before, after, "", is_chat="messages" in answered.run.options)
     return list(map(frame.asking, answered.table["question"]))
 
 
 def prompt_parts_of(answered: AnsweredQuestions) -> tuple[str, str]:
-    """Return what stood before the question and what after it."""
+    """Return the prompt before the question and after it."""
     prompt = answered.run.options.get("prompt", "")
     if prompt.count(SLOT) != 1:
         raise InputError("These answers do not record their prompt: make them with hw.answer, or pass controls=False.")

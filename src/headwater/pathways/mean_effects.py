@@ -3,7 +3,7 @@
 One long table. A row is of an intervention, a way to split, a group and a layer:
 
     intervention   EXACT, WINDOWED, BESIDE, RANDOM, ... (`interventions`, `swap`)
-    split_by       how examples are told apart (`modes`); "not split" where all are one group
+    split_by       how examples are grouped (`modes`); "not split" where all are one group
     group          "all", or one of the two modes
     layer          the layer whose probe is read; missing where each fit's own l* is
 
@@ -106,6 +106,7 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
     tables = []
     for split_by, q_anchored in splits.items():
         for group, member in _groups(q_anchored).items():
+            # Draws are concatenated, each with all of its seeds: the modes of the seeds repeat draw by draw.
             repeats = 1 if q_anchored is None else len(applies) // len(q_anchored)
             taken = applies & np.tile(np.swapaxes(member, 1, 2), (repeats, 1, 1))
             columns = {"split_by": split_by, "group": group, "layer": np.arange(taken.shape[2])}
@@ -152,7 +153,7 @@ def member_means(
 
 
 def _pooled(each: Sequence[ModeEffects]) -> ModeEffects:
-    """Put the draws of an intervention one behind the other, as if they were seeds."""
+    """Put the draws of an intervention one after the other, as if they were seeds."""
     return ModeEffects(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
 
 

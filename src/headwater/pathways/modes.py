@@ -13,11 +13,11 @@ Q-anchored curve far below 0 and an A-anchored one near it. Hence four ways to s
     cross-fitted     flips at l* of another seed's probe, which was fitted on other examples but reads the same state
     random tokens    flips, and ΔP, when random question tokens are knocked out: what such a split gives by itself
 
-None of them tests anything: one population stays apart under the second and the third too. Whether there are two modes
+None of them tests anything: one population splits under the second and the third too. Whether there are two modes
 is asked of the logit changes themselves. All together may have two peaks (`components`) because questions of two
 relations differ in difficulty, or because two predictions start from two sides. So one mode is tested within each
 relation and prediction, and the tests are put together (`within_relations`); over question sets the share of false
-discoveries is held at 5 % (`decided`).
+discoveries is kept at 5 % (`decided`).
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class ModeEffects:
 
 def effects(before: Logits, after: Logits) -> ModeEffects:
     """Compare logits of z = 1 before and after an intervention."""
+    # A logit of 0 says "right", as it does in `flipped` and in the table's `predicted_wrong`.
     sign = np.where(before > 0, 1.0, -1.0)
     probability, probability_after = expit(np.abs(before)), expit(sign * after)
     return ModeEffects(
@@ -121,12 +122,12 @@ def splits_of(
         windowed: whether the curves are those of windows, for which flips at their own layer say nothing.
     """
     n_layers = knockout.flipped.shape[1]
-    own = at_layer(knockout.flipped, best)
-    found = {} if windowed else {PER_LAYER: knockout.flipped}
-    found[BEST_LAYER] = np.repeat(own[:, None], n_layers, axis=1)
-    if len(own) > 1:
-        found[CROSSED] = np.repeat(crossed(own)[:, None], n_layers, axis=1)
-    return found
+    at_best = at_layer(knockout.flipped, best)
+    splits = {} if windowed else {PER_LAYER: knockout.flipped}
+    splits[BEST_LAYER] = np.repeat(at_best[:, None], n_layers, axis=1)
+    if len(at_best) > 1:
+        splits[CROSSED] = np.repeat(crossed(at_best)[:, None], n_layers, axis=1)
+    return splits
 
 
 def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:
@@ -153,6 +154,8 @@ def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float |
     data = (x[:, None] - x.mean()) / scale
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
+        # EM ends in local optima, hence eight starts; reg_covar, here a share of the variance, keeps a component from
+        # shrinking onto equal values.
         one, two = (GaussianMixture(k, n_init=8, reg_covar=1e-4, random_state=seed).fit(data) for k in (1, 2))
     bic_one, bic_two = float(one.bic(data)), float(two.bic(data))
     means, weights = two.means_[:, 0], two.weights_
@@ -204,13 +207,13 @@ def within_relations(
     every = [group["change"].to_numpy() for _, group in frame.groupby(["relation", "wrong"])]
     cells = [values for values in every if len(values) >= FEWEST_FOR_COMPONENTS]
     tested = sum(map(len, cells))
-    found = {"examples": tested, "left_out": len(changes) - tested, "cells": len(cells), "p": np.nan, "gain": np.nan}
+    result = {"examples": tested, "left_out": len(changes) - tested, "cells": len(cells), "p": np.nan, "gain": np.nan}
     if cells and relations is not None:
         p_values = [dip_p(values) if np.ptp(values) >= APART else 1.0 for values in cells]
-        found["p"] = combined_p(p_values)
-        if found["p"] <= LEVEL:
-            found["gain"] = sum(_gain(components(values)) for values in cells)
-    return found
+        result["p"] = combined_p(p_values)
+        if result["p"] <= LEVEL:
+            result["gain"] = sum(_gain(components(values)) for values in cells)
+    return result
 
 
 def _gain(found: Mapping[str, Any]) -> float:
@@ -229,21 +232,23 @@ def decided(tests: pd.DataFrame) -> pd.DataFrame:
         The same with `q`, by Benjamini and Hochberg over the sets tested of each intervention, and the verdict of these
         rows: `TWO` where q is at most 5 % and two Gaussians beat one.
     """
-    found = tests.assign(q=np.nan)
-    within = found["population"] == WITHIN
-    for _, rows in found[within].groupby("intervention"):
-        found.loc[rows.index, "q"] = q_values(rows["p"].to_numpy())
-    two = (found["q"] <= LEVEL) & (found["gain"] > EVIDENCE)
-    untested = np.where(found["cells"] == 0, TOO_FEW, NO_RELATIONS)
-    verdicts = np.where(found["p"].isna(), untested, np.where(two, TWO, ONE))
-    return found.assign(verdict=found["verdict"].where(~within, verdicts))
+    result = tests.assign(q=np.nan)
+    within = result["population"] == WITHIN
+    for _, rows in result[within].groupby("intervention"):
+        result.loc[rows.index, "q"] = q_values(rows["p"].to_numpy())
+    two = (result["q"] <= LEVEL) & (result["gain"] > EVIDENCE)
+    untested = np.where(result["cells"] == 0, TOO_FEW, NO_RELATIONS)
+    verdicts = np.where(result["p"].isna(), untested, np.where(two, TWO, ONE))
+    return result.assign(verdict=result["verdict"].where(~within, verdicts))
 
 
 def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: NDArray[np.float64]) -> int:
     """Count the peaks of a sum of Gaussians."""
+    # A grid around each component: one over all of the range could step over a narrow peak.
     grid = np.unique(
         np.concatenate([np.linspace(m - 4 * s, m + 4 * s, 801) for m, s in zip(means, spreads, strict=True)])
     )
     density = (weights / spreads * np.exp(-0.5 * ((grid[:, None] - means) / spreads) ** 2)).sum(1)
     rises = np.sign(np.diff(density))
+    # Flat stretches, where the density underflows between far peaks, are neither rise nor fall.
     return int((np.diff(rises[rises != 0]) < 0).sum())

@@ -69,7 +69,7 @@ def _conclusion(pathways: Traced) -> str:
     surviving = [name for name in tested if survives(pathways, name)]
     untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
     where = ", ".join(surviving) if surviving else "none of the question sets"
-    said = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
+    tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
     unknown = [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]
     note = (
         f" {', '.join(unknown)}: the questions have no relations, so two peaks may be two kinds of question; two modes "
@@ -77,21 +77,21 @@ def _conclusion(pathways: Traced) -> str:
         if unknown
         else ""
     )
-    return f"Two modes survive the controls on {where} ({'; '.join([said, *untested])}).{note}"
+    return f"Two modes survive the controls on {where} ({'; '.join([tested_on, *untested])}).{note}"
 
 
 def _probe(view: SetAtBest) -> Iterator[str]:
-    found = view.baseline(WRONG_ANSWER, PROBE)
-    chance = against_chance(*found[1:])
+    auc = view.baseline(WRONG_ANSWER, PROBE)
+    chance = against_chance(*auc[1:])
     at_chance = f" This is {chance}, and nothing below says much." if chance else ""
-    if view.told_by_spans:
+    if view.explained_by_spans:
         at_chance = (
-            " Length and place of the exact answer alone tell them as well: this is no sign that the states know which "
-            "answer is wrong, and nothing below says much."
+            " Length and place of the exact answer alone find them as well: this does not show that the states know "
+            "which answer is wrong, and nothing below says much."
         )
     yield (
-        f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) tells the wrong ones with AUC "
-        f"{_interval(found)}.{at_chance}"
+        f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) detects the wrong ones with AUC "
+        f"{_interval(auc)}.{at_chance}"
     )
     for name, known in (
         (RELATION, "the question's relation"),
@@ -102,15 +102,15 @@ def _probe(view: SetAtBest) -> Iterator[str]:
             difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
             yield (
                 f"knowing only {known} gives AUC {_interval(baseline)}; the probe "
-                f"{_against_zero(difference, 'beats it', 'is worse', 'is not told apart from it')} "
+                f"{_against_zero(difference, 'beats it', 'is worse', 'does not differ clearly from it')} "
                 f"(difference {_interval(difference)})."
             )
 
 
 def _spans(view: SetAtBest) -> Iterator[str]:
-    """Compare the exact answer's length and place in right and wrong answers, and what these alone tell."""
-    found = view.baseline(WRONG_ANSWER, SPANS)
-    if np.isfinite(found[0]):
+    """Compare the exact answer's length and place in right and wrong answers, and what these alone predict."""
+    auc = view.baseline(WRONG_ANSWER, SPANS)
+    if np.isfinite(auc[0]):
         sides = (view.modes[view.modes["correct"] == side] for side in (True, False))
         right, wrong = (
             f"{side['exact_length'].mean():.1f} tokens, {side['exact_share'].mean():.0%} of the answer,"
@@ -119,8 +119,8 @@ def _spans(view: SetAtBest) -> Iterator[str]:
         difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         yield (
             f"the exact answer has {right} where it is right, and {wrong} where it is wrong. Its length and place "
-            f"alone give AUC {_interval(found)}; the probe "
-            f"{_against_zero(difference, 'beats this', 'is worse', 'is not told apart from this')} "
+            f"alone give AUC {_interval(auc)}; the probe "
+            f"{_against_zero(difference, 'beats this', 'is worse', 'does not differ clearly from this')} "
             f"(difference {_interval(difference)})."
         )
 
@@ -157,7 +157,7 @@ def _modes(view: SetAtBest) -> Iterator[str]:
             yield f"only {view.members(mode)} examples are {mode} at l*: too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q[0]) and np.isfinite(a[0]):
-        holds = "the two stay apart" if q[2] < a[1] else "the two are not told apart"
+        holds = "the two stay apart" if q[2] < a[1] else "the two do not differ clearly"
         yield (
             f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}, which one "
             "population does as well, since both probes read the same states."
@@ -171,12 +171,12 @@ def _modes(view: SetAtBest) -> Iterator[str]:
 
 
 def _shape(view: SetAtBest) -> Iterator[str]:
-    found = [view.verdict(EXACT, name) for name in ("all", "predicted right", "predicted wrong")]
+    verdicts = [view.verdict(EXACT, name) for name in ("all", "predicted right", "predicted wrong")]
     yield (
-        f"all relations together, the changes of the probe's logit have {found[0]} over all examples, {found[1]} where "
-        f"it said right, {found[2]} where it said wrong."
+        f"all relations together, the changes of the probe's logit have {verdicts[0]} over all examples, "
+        f"{verdicts[1]} where it said right, {verdicts[2]} where it said wrong."
     )
-    if found[0] == TWO_PEAKS and TWO_PEAKS not in found[1:]:
+    if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
     test = view.component(EXACT, WITHIN)
     if test is not None and test["verdict"] != NO_RELATIONS:
@@ -221,7 +221,7 @@ def _awareness(view: SetAtBest) -> Iterator[str]:
     if np.isfinite(aware[0]):
         difference = view.baseline(ANY_MODE, f"{AWARE} − {BY_LOGIT}")
         yield (
-            f"a probe on untouched states tells Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
+            f"a probe on untouched states detects Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
             f"of the truth probe with {_interval(margin)}, its logit and |logit| with {_interval(logit)}: the states "
             f"{_against_zero(difference, 'know more', 'know less', 'do not know more')} about the mode than the truth "
             "probe's own output."

@@ -57,6 +57,7 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
     top, bottom = (
         np.median(values[rng.integers(len(values), size=(DRAWS, len(values)))], 1) for values in (wrong, right)
     )
+    # A drawn median of 0 has no ratio, and would make the interval infinite.
     drawn = top[bottom > 0] / bottom[bottom > 0]
     ends = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (0.0, np.inf)
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
@@ -65,17 +66,17 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
 def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Lay out what was found of one set, a row per kind of edge and target; kinds without a value have one of Nones."""
     for column, edges in zip(COLUMNS, EDGES, strict=True):
-        found = entry[column] or {}
+        measured = entry[column] or {}
         for target in TARGETS:
             yield {
                 "dataset": entry["dataset"],
                 "edges": edges,
                 "target": target,
                 "examples": entry["examples"],
-                "median_right": found.get(f"median_{target}_right"),
-                "median_wrong": found.get(f"median_{target}_wrong"),
-                "near_zero": found.get("near_zero", {}).get(target),
-                "several_peaks": found.get("several_peaks", {}).get(target),
+                "median_right": measured.get(f"median_{target}_right"),
+                "median_wrong": measured.get(f"median_{target}_wrong"),
+                "near_zero": measured.get("near_zero", {}).get(target),
+                "several_peaks": measured.get("several_peaks", {}).get(target),
             }
 
 
@@ -95,31 +96,31 @@ def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
     """Say what the summary of one set shows."""
     name = entry["dataset"]
     for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
-        found = entry[column]
-        if found is None:
+        measured = entry[column]
+        if measured is None:
             yield f"{name}: {edges} has no value: it was not asked for, or the probe cannot depend on these edges."
             continue
-        if found["times"] is not None:
-            times, low, high = found["times"]
+        if measured["times"] is not None:
+            times, low, high = measured["times"]
             chance = f", {CHANCE}" if low <= 1 <= high else ""
             yield (
                 f"{name}: {edges} of the logit is {times:.2f} ({low:.2f} to {high:.2f}) times as large for "
-                f"{found['wrong']:,} wrong answers as for {found['right']:,} right ones{chance}."
+                f"{measured['wrong']:,} wrong answers as for {measured['right']:,} right ones{chance}."
             )
-        near, saturated = found["near_zero"], found["saturated"]
+        near, saturated = measured["near_zero"], measured["saturated"]
         why = (
             f", of which {saturated:.0%} have a probe that is sure and right and a flow like the others"
             if saturated
             else ""
         )
-        n = found["right"] + found["wrong"]
+        n = measured["right"] + measured["wrong"]
         entropy, logit = (_percent(near[target], n) for target in TARGETS)
         yield (
             f"{name}: {entropy} of {n:,} examples are near zero in {edges} of the cross-entropy{why}; {logit} with the "
             "logit."
         )
         entropy, logit = (
-            "more than one peak" if several else "one peak" for several in found["several_peaks"].values()
+            "more than one peak" if several else "one peak" for several in measured["several_peaks"].values()
         )
         yield f"{name}: by the dip test {edges} has {entropy} with the cross-entropy and {logit} with the logit."
 

@@ -114,8 +114,8 @@ class SetAtBest:
         return _triple(table[(table["question"] == question) & (table["score"] == score)], "value", "low", "high")
 
     @property
-    def told_by_spans(self) -> bool:
-        """Whether the exact answer's length and place tell the label, and the probe no better than these."""
+    def explained_by_spans(self) -> bool:
+        """Whether the exact answer's length and place predict the label, and the probe no better than these."""
         difference = self.baseline(WRONG_ANSWER, f"{PROBE} − {SPANS}")
         return self.baseline(WRONG_ANSWER, SPANS)[1] > 0.5 and not difference[1] > 0
 
@@ -186,13 +186,13 @@ def survives(pathways: Traced, dataset: str) -> bool:
        changes together have two peaks also because relations differ, or because two predictions start from two sides.
     2. Predictions flip more often than when as many random question tokens are knocked out, on the rows that have as
        many.
-    3. The probe tells more than the length and place of the exact answer, where these tell the label at all.
+    3. The probe predicts better than the exact answer's length and place, where these predict at all.
 
-    That the groups stay apart under another seed's probe is no criterion: it reads the same states, and one population
-    stays apart as well.
+    That the groups stay apart under another seed's probe is not a criterion: it reads the same states, and one
+    population stays apart as well.
     """
     view = SetAtBest(pathways, dataset)
-    if view.told_by_spans:
+    if view.explained_by_spans:
         return False
     exact, random = view.control(EXACT_ON_RANDOM_ROWS, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
     return view.verdict(EXACT, WITHIN) == TWO and exact[1] > random[2]

@@ -37,7 +37,7 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
         for prompt, spans in zip(prompts, table["subject"], strict=True)
     ]
     donors = _donors(answered, subjects)
-    positions, wrong, spans, starts, given = (
+    positions, wrong, spans, starts, originals = (
         probe_positions(answered, setup.token),
         *(table[name].tolist() for name in ("z", "subject", "answer_start", "tokens")),
     )
@@ -45,12 +45,14 @@ def swap_subjects(model: HookedModel, answered: AnsweredQuestions, setup: Setup,
     for example, (prompt, position) in enumerate(zip(prompts, positions, strict=True)):
         if wrong[example] or not subjects[example] or len(donors[example]) < 2:
             continue
+        # Two, since one of them may be the example's own subject.
         drawn = np.random.default_rng([seed, example]).choice(len(donors[example]), 2, replace=False)
         words = next(donors[example][i] for i in drawn if donors[example][i] != subjects[example])
+        # Of the prompt's class: a chat's text stays one, and gets no BOS put before it.
         swapped = type(prompt)(replace_spans(prompt, spans[example], words))
         tokens, _ = encode(model.tokenizer, swapped, model.bos)  # type: ignore[arg-type]
         start = int(starts[example])
-        moved = (*tokens, *given[example][start:])
+        moved = (*tokens, *originals[example][start:])
         if len(moved) <= model.shape.n_ctx:
             rows.append((example, moved, position + len(tokens) - start))
     return _fresh(SWAP, rows)
@@ -61,14 +63,15 @@ def swap_random_tokens(answered: AnsweredQuestions, setup: Setup, others: Places
     table = answered.table
     pool = np.array([row[i] for row, places in zip(table["tokens"], others, strict=True) for i in places])
     rows: list[Row] = []
-    wrong, subject, given = (table[name].tolist() for name in ("z", "subject_tokens", "tokens"))
+    wrong, subject, originals = (table[name].tolist() for name in ("z", "subject_tokens", "tokens"))
     for example, position in enumerate(probe_positions(answered, setup.token)):
         how_many = len(subject[example])
         if wrong[example] or not 0 < how_many <= len(others[example]):
             continue
         rng = np.random.default_rng([seed, example])
-        tokens = list(given[example])
+        tokens = list(originals[example])
         for place in rng.permutation(np.array(others[example]))[:how_many]:
+            # Eight tries for another token; a pool of nearly one token keeps its own.
             tokens[place] = next(
                 (int(token) for token in rng.choice(pool, size=8) if token != tokens[place]), tokens[place]
             )
@@ -90,6 +93,7 @@ def answer_only(model: HookedModel, answered: AnsweredQuestions, setup: Setup) -
 
 def replace_spans(text: str, spans: Sequence[tuple[int, int]], words: Sequence[str]) -> str:
     """Replace each span of a text, in order, by the words given for it."""
+    # From the last span on, so that the places of earlier ones still hold.
     for (start, end), new in sorted(zip(spans, words, strict=True), reverse=True):
         text = text[:start] + new + text[end:]
     return text
@@ -103,6 +107,7 @@ def _donors(answered: AnsweredQuestions, subjects: Sequence[tuple[str, ...]]) ->
     for relation, words in zip(relations, subjects, strict=True):
         by_relation[relation, len(words)].add(words)
         everywhere[len(words)].add(words)
+    # Sorted: the order of a set of texts differs from process to process, and the draws with it.
     near = {key: sorted(found) for key, found in by_relation.items()}
     far = {key: sorted(found) for key, found in everywhere.items()}
     return [

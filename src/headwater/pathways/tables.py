@@ -65,23 +65,24 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
         windowed = effects(_everywhere(measured.before, best), measured.windowed)
     if random is not None:
         done[EXACT_ON_RANDOM_ROWS] = [exact.where(random.applies)]
-    own = at_layer(exact.flipped, best)
-    aware = aware_logits(measured.states, own, measured.fits.half, best) if controls else np.full(own.shape, np.nan)
-    found = {
-        "table": _table(measured, windowed or exact, random, None if windowed is None else own),
+    flips = at_layer(exact.flipped, best)
+    aware = aware_logits(measured.states, flips, measured.fits.half, best) if controls else np.full(flips.shape, np.nan)
+    tables = {
+        "table": _table(measured, windowed or exact, random, None if windowed is None else flips),
         "modes": _modes(measured, exact, aware),
         "auc": _aucs(measured),
         "mean_effects": mean_effects_of(done, windowed, best, draws),
-        "baselines": _baselines(measured, draws, own, aware),
+        "baselines": _baselines(measured, draws, flips, aware),
         "components": _components(measured, exact, random),
     }
     for name in ("table", "modes"):
-        found[name]["example"] = np.asarray(rows)[found[name]["example"]]
-    return {name: _in_front(table, dataset) for name, table in found.items()}
+        # From places within the set to rows of the whole answered table.
+        tables[name]["example"] = np.asarray(rows)[tables[name]["example"]]
+    return {name: _in_front(table, dataset) for name, table in tables.items()}
 
 
 def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
-    """Return the logit at l* as if it stood at every layer."""
+    """Return the logit at l*, repeated at every layer."""
     return np.broadcast_to(at_layer(before, best)[:, None], before.shape)
 
 
@@ -114,6 +115,7 @@ def _table(
     table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
     if random is not None:
         flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
+        # Missing and not False where no control was run: a share of flips must not count it.
         table["random_flipped"] = flipped.mask(~random.applies.ravel())
     return table
 
@@ -169,7 +171,7 @@ def _aucs(measured: Effects) -> pd.DataFrame:
 
 
 def _baselines(measured: Effects, draws: Bootstrap, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
-    """AUCs at l*: of the probe and what it is held against, and of two ways to tell the mode beforehand."""
+    """AUCs at l*: of the probe and its baselines, and of two ways to predict the mode beforehand."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}
     if "relation" in table and table["relation"].notna().any():
@@ -195,10 +197,11 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     """One mode or two of the logit change at l* within relations; peaks of all examples, and of each prediction.
 
     Changes are in standard deviations of the logits of the probe that measures the half: probes differ in scale. They
-    are averaged over seeds and over the answers to one question, which are no independent examples.
+    are averaged over seeds and over the answers to one question, which are not independent examples.
     """
     best, table = measured.fits.best, measured.answered.table
     question = table["question"].to_numpy()
+    # np.unique and groupby both sort: `first` is in the order of `_by_question`.
     first = np.unique(question, return_index=True)[1]
     known = "relation" in table and table["relation"].notna().any()
     relations = table["relation"].to_numpy(dtype=object)[first] if known else None
@@ -227,11 +230,11 @@ def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) ->
 def _spread(measured: Effects) -> NDArray[np.float64]:
     """Return the standard deviation of the logit at l* over the half that each example is in, by seed and example."""
     logits, half = at_layer(measured.before, measured.fits.best), measured.fits.half
-    found = np.empty(logits.shape)
+    spread = np.empty(logits.shape)
     for seed, side in np.ndindex(len(half), 2):
         here = half[seed] == side
-        found[seed, here] = logits[seed, here].std() or 1.0
-    return found
+        spread[seed, here] = logits[seed, here].std() or 1.0
+    return spread
 
 
 def _in_front(table: pd.DataFrame, dataset: str) -> pd.DataFrame:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ProbeMap(Result):
-    """How well a probe tells wrong answers, by token and layer."""
+    """How well a probe detects wrong answers, by token and layer."""
 
     table: pd.DataFrame
     """A row per question set, token and layer: `dataset, token, layer, auc, low, high` (95 %), `control_auc` of labels
@@ -73,25 +73,25 @@ class ProbeMap(Result):
         return self.table.loc[best, names].reset_index(drop=True)
 
     def report(self) -> list[str]:
-        """Return where wrong answers are told best, and whether anything but the states tells as much."""
-        said = []
+        """Return where wrong answers are detected best, and whether anything but the states does as well."""
+        lines = []
         for name in self.datasets:
             here = self.table[self.table["dataset"] == name]
             row = here.iloc[int(here["auc"].to_numpy().argmax())]
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
-            said.append(
-                f"{name}: of {row['answers']:,} answers the wrong ones are told best at {row['token']}, layer "
+            lines.append(
+                f"{name}: of {row['answers']:,} answers the wrong ones are detected best at {row['token']}, layer "
                 f"{row['layer']}: AUC {said_number(row['auc'], row['low'], row['high'], places=3)}, the best of "
                 f"{len(here)} pairs and so overestimated."
             )
             if np.isfinite(row["control_auc"]):
                 highest = float(here["control_auc"].max())
-                said.append(f"{name}: labels drawn again reach {highest:.3f} at most, at any token and layer.")
+                lines.append(f"{name}: labels drawn again reach {highest:.3f} at most, at any token and layer.")
             if np.isfinite(spans["auc"]):
                 alone = said_number(spans["auc"], spans["low"], spans["high"], places=3)
                 more = "more" if row["low"] > spans["high"] else "not clearly more"
-                said.append(f"{name}: the exact answer's length and place alone give {alone}; the states tell {more}.")
-        return said
+                lines.append(f"{name}: the exact answer's length and place alone give {alone}; the states give {more}.")
+        return lines
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw AUC by token and layer as a map per question set; on a given `ax`, the first set's."""
@@ -111,7 +111,7 @@ def probe_map(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> ProbeMap:
-    """Measure how well a probe tells wrong answers at every token and layer.
+    """Measure how well a probe detects wrong answers at every token and layer.
 
     Args:
         model: the model that answered.
@@ -142,13 +142,13 @@ def probe_map(
         parts = [(name, token) for name in sets for token in names]
 
         def compute(part: tuple[str, str]) -> dict[str, Tensor]:
-            one, half = sets[part[0]], split[part[0]]
-            at = map_positions(one, part[1])
-            states = states_at(model, list(one.table["tokens"]), at, site, batch_size, progress=False)
-            found = {"logit": torch.from_numpy(_logits(states, one.z, half))}
+            subset, half = sets[part[0]], split[part[0]]
+            at = map_positions(subset, part[1])
+            states = states_at(model, list(subset.table["tokens"]), at, site, batch_size, progress=False)
+            logits = {"logit": torch.from_numpy(_logits(states, subset.z, half))}
             if controls:
-                found["control"] = torch.from_numpy(_logits(states, _drawn_again(one, half), half))
-            return found
+                logits["control"] = torch.from_numpy(_logits(states, _drawn_again(subset, half), half))
+            return logits
 
         with run.bar("Probing", "token", len(parts)) as bar:
             made = dict(zip(parts, run.pieces("token", parts, compute, bar), strict=True))
@@ -163,7 +163,7 @@ def _logits(
     states: States, z: Int[ndarray, " example"] | Int[ndarray, "seed example"], half: Halves
 ) -> Float[ndarray, "seed layer example"]:
     """Return the logit of z = 1 of every answer at every layer, from the probe of the other half."""
-    found = np.empty((len(half), len(states), half.shape[1]))
+    logits = np.empty((len(half), len(states), half.shape[1]))
     labels = np.broadcast_to(z, half.shape)
     for seed, layer in np.ndindex(len(half), len(states)):
         features = states[layer].double().numpy()
@@ -171,8 +171,8 @@ def _logits(
             other, here = np.flatnonzero(half[seed] != side), np.flatnonzero(half[seed] == side)
             weight, bias = fit_linear(features[other], labels[seed, other])
             read = linear_logits(torch.from_numpy(features[here]), torch.from_numpy(weight), bias)
-            found[seed, layer, here] = read.numpy()
-    return found
+            logits[seed, layer, here] = read.numpy()
+    return logits
 
 
 def _drawn_again(one: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
@@ -182,6 +182,7 @@ def _drawn_again(one: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed exa
         rng = np.random.default_rng(seed)
         for side in (0, 1):
             here = np.flatnonzero(sides == side)
+            # Within each half, so that both keep their share of wrong answers.
             drawn[seed, here] = one.z[rng.permutation(here)]
     return drawn
 
@@ -190,12 +191,12 @@ def _mean_auc(
     logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Bootstrap
 ) -> Float[ndarray, " draw"]:
     """Return the AUC within each half of each seed, averaged, in every draw."""
-    found = [
+    aucs = [
         auc(logits[seed, here], z[seed, here], counts=draws.per_example(here))
         for seed in range(len(half))
         for here in (half[seed] == 0, half[seed] == 1)
     ]
-    return np.asarray(np.mean(found, axis=0))
+    return np.asarray(np.mean(aucs, axis=0))
 
 
 def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
@@ -204,19 +205,19 @@ def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Ten
     logits = piece["logit"].numpy()
     rows: list[dict[str, Any]] = []
     for layer in range(logits.shape[1]):
-        found = interval(_mean_auc(logits[:, layer], z, half, draws))
+        estimate = interval(_mean_auc(logits[:, layer], z, half, draws))
         control = np.nan
         if "control" in piece:
             again = piece["control"].numpy()[:, layer]
             control = float(_mean_auc(again, _drawn_again(one, half), half, draws)[0])
-        measured = {"auc": found.value, "low": found.low, "high": found.high, "control_auc": control}
+        measured = {"auc": estimate.value, "low": estimate.low, "high": estimate.high, "control_auc": control}
         named = {"dataset": one.datasets[0], "token": token, "layer": layer}
         rows.append(named | measured | {"answers": half.shape[1]})
     return pd.DataFrame(rows)
 
 
 def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
-    """Measure what the length and place of the exact answer tell alone."""
+    """Measure how well the length and place of the exact answer alone detect wrong ones."""
     logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
     known = np.isfinite(logits).all()
     found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"]))) if known else None

@@ -84,7 +84,7 @@ class Pathways(Result):
     """What every intervention does on average: a row per `dataset, intervention, split_by, group, layer`.
 
     - `layer`: missing in the rows that are at l* of each fit;
-    - `split_by`: how the modes are told apart (`pathways.modes`), "not split" for the `group` "all";
+    - `split_by`: how the modes are separated (`pathways.modes`), "not split" for the `group` "all";
     - `examples` that are ever in the group, its `share`; `flip_rate, delta_p, delta_logit` with 95 % intervals.
 
     Random question tokens are as many as E_Q has, on the `examples` that have as many; the knockout of E_Q on these
@@ -187,7 +187,7 @@ class Pathways(Result):
         )
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per question set: what the probe tells at l* (`layer`), and what knocking E_Q out changes.
+        """Return a row per question set: how well the probe works at l* (`layer`), and what knocking E_Q out changes.
 
         `dataset, examples, layer`; AUCs of the probe, of relation and spans alone, and after the knockout; flip rates
         of E_Q and of as many random question tokens; ΔP of both modes (percentage points); what the test of two modes
@@ -320,14 +320,14 @@ def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves],
     """Split the question sets that can be split; say why the others cannot."""
     usable, causes = {}, []
     for name in answered.datasets:
-        own = answered.select(name)
+        subset = answered.select(name)
         try:
-            usable[name] = halves(own, seeds)
+            usable[name] = halves(subset, seeds)
         except InputError:
-            right, wrong = int((own.z == 0).sum()), int((own.z == 1).sum())
+            right, wrong = int((subset.z == 0).sum()), int((subset.z == 1).sum())
             what = "too few answers of one kind" if right and wrong else "answers of one kind only"
             causes.append(
-                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(own.z)}
+                {"dataset": name, "cause": f"{what}: {right:,} right, {wrong:,} wrong", "examples": len(subset.z)}
             )
     if not usable:
         listed = "; ".join(f"{row['dataset']}: {row['cause']}" for row in causes)
@@ -355,7 +355,7 @@ def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
     half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]
     rows = np.sort(np.random.default_rng(0).permutation(len(questions))[:POOLED_ROWS])
     return _Sample(
-        measured.states[:, torch.from_numpy(rows)].clone(),
+        measured.states[:, torch.from_numpy(rows)],
         measured.answered.z[rows],
         [questions[row] for row in rows],
         np.array(half)[rows],
@@ -382,18 +382,18 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
 
 def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: list[Probes]) -> dict[str, object]:
     """List all probes: which they are, and their weights."""
-    found = [
+    fits = [
         ({"dataset": name, "seed": seed, "split": side, "best": probes.best}, probes)
         for name, by_seed in listed
         for seed, sides in enumerate(by_seed)
         for side, probes in enumerate(sides)
     ]
-    found += [
+    fits += [
         ({"dataset": POOLED, "seed": 0, "split": side, "best": probes.best}, probes)
         for side, probes in enumerate(pooled, start=-1)
     ]
     return {
-        "fits": pd.DataFrame([row for row, _ in found]),
-        "weight": torch.stack([probes.weight for _, probes in found]),
-        "bias": torch.stack([probes.bias for _, probes in found]),
+        "fits": pd.DataFrame([row for row, _ in fits]),
+        "weight": torch.stack([probes.weight for _, probes in fits]),
+        "bias": torch.stack([probes.bias for _, probes in fits]),
     }

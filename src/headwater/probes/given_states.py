@@ -101,6 +101,7 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
     chosen = next(iter(kept), "") if site is None else checked_name("site", site, tuple(kept))
     if not kept:
         raise InputError("This cache holds nothing by layer that could be probed.")
+    # Read when a layer is fitted: a cache in files may be larger than memory.
     states = {layer: partial(_of_site, cache, chosen, layer) for layer in _chosen(layers, kept[chosen])}
     run = cache.run
     return GivenStates(
@@ -110,6 +111,7 @@ def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) 
 
 
 def _of_site(cache: Any, site: str, layer: int) -> Float[ndarray, "row feature"]:
+    # flatten(1): a site with heads has them side by side.
     return np.asarray(cache.rows(site, layer).flatten(1).double().cpu().numpy())
 
 

@@ -103,6 +103,7 @@ class Probes:
         if not -len(self.weight) <= layer < len(self.weight):
             raise InputError(f"There is no probe of layer {layer}; there are layers 0 to {len(self.weight) - 1}.")
         layer %= len(self.weight)
+        # Folds have no folds of their own, so that this ends.
         folds = tuple(fold[layer] for fold in self.folds)
         return Probe(self.site, self.token, layer, self.weight[layer], float(self.bias[layer]), self.fitted_on, folds)
 
@@ -218,6 +219,7 @@ def grouped_folds(
     if min(per_class) < folds:
         raise short
     shares = np.bincount(codes, weights=z) / np.bincount(codes)
+    # The last key of lexsort sorts first: by share, and at random within equal shares.
     dealt = np.lexsort((np.random.default_rng(seed).random(len(shares)), shares))
     fold_of = np.empty(len(shares), dtype=np.int64)
     fold_of[dealt] = np.arange(len(shares)) % folds
@@ -255,6 +257,7 @@ def fit_linear(
     """
     positive = int(labels.sum())
     if not 0 < positive < len(labels):
+        # Never 0 or 1, whose logit is infinite.
         share = (positive + 0.5) / (len(labels) + 1)
         return np.zeros(features.shape[1]), float(np.log(share / (1 - share)))
     mean, spread = features.mean(0), features.std(0)

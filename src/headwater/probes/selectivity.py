@@ -90,6 +90,7 @@ def cross_fitted(
     for number, (others, fold) in enumerate(splits):
         chosen = chosen_strength(states[others], labels[others], [groups[i] for i in others], strengths, seed)
         weight, bias = fit_linear(states[others], labels[others], chosen)
+        # Not a matrix product, which rounds equal rows otherwise by their place (`linear.linear_logits`).
         found.logit[fold] = (states[fold] * weight).sum(-1) + bias
         found.fold[fold] = number
         found.C[fold] = chosen
@@ -110,12 +111,14 @@ def chosen_strength(
     try:
         splits = grouped_folds(labels, groups, INNER, seed)
     except InputError:  # too few groups of a class
+        # The one nearest to the default, in steps of a factor.
         return float(min(ordered, key=lambda strength: abs(np.log(strength / C))))
     losses = np.zeros(len(ordered))
     for others, fold in splits:
         for place, strength in enumerate(ordered):
             weight, bias = fit_linear(states[others], labels[others], strength)
             logits = states[fold] @ weight + bias
+            # -log sigmoid(±logit), without the overflow of exp.
             losses[place] += np.logaddexp(0, np.where(labels[fold] == 1, -logits, logits)).sum()
     return float(ordered[int(losses.argmin())])
 
@@ -232,6 +235,7 @@ class _Task:
         """Draw labels, one per type, as often 1 as the labels are."""
         codes = pd.factorize(pd.Series(list(self.types), dtype=object), use_na_sentinel=False)[0]
         n_types, rng = int(codes.max()) + 1, np.random.default_rng([self.seed, number])
+        # A control task with one label alone could not be fitted, and would have no AUC.
         ones = int(np.clip(round(self.labels.mean() * n_types), 1, n_types - 1)) if n_types > 1 else 1
         drawn = np.zeros(n_types, dtype=np.int64)
         drawn[rng.permutation(n_types)[:ones]] = 1
@@ -384,6 +388,7 @@ def _of_layer(
     logits, folds, labels = [], [], []
     for number in range(task.controls):
         drawn = task.control(number)
+        # Folds of its own: those of the labels need not hold both kinds of the drawn ones.
         dealt = task.splits(drawn)
         if dealt is not None:
             control = cross_fitted(states, drawn, task.groups, dealt, task.strengths, task.seed)

@@ -69,6 +69,7 @@ def agreement(
 
 def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]:
     """A question, a sentence that answers it, and the characters of the exact answer."""
+    # In turn and not at random: no seed, and each wording is as frequent as the others.
     sentence = SENTENCES[place % len(SENTENCES)]
     start = sentence.index("{answer}")
     return question, sentence.replace("{answer}", accepted), (start, start + len(accepted))

@@ -123,6 +123,7 @@ class AnsweredQuestions(Result):
 
     def digest(self) -> str:
         """Name these answers in the record of a run: a hash of their texts, labels, tokens and spans."""
+        # Without log-probabilities, whose last digits depend on the batch in which a prompt ran.
         return digest(self.table.drop(columns="log_probs", errors="ignore"))
 
     def summary(self) -> pd.DataFrame:
@@ -257,6 +258,7 @@ def answer(
         not_asked = Dropped(TOO_LONG), Dropped(NO_WORDS)
         outcomes: list[dict[str, Any] | Dropped] = [not_asked[n not in prompts] for n in range(len(questions))]
         tokens = {place: asked.tokens for place, asked in prompts.items()}
+        # Lazily: each batch is labelled, and its words are extracted and kept, before the next is asked.
         written, asked = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
         lines = ([first_line(model.tokenizer, prompts[place], made) for place, made in batch] for batch in written)
         answers, to_extract = tee(_labelled(lines, label, run))
@@ -335,6 +337,7 @@ def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) 
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         said = [labelled(one, label).verdict.is_right for one in answers]
+        # Pieces hold tensors alone: -1 is what a judge could not say.
         return {"right": torch.tensor([-1 if one is None else int(one) for one in said], dtype=torch.int8)}
 
     asked, answered = tee(batches)
@@ -361,6 +364,7 @@ def _extracted(
         pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
         said = dict(zip(usable, call_extractor_on(ask, pairs, silence), strict=True))
         found = [said.get(place, {}) for place in range(len(answers))]
+        # Spans are ragged, so their JSON goes into a piece as bytes.
         return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
 
     lengths, asked = tee(batches)

@@ -103,6 +103,7 @@ def question_frame(
     if not isinstance(prompt, str) or prompt.count(SLOT) != 1:
         raise InputError(f"prompt must be a text with {SLOT} in it exactly once, found {shown(prompt)}.")
     before, after = prompt.split(SLOT)
+    # Answers of examples are joined as the model will write its own, whose first token has the space.
     joint = "" if after.endswith((" ", "\n")) else " "
     shown_first = "".join(f"{before}{question}{after}{joint}{answer}\n\n" for question, answer in examples)
     return Frame(shown_first + before, after, joint)
@@ -121,6 +122,7 @@ def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[E
         return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))
     frame = question_frame(model, examples=EXAMPLES)
     tokens, _ = encode(model.tokenizer, frame.before, model.bos)  # type: ignore[arg-type]
+    # By tokens of this very tokenizer: the embedded models read too little for any examples.
     return frame if ROOM * len(tokens) <= model.shape.n_ctx else question_frame(model)
 
 
@@ -178,6 +180,7 @@ def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
         if not _opens_with_system(messages):
             raise
         return chat_text(tokenizer, _without_system(messages))
+    # Some templates raise on a system message, others leave it out without a word: what was written is searched.
     if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
         return written
     return chat_text(tokenizer, _without_system(messages))
@@ -218,6 +221,7 @@ def ask(
         The places of a batch, and what was written behind each.
     """
     ends, is_end = answer_ends(model), _ending(model, until)
+    # Never cut: a shortened prompt asks another question.
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
     order = by_length([len(prompts[place]) for place in fitting], batch_size)
     batches = [[fitting[i] for i in batch] for batch in order]
@@ -246,6 +250,7 @@ def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
 
     def is_end(token: int) -> bool:
         if token not in known:
+            # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
             known[token] = until == "line" and "\n" in tokenizer.decode([token])
         return known[token]
 
@@ -254,6 +259,7 @@ def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
 
 def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:
     tokens = made["tokens"][row, : made["lengths"][row]].tolist()
+    # The token with the line break stays, as it may begin with text of the answer.
     tokens = tokens[:-1] if tokens[-1] in ends else tokens
     return WrittenAnswer(tokens, made["log_probs"][row, : len(tokens)].tolist(), bool(made["stopped"][row]))
 

@@ -87,6 +87,7 @@ class ChatEndpoint:
             return str(json.loads(self._read(asked))["choices"][0]["message"]["content"] or "")
         except urllib.error.HTTPError as error:
             error.close()
+            # Overload and failures of a server pass; a wrong key, model or address does not, and is said at once.
             kind = NoReplyError if error.code == 429 or error.code >= 500 else InputError
             raise kind(f"The endpoint {target} answered {error.code} {error.reason}.") from None
         except (OSError, http.client.HTTPException) as error:  # a broken connection, or none in time
@@ -120,6 +121,7 @@ class ChatEndpoint:
             if not complaint:
                 return best
             asked = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
+        # Only where no try brought any reply; one that could not be read counts as a reply.
         if len(asked) == len(messages) and failure is not None:
             raise failure
         return best
@@ -129,6 +131,7 @@ class ChatEndpoint:
         end = time.monotonic() + self.timeout
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             parts: list[bytes] = []
+            # urlopen's timeout is of each read: a server that sends a byte now and then would never run into it.
             while part := response.read1(CHUNK):
                 parts.append(part)
                 if time.monotonic() > end:

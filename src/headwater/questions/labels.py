@@ -137,7 +137,9 @@ def is_refusal(answer: str) -> bool:
 
 def _run(words: Sequence[Word], alias: Sequence[Word], rule: str) -> Sequence[Word]:
     """The first run of `words` that are those of an alias, where the rule lets it be; empty without one."""
+    # Articles of the alias need not be in the answer; one that is all articles ("The The") is sought whole.
     sought = [word for word in alias if not word.may_be_article] or list(alias)
+    # A cheap look before runs are tried from every word: a question may have dozens of aliases.
     if not sought or not any(word.text.startswith(sought[0].text) for word in words):
         return ()
     runs = (_run_from(words[start:], sought, rule) for start in range(len(words) if rule == CONTAINS else 1))

@@ -105,9 +105,11 @@ class ModelExtractor:
                 valid = exact_words(said, *pairs[place])
                 new = {part: said[part] for part in PARTS if part in valid and part not in found[place]}
                 found[place] |= new
+                # "none" is a reply, too: an answer without exact words is not asked about again.
                 has_none = not pairs[place][1].strip() or said.get("answer", "").strip(". ").lower() == NONE
                 if {*PARTS} - {*found[place]} <= ({"answer"} if has_none else set()):
                     is_open.discard(place)
+            # A pair too long for one example is too long in every order.
             is_open &= set(fitting)
         return found
 
@@ -132,6 +134,7 @@ def parts_of(text: str) -> dict[str, str]:
 
 def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[int]:
     """Return the tokens of a prompt with as many examples as fit, in the order of a turn; none where none fits."""
+    # Greedy decoding repeats itself: only another prompt can bring another reply.
     shots = [*SHOTS[turn % len(SHOTS) :], *SHOTS[: turn % len(SHOTS)]]
     while shots:
         text = ASKED + "".join(shot.written() for shot in shots) + f"Question: {question}\nAnswer: {answer}\nSubject:"

@@ -97,6 +97,7 @@ def cause_of(answered: GivenAnswer) -> str | None:
     """Say why an answer cannot be used, whatever its exact words are; None where it can."""
     if not answered.text or not (answered.verdict.is_right or any(map(str.isalnum, answered.text))):
         return EMPTY
+    # After the label: "I don't know" is a right answer to a question whose answer it is.
     if not answered.verdict.is_right and is_refusal(answered.text):
         return REFUSAL
     if not answered.finished:
@@ -120,6 +121,7 @@ def outcome_of(
         return Dropped(cause, answered.text)
     if found is None:
         return Dropped(NO_REPLY, answered.text)
+    # All or nothing: of a question whose words are given in part the rest is not filled in by an extractor.
     is_given = bool(row["subject"] or row["property"])
     words = {part: row[part] if is_given else found.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):
@@ -127,6 +129,7 @@ def outcome_of(
     exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else found.get("answer", ())
     if not exact:
         return Dropped(NO_ANSWER, answered.text)
+    # Extractors see the answer without the space that joins it to the prompt; spans are of the whole text.
     answer_begins = len(prompt.text) + len(answered.line) - len(answered.line.lstrip())
     spans = {part: shifted(places, prompt.question_start) for part, places in words.items()}
     spans["exact_answer"] = shifted(exact, answer_begins)

@@ -295,11 +295,13 @@ def _answer(question: str, answer: str) -> str | None:
         if found := place(text, asked):
             return found
     sides = [words] if verb is None else [words[verb + 1 :], words[:verb]]
+    # "X was written by Y": what is new follows "by", although a name is in front of the verb.
     is_passive = verb is not None and any(word == "by" for word in sides[0][:3])
     comes_behind = is_passive or KINDS & {*lower} or lower[:1] in (["in"], ["where"])
     if verb is not None and not comes_behind and _tells(words[:verb], is_new[:verb]):
         sides.reverse()
     sides = [part for part in sides if part]
+    # First what the question does not say; only where that is nothing, any name or phrase.
     for known_now in (known, _Known([])):  # of what the question has too, the answer may choose one
         for part in sides if not KINDS & {*lower} else ():
             if name := _new_name(
@@ -330,6 +332,7 @@ def _is_participle(word: str) -> bool:
 @lru_cache(maxsize=100_000)
 def _alike(one: str, other: str) -> bool:
     """Whether two words are one, perhaps misspelled."""
+    # Cheap tests before difflib, whose time grows with the product of the lengths.
     near = min(len(one), len(other)) > 3 and one[0] == other[0] and abs(len(one) - len(other)) < 3
     return one == other or (near and SequenceMatcher(None, one, other).ratio() > ALIKE)
 
@@ -337,6 +340,7 @@ def _alike(one: str, other: str) -> bool:
 def _folded(word: str) -> str:
     """A word without capitals and accents, and without the ending of a plural."""
     plain = "".join(letter for letter in normalize("NFKD", word.lower()) if not combining(letter))
+    # Not of short words: "gas" would become "ga".
     return plain[:-1] if plain.endswith("s") and len(plain) > 3 else plain
 
 

@@ -65,6 +65,7 @@ class Questions:
         checked_count("sample", per_dataset)
         checked_seed(seed)
         shuffled = self.table.sample(frac=1, random_state=seed)
+        # One shuffle for all sets: drawing more of each keeps those drawn before.
         kept = shuffled.groupby("dataset", sort=False).head(per_dataset).sort_index()
         return Questions(kept.reset_index(drop=True), self.source)
 
@@ -148,6 +149,7 @@ def _from_frame(row: Mapping[Any, Any]) -> dict[str, Any]:
     lists = {str(key): _plain(value) for key, value in row.items()}
     if not is_unicode(lists):
         raise InputError(f"The table holds text that is not Unicode: {HALF_A_CHARACTER}, in {str(lists)[:80]!r}.")
+    # A frame fills columns that a row does not have; in a file they would not be there.
     return {key: value for key, value in lists.items() if isinstance(value, list) or not pd.isna(value)}
 
 
@@ -213,6 +215,7 @@ def _span(where: str, name: str, part: Any, question: str) -> Span:
         if found is None:
             raise InputError(f"{where}: {name} {part!r} does not stand in the question {question!r}.")
         return found
+    # `type is int`, since True is an int and no place.
     is_pair = isinstance(part, list) and len(part) == 2 and all(type(place) is int for place in part)
     if not is_pair or not 0 <= part[0] < part[1] <= len(question):
         raise InputError(
@@ -225,6 +228,7 @@ def _tidy(table: pd.DataFrame) -> pd.DataFrame:
     """Write further columns as JSON text where no table file can hold them: cells of several kinds, or huge numbers."""
     for name in table.columns.difference(list(FIRST_COLUMNS)):
         kinds = {type(value) for value in table[name].dropna()}
+        # parquet has one type a column; an object column of ints holds some that int64 does not.
         if table[name].dtype == object and (len(kinds) > 1 or kinds & {list, dict, int}):
             table[name] = [_as_text(value) for value in table[name]]
     return table

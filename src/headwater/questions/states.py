@@ -136,6 +136,7 @@ def states_at(
     """
     n_layers = model.shape.n_layers
     states = torch.empty(n_layers, len(tokens), model.shape.d_model)
+    # What is shared ends before anything is read or edited in any row.
     first = min(*positions, len(tokens[0]) if edited_from is None else edited_from) if tokens else 0
 
     def run(rows: Sequence[int], shared: int, start: KeysValues) -> States:
@@ -147,12 +148,14 @@ def states_at(
         edits = editing(rows, shared) if editing is not None else ()
         held: dict[int, Tensor] = {}
         model.run(batch, [*edits, *_keep(held, n_layers, columns, site)], stop_at=n_layers, **options)
+        # Layers of a spread model lie on several devices, and are stacked on the first.
         by_layer = [held[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
 
     shared, start = common_start(tokens, first) if len(tokens) > 1 and _can_go_on(model) else 0, KeysValues()
     if shared >= WORTH_A_RUN:
         start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)
+        # Seen on one row before it is relied on: what a family does with a cache is not taken on trust.
         whole, found = run([0], 0, {}), run([0], shared, start)
         tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * float(whole.abs().max())
         shared = shared if float((found - whole).abs().max()) <= tolerance else 0

@@ -93,6 +93,7 @@ def normalised_words(text: str, marks: str = "joined") -> tuple[Word, ...]:
 def _words(text: str, marks: str) -> Iterator[Word]:
     """Yield the words of a text, each once it is known that nothing is joined to it."""
     folded, places = _folded(text)
+    # As long as the text, so that a place in the one is a place in the other.
     kinds = "".join(map(_kind, re.sub("[東东]京", "一一", folded)))  # one word: Kyoto (京都) is not in 東京都
     begun: tuple[int, int] | None = None
     said, was_alone, end = "", False, 0

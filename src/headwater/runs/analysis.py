@@ -67,6 +67,7 @@ class Run:
                 yield self._piece_name(stage, number), partial(compute, item)
                 done += size(item)
                 if bar is not None:
+                    # Less what `compute` counted itself, as a judge does; a piece that was read counts whole.
                     bar.update(done - bar.n)
 
         yield from run_pieces(self.folder, work())
@@ -86,6 +87,7 @@ class Run:
         made = self.pieces(stage, items, compute, bar, size)
         if self.folder is None:
             return Shards(list(made))
+        # Drawn to the end and dropped: each piece is in its file once it was yielded, and none is kept in memory.
         for _ in made:
             pass
         pieces = [self.folder.piece_file(self._piece_name(stage, number)) for number in range(len(items))]
@@ -133,12 +135,14 @@ def run_or_resume(
         RunFolderError: `out` holds another run, or another process writes to it.
     """
     progress = checked_flag("progress", progress)
+    # Before any work: an edit that the work itself makes and undoes does not belong to the model's identity.
     record = RunRecord.of(analysis, model, options, seed)
     folder = None if out is None else RunFolder(out, record, result_class)
     if folder is not None and folder.finished:
         return result_class.load(folder.path)
     try:
         result = compute(Run(record if folder is None else folder.run, folder, progress))
+    # Raised anew as what it was, so that a caller's `except Exception` does not swallow it.
     except KeyboardInterrupt:
         kept = f"The same call with out={str(out)!r} continues from what is kept there."
         nothing = "Nothing was kept; with out=FOLDER a run can be continued."

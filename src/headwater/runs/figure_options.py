@@ -105,6 +105,7 @@ def _share(of: Any, side: str, share: float) -> float:
 def _break(text: Any, room: Callable[..., float], *of: object) -> None:
     """Let matplotlib break a text whenever it draws it, into lines of a length that depends on where it then is."""
     text.set_wrap(True)
+    # matplotlib wraps at the figure's edge alone, and would write a title over the next panel.
     text._get_wrap_line_width = partial(_narrowest, text, {}, room, *of)
 
 

@@ -70,6 +70,7 @@ class RunFolder:
         self._lock: Any = None
         if self._processes.count > 1:
             _refuse_unless_alike(self._processes.together("the options of a run", run))
+        # The identity of this call, not of the earlier record: a piece is known by what would compute it now.
         self._identity, self._names = run.identity, (PIECES, *file_names(kind))
         self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
         if self._processes.count > 1:
@@ -95,6 +96,7 @@ class RunFolder:
             mine, self._count = self._processes.owns(self._count), self._count + 1
             if mine:
                 self._made(name, compute)
+        # The number is part of the step's name, so that processes that cut the work differently do not mix.
         self._processes.together(f"{len(names)} pieces of {self.run.analysis}", None)
         yield from (self._arrived(name) for name in names)
 
@@ -128,6 +130,7 @@ class RunFolder:
             self._tidy()
             return earlier
         make_folder(self.path)
+        # The record is read before and after the lock is taken: another run may have begun or ended in between.
         self._lock = one_writer(self.path)
         earlier = refuse_other_run(self.path, run, self._names)
         if self._lock is None:
@@ -138,6 +141,7 @@ class RunFolder:
         if earlier is not None and self.finished:
             self._let_go()
             return earlier
+        # Only now that the folder is this process's: another writer's temporary files are in use.
         remove_leftovers(self.path)
         if earlier is None or self._pieces.is_symlink():
             remove_folder(self._pieces)
@@ -176,6 +180,7 @@ class RunFolder:
         if found is not None:
             return found
         if (file := self.piece_file(name)).exists():
+            # Not an error: a piece costs only its own time, and the rest of the run is good.
             warnings.warn(f"{file} is not what this run wrote there: it is computed anew.", stacklevel=2)
         tensors = {key: value.contiguous() for key, value in compute().items()}
         write_tensors(file, tensors, self._sealed(name))
@@ -228,6 +233,7 @@ def _refuse_unless_alike(records: Sequence[RunRecord]) -> None:
 
 def _await(found: Callable[[], Value | None]) -> Value | None:
     """Ask until there is something: a file of another machine may be a while on its way."""
+    # Monotonic: a clock that is set meanwhile must neither cut the wait nor stretch it.
     end, pause = time.monotonic() + LONGEST_DELAY, 0.01
     while (value := found()) is None and time.monotonic() < end:
         time.sleep(pause)

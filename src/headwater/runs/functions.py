@@ -23,6 +23,7 @@ def found_by_name(value: Any) -> bool:
     found: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
+    # Unwrapped on both sides: what a module offers may be wrapped by a check (`calls.checked_call`, beartype).
     return found is not None and inspect.unwrap(found) is inspect.unwrap(value)
 
 
@@ -69,6 +70,7 @@ def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
     """Yield the global names that code reads, each with the attributes asked of it at once."""
     chain: list[str] = []
     for step in dis.get_instructions(code):
+        # `np.linalg.norm` counts as that one function, not as all of numpy.
         if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
             chain.append(str(step.argval))
         elif step.opname not in NAMED:

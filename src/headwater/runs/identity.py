@@ -98,12 +98,14 @@ def _described(options: Any) -> Any:
     if options is None or isinstance(options, bool | int | str):
         return options
     if isinstance(options, float):
+        # JSON has neither NaN nor infinity.
         return options if np.isfinite(options) else repr(options)
     if isinstance(options, PurePath | torch.dtype | torch.device):
         return str(options).removeprefix("torch.")
     if isinstance(options, Mapping):
         return {str(key): _described(value) for key, value in options.items()}
     if isinstance(options, set | frozenset):
+        # By repr: a set may hold numbers and texts, which do not compare.
         return sorted((_described(item) for item in options), key=repr)
     if isinstance(options, list | tuple | range):
         return [item if type(item) in AS_THEY_ARE else _described(item) for item in options]
@@ -234,6 +236,7 @@ class _Digests:
         if id(value) in self._known:
             return self._known[id(value)][1]
         if id(value) in self._open:
+            # How far up the holder is, and not which object: two equal structures that hold themselves agree.
             return hashed("holder", str(len(self._open) - self._open.index(id(value))).encode())
         self._open.append(id(value))
         try:
@@ -284,9 +287,11 @@ class _Digests:
         if isinstance(value, range | slice):
             return hashed(kind, repr(value).encode())
         if isinstance(value, set | frozenset):
+            # By their hashes: the order of a set of texts differs from process to process.
             return hashed("set", *sorted(self.of(item) for item in value))
         if isinstance(value, dict):
             return hashed(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
+        # Long lists of tokens go through JSON at once, not number by number.
         if all(type(item) in PLAIN for item in value):
             return hashed(kind, json.dumps(value).encode())
         return hashed(kind, *(self.of(item) for item in value))
@@ -320,11 +325,13 @@ class _Digests:
         return self._named(f"{module.__name__}.{name}", value)
 
     def _code(self, code: types.CodeType) -> bytes:
+        # Without co_filename, co_firstlineno and line tables: a function that moved is the same function.
         shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         return self.parts("code", shape, names, code.co_code, code.co_exceptiontable, code.co_consts)
 
     def _function(self, function: types.FunctionType) -> bytes:
+        # The module whose globals it reads is the one that it was written in.
         written_in = function.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
         is_own = written_in in sys.modules and not is_library(written_in)
         if not is_own and is_library(function.__module__) and found_by_name(function):
@@ -344,6 +351,7 @@ class _Digests:
     def _globals(self, function: types.FunctionType) -> bytes:
         """Hash what a function reads by global names: of modules the attributes that it asks for."""
         parts = []
+        # Names that are found nowhere count too: a later definition would change what the function does.
         for name, *attributes in sorted(set(reads(function.__code__))):
             if name in function.__globals__:
                 value = function.__globals__[name]
@@ -379,6 +387,7 @@ class _Digests:
             return self.parts("tokenizer", digest_of_tokenizer(value))
         try:
             writer = copyreg.dispatch_table.get(type(value))
+            # As pickle, which also knows objects without __dict__ and classes that registered a writer.
             reduced = writer(value) if writer is not None else value.__reduce_ex__(4)
         except Exception:
             kind = type(value)

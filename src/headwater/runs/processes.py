@@ -73,8 +73,10 @@ class Processes:
         if self.is_main:
             try:
                 outcome = work(), None
+            # An interrupt too: the others have to end with it.
             except BaseException as error:
                 failure = error
+                # Sent to all, who would wait otherwise; an error of another library might not pickle.
                 outcome = None, error if isinstance(error, HeadwaterError) else HeadwaterError(f"Process 0: {error!r}")
         value, told = self.together(step, outcome)[0]
         if failure is not None:
@@ -94,6 +96,7 @@ def processes() -> Processes:
 @functools.cache
 def _lasting_group(world: object) -> object:
     """Return a group of all processes that is told at once when one of them ends, and otherwise waits for days."""
+    # gloo, as what is exchanged are small Python objects; NCCL would need a device for them.
     return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
 

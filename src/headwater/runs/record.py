@@ -95,6 +95,7 @@ class RunRecord:
             fingerprint=model.fingerprint,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
+            # Described now: a function or table that is changed later must not change the record.
             options=describe(options | dict(model.interventions)),
             tokenizer=model.tokenizer_digest,
             bos=list(model.bos) if hasattr(model, "bos") else None,
@@ -146,8 +147,10 @@ class RunRecord:
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """Flatten what must agree for two runs to be the same run (date and device may differ)."""
+        # Not the model's name: a folder that was moved, or a hub name for the same weights, is the same run.
         fixed = {name: getattr(self, name) for name in ("analysis", "fingerprint", "tokenizer", "dtype", "seed")}
         versions = {f"version of {name}": version for name, version in self.versions.items()}
+        # Through JSON, so that a record from a file and one just made compare alike (tuples are lists there).
         options = {f"option {name}": value for name, value in json.loads(json.dumps(self.options)).items()}
         return fixed | versions | options
 

@@ -71,6 +71,7 @@ class Result:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Classes of users too get their calls checked, and their reports made printable.
         checked_calls(cls)
         if "report" in vars(cls):
             cls.report = _printable(cls.report)  # type: ignore[method-assign]
@@ -234,6 +235,7 @@ def file_names(kind: type[Result]) -> set[str]:
 def write_result(path: Path, result: Result) -> None:
     """Write every field of a result into `path`; `run.json` says first and last whether the folder is finished."""
     if not (path / RUN_FILE).exists() or read_sealed(path / RUN_FILE).get("finished"):
+        # Unfinished first, finished last: a process killed in between leaves no folder that looks whole.
         going = {"format": FORMAT, "run": dataclasses.asdict(result.run), "finished": False}
         write_sealed(path / RUN_FILE, going)
     plain: dict[str, Any] = {}
@@ -325,6 +327,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
             f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
             "the ones the run wrote. Delete the folder and run again."
         )
+    # A table that lies there beside the manifest would be read as if the run had written it.
     unsealed = sorted(name for name in known - set(manifest) if (path / name).is_file())
     if unsealed:
         raise RunFolderError(
@@ -332,6 +335,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
         )
     for name, seal in manifest.items():
         folder, _, part = name.partition("/")
+        # A manifest is a file that anyone may have written: its names must not lead out of the folder.
         if (folder if part else name) not in known or (part and not NAME.fullmatch(part)):
             raise RunFolderError(
                 f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is not a file of a "

@@ -45,6 +45,7 @@ class Shards:
             pieces: where they lie until then, as this run wrote or read them.
         """
         made = cls()
+        # Pieces were hashed when this run wrote or read them, and are not read a second time for it.
         made._files, made._pieces, made._checked = list(files), list(pieces), set(range(len(pieces)))
         return made
 
@@ -93,6 +94,7 @@ class Shards:
             else:
                 self._copy(number, folder / name)
         for file in folder.iterdir():
+            # Parts of an earlier, longer result in the same folder.
             if NAME.fullmatch(file.name) and file.name not in names:
                 file.unlink()
         return names
@@ -102,6 +104,7 @@ class Shards:
         source = piece if piece and piece.exists() else self._place(number)
         if target.exists() and source.samefile(target):
             return
+        # A link of this run's own piece only, which is removed soon; two results must not share a file.
         put = _linked if source in self._pieces else shutil.copyfile
         write_atomically(target, lambda temporary: put(source, temporary))
 

@@ -36,11 +36,13 @@ SEAL = "sha256"
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     """Write under a temporary name, then rename: readers see the old file or the whole new one, also after a crash."""
+    # In the same folder, since a rename is atomic within one file system alone.
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(6)}.tmp")
     try:
         write(temporary)
         _flush(temporary)
         temporary.replace(file)
+        # The name is in the folder, which a power cut may lose although the file itself is on the disk.
         _flush(file.parent)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -134,6 +136,7 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    # Sorted, since safetensors keeps an order of its own.
     parts = (part for name in sorted(tensors) for part in (name.encode(), hash_of_tensor(tensors[name])))
     return hashed("tensors", *parts).hex()
 
@@ -146,6 +149,7 @@ def refuse_foreign(path: Path, own: str, names: Iterable[str]) -> None:
         own: the file that headwater's folders have.
         names: of what would be written.
     """
+    # lexists: a dangling link of the user's would be overwritten, too.
     found = next((path / name for name in names if os.path.lexists(path / name)), None)
     if found is not None and not (path / own).exists():
         raise RunFolderError(
@@ -163,6 +167,7 @@ def make_folder(path: Path) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder, or the link that is in its place and not what it leads to."""
+    # rmtree refuses links, and what they lead to is not ours to remove.
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -196,6 +201,7 @@ def one_writer(folder: Path) -> FileLock | None:
 
 def release_writer(lock: FileLock) -> None:
     """Let a folder go and remove its lock file."""
+    # Before it is released: afterwards the file may be another writer's.
     Path(lock.lock_file).unlink(missing_ok=True)
     lock.release(force=True)
 

@@ -108,6 +108,7 @@ def _text(cache: Cache, number: int, layers: Sequence[int], values: HookedModel 
 def weights_of(patterns: Float[np.ndarray, "layer head query key"]) -> dict[str, object]:
     """Return patterns as a page holds them: in whole, or where no query looks ahead without what would be 0."""
     queries, keys = patterns.shape[-2:]
+    # Read from the numbers: half of a causal pattern need not be sent, a bidirectional model needs all of it.
     causal = not np.triu(patterns, 1).any()
     rows, columns = np.tril_indices(queries) if causal else np.indices((queries, keys)).reshape(2, -1)
     roots = np.sqrt(patterns[..., rows, columns].clip(0, 1))

@@ -41,6 +41,7 @@ def widget_of(clicks: Clicks) -> Any:
         "height": traitlets.Int().tag(sync=True),
     }
     shown = board_page(clicks, [clicks.how], live=True)
+    # The class is made here, since anywidget need not be installed.
     widget = type("BoardWidget", (anywidget.AnyWidget,), held)(page=shown.page, height=shown.height)
     widget.on_msg(lambda _, message, buffers: _send(widget, clicks, message))
     return widget

@@ -136,6 +136,7 @@ class Clicks:
         """Return the recorded runs for one kind of change, made once."""
         if how not in self._benches:
             direction, values = HOWS[how]
+            # Each kind of change has recorded runs of its own: noise edits the run that denoise reads from.
             sides = PromptPair(self._sides.clean, self._sides.corrupted, direction)
             names = [*self.sites, HEADS, EDGES]
             dataset = self.mean_of if values == "mean" else None
@@ -196,6 +197,7 @@ class Clicks:
             raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
         self._how = how
         asked = (how, read)
+        # A click that is undone and repeated costs nothing.
         if asked not in self._known:
             self._known[asked] = self._look(bench, read, how)
         self.clicks.append(self._known[asked])

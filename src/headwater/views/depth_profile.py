@@ -80,6 +80,7 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
 def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
     """Charts of each score against the layer, with the figure's sign: minus the score of the tables."""
     curves = profile.by_layer.assign(**{name: -profile.by_layer[name] for name in ("value", "low", "high")})
+    # A minus sign swaps the ends of an interval.
     curves = curves.rename(columns={"low": "high", "high": "low"})
     ordered = [profile.main, *(name for name in scores if name != profile.main)]
     columns = "layer", "value", "low", "high"

@@ -96,6 +96,7 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence
         "q": packed(laid(table["q_value"]), "f2"),
         "flags": packed(laid(flags, 0.0), "u1"),
         "suppressed": _suppressed(table, relations),
+        # 0 not measured, 1 no, 2 yes: whole numbers of 8 bits have no NaN.
         "use": packed(laid(table["used"].astype("Int64").fillna(-1) + 1, 0.0), "u1") if head_map.is_validated else None,
         "loss": packed(laid(table["loss"]), "f2") if head_map.is_validated else None,
         "writes": None,
@@ -128,5 +129,6 @@ def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
     every = head_map.categories[["layer", "head", "label"]]
     best = best_excess(head_map.table).fillna(0)
     strength = best.reindex(pd.MultiIndex.from_frame(every[["layer", "head"]])).fillna(0).to_numpy()
+    # The last key of lexsort sorts first: classified heads, and among these by strength.
     order = np.lexsort((-strength, every["label"] == UNCLASSIFIED))[:CARDS]
     return [(layer, head) for layer, head in every.iloc[order][["layer", "head"]].to_numpy().tolist()]

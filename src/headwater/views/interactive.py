@@ -35,6 +35,7 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
     kind = np.dtype(f"<{encoding}")
     if kind.kind == "u" and values.size and not (values.min() >= 0 and values.max() <= np.iinfo(kind).max):
         raise InputError(f"Numbers from {values.min()} to {values.max()} do not fit {encoding}.")
+    # Above 65,504 a float16 is infinite, which the page shows as a dash.
     with np.errstate(over="ignore"):
         raw = np.ascontiguousarray(values, dtype=kind).tobytes()
     small = zlib.compress(raw, 6)
@@ -74,9 +75,11 @@ def page_around(
         below: HTML that unfolds below the view.
         height: of the frame in a notebook, in pixels.
     """
+    # ASCII alone, whatever encoding the page is served in; a browser's JSON.parse refuses NaN.
     held = json.dumps(spec, ensure_ascii=True, allow_nan=False)
     if len(held) > LARGEST:
         raise InputError(f"This view would take {len(held) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
+    # "</script>" in a text would end the block. In JSON these marks occur only in strings, where an escape is the same.
     for mark in "<>&":
         held = held.replace(mark, f"\\u{ord(mark):04x}")
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))

@@ -74,6 +74,7 @@ def short_of(text: str, begins: int = 26, ends: int = 18) -> str:
 def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
     """Return a picture of so many dots per inch as HTML that holds it, a little larger than print."""
     data = base64.b64encode(png).decode()
+    # The first number of a PNG's header is its width.
     width = int.from_bytes(png[16:20], "big") * 126 / dpi
     return (
         f'<figure><img src="data:image/png;base64,{data}" width="{width:.0f}" alt="{text_of(caption)}">'
@@ -132,6 +133,7 @@ def drawn(result: Result | Circuit) -> bytes | str:
     try:
         return _light(png_of(figure, DPI))
     finally:
+        # pyplot keeps every figure until it is closed, and warns when more than 20 are open.
         plt.close(figure_of(figure))
 
 

@@ -1,7 +1,7 @@
 """Which activations names mean: sites by their short names, hooks by TransformerLens's, with `*`.
 
 1. A short name is a row of `SITES`, or of `HOOKS`: it means that activation at every layer asked for.
-2. A hook's name means that activation; `*` stands for one part of it between dots, so that "blocks.*.mlp.hook_post" is
+2. A hook's name means that activation; `*` matches one part of it between dots, so that "blocks.*.mlp.hook_post" is
    one activation at every layer. A hook that is a site's is that site.
 3. The axes of a site are in its row. Those of any other hook are seen in two small runs: the axis that goes with the
    number of texts is `batch`, those that go with their length are `position` and `key`; whatever has no such axes is
@@ -114,6 +114,7 @@ def activations_named(names: Sequence[Any], layers: Sequence[int], model: Model)
     for name in names:
         if not isinstance(name, Features):
             for hook, layer in _places(name.name if isinstance(name, Site) else name, layers, model):
+                # One entry per hook whatever it was called: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
     sites = {site.hook: site.name for site in SITES.values()}
     seen = _axes_seen({hook: tuple(at) for hook, at in hooks.items() if hook not in sites}, model)
@@ -163,6 +164,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
         raise InputError(f"{model.name} has no activation named {shown(name)}.{near}")
     places: list[tuple[str, int | None]] = []
     for hook in matching:
+        # `layers=` cuts a pattern that leaves the layer open; a hook named with its layer is meant all the same.
         of_layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
         if of_layer is None:
             places.append((hook, None))
@@ -184,9 +186,10 @@ def _axes_seen(
         if first:
             shapes[name].append(tuple(activation.shape))
         elif tuple(activation.shape) != shapes[name][-1]:
-            raise InputError(f"{name} has another shape in another layer: name its layers apart.")
+            raise InputError(f"{name} has another shape in another layer: name its layers separately.")
         dtypes[name] = _kept_in(activation.dtype)
 
+    # Two lengths: one would not tell an axis of tokens from another of that size. Every vocabulary has token 0.
     for n_texts, length in PROBES if hooks else ():
         watching: list[Hook] = []
         for hook, layers in hooks.items():

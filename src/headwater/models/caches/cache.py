@@ -187,6 +187,7 @@ class Cache(Result):
         (part, before), sizes = self._part_of[example], self._sizes(kept)
         start = int(sizes[self._examples[part][:before]].sum())
         numbers = self.activations[part][kept.name][place][start : start + int(sizes[example])]
+        # A copy: a view would hold the whole mapped part, and writing into it is not allowed in files.
         return numbers.reshape(self._shape(kept, example)).clone()
 
     def to_numpy(
@@ -327,6 +328,7 @@ class Cache(Result):
         for kept in self.kept.values():
             for place, layer in enumerate(kept.places):
                 squares, count, largest = 0.0, 0, 0.0
+                # Part by part, since a cache in files may be larger than memory.
                 for part in self.activations:
                     numbers = part[kept.name][place].double().flatten()
                     numbers = numbers[numbers.abs() < LARGEST]
@@ -408,7 +410,7 @@ class Cache(Result):
             raise InputError(f"The cache does not hold {shown(name)}.{near}")
         if any_layer or (layer is None and len(named.places) == 1):
             return named, 0
-        where = f"is kept at {_layers(named.layers)}" if named.layers else "stands in no layer"
+        where = f"is kept at {_layers(named.layers)}" if named.layers else "has no layer"
         if layer is None:
             example = f"cache[{named.name!r}, {named.layers[-1]}]"
             raise InputError(f"{named.name} {where}: name one of them, as in {example}.")
@@ -429,6 +431,7 @@ class Cache(Result):
     def _numbers(self, kept: Activation, place: int) -> Tensor:
         """What is kept in one layer, the texts one after the other in the order given."""
         sizes = self._sizes(kept)
+        # In memory texts lie in the order given and need no copy; parts in files are ordered by length.
         if len(self.activations) == 1 and torch.equal(self._examples[0], torch.arange(len(sizes))):
             return self.activations[0][kept.name][place]
         whole = torch.empty(int(sizes.sum()), *kept.row, dtype=kept.torch_dtype)

@@ -6,7 +6,7 @@
    heads and positions of the real tokens into their place (`headwater.models.caches.transfer`), so nothing else is
    ever kept. Layers after the last one asked for do not run.
 3. With `out=`, the texts of some batches are one part, written to its file as soon as it is whole: memory holds one of
-   them, and an interrupted collection goes on behind its last part.
+   them, and an interrupted collection goes on after its last part.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 PART_BYTES = 2**26
-"""A part of a collection in files is no larger, unless it is one text."""
+"""The most bytes in a part of a collection in files, unless it is one text."""
 PART_TEXTS = 1024
-"""Nor has it more texts: what an interrupt can cost."""
+"""The most texts in it: what an interrupt can cost."""
 PADDED, PADDING = 1.5, 8
 """A batch's longest text has at most so many times the tokens of its shortest, and so many more."""
 BEFORE_BLOCKS = ("hook_embed", "hook_pos_embed", "embed.", "pos_embed.")
@@ -105,7 +105,7 @@ def cache(
         model: the model.
         inputs: anything `model.tokenize` takes.
         sites: what to keep: sites by their short names ("resid_post", "z", "pattern", ...), and any hook by its
-            TransformerLens name, in which `*` stands for a part ("blocks.*.mlp.hook_post"); and features
+            TransformerLens name, in which `*` matches a part ("blocks.*.mlp.hook_post"); and features
             (`hw.features`, `hw.load_sae`), at their own layer. Default: what `residual` and `attention` say.
         residual: the other way to ask: which residual stream to keep ("resid_pre", "resid_mid" or "resid_post"), or
             another site that has a vector per token ("attn_out", "mlp_out"); True, the default, means "resid_post".
@@ -227,6 +227,7 @@ def _collected(model: Model, plan: _Plan, batch_size: int, device: torch.device,
         if run.folder is None:
             activations = Shards([part(list(range(n_texts)))])
         else:
+            # The texts of a part run in batches of their own, which hardly pad where their lengths are about equal.
             (shortest_first,) = by_length(sequences.lengths.tolist(), n_texts)
             activations = run.stored("activations", _parts(shortest_first, plan.nbytes().tolist()), part, bar, len)
     tokens, texts = _tables(sequences, model)
@@ -265,6 +266,7 @@ def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
 
 def _tables(sequences: Sequences, model: Model) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a row per token of every text, and a row per text."""
+    # Each different token is decoded once, however often the texts hold it.
     ids, back = np.unique(sequences.tokens.numpy(), return_inverse=True)
     words = np.array(model.token_strings(ids.tolist()), dtype=object)
     lengths, spans = sequences.lengths, sequences.characters
@@ -288,9 +290,10 @@ def _fill(model: Model, plan: _Plan, kept: dict[str, Tensor], batch_size: int, b
     examples, transfer = kept["examples"], Transfer()
     row_of = {example: row for row, example in enumerate(examples.tolist())}
     starts = {activation.name: starts_of(plan.rows(activation)[examples]) for activation in plan.activations}
-    behind = [a.hook for a in plan.activations if not a.layers and not a.hook.startswith(BEFORE_BLOCKS)]
+    # A hook of no layer is before the first block or after the last: the one needs no block, the other all.
+    after_blocks = [a.hook for a in plan.activations if not a.layers and not a.hook.startswith(BEFORE_BLOCKS)]
     layers = [layer for activation in plan.activations for layer in activation.layers]
-    stop_at = None if behind else 1 + max(layers, default=0)
+    stop_at = None if after_blocks else 1 + max(layers, default=0)
 
     def run(texts: Sequence[int]) -> None:
         batch, rows = plan.sequences.batch(texts), [row_of[text] for text in texts]
@@ -305,6 +308,7 @@ def _fill(model: Model, plan: _Plan, kept: dict[str, Tensor], batch_size: int, b
 
     lengths = plan.sequences.lengths[examples].tolist()
     for batch in by_length(lengths, batch_size, longest=lambda shortest: PADDED * shortest + PADDING):
+        # A half that runs again writes the same rows again, so nothing has to be undone.
         in_halves(examples[batch].tolist(), run)
 
 
@@ -335,6 +339,7 @@ class _BatchCopies:
             if features is None:
                 chosen = self._heads(activation, chosen)
             else:
+                # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
                 chosen = features.read(chosen)
                 chosen = chosen if features.chosen is None else chosen[..., list(features.chosen)]
             self.transfer.write(chosen, place, None if is_slice else where)
@@ -342,7 +347,7 @@ class _BatchCopies:
         return read_hook(keep)
 
     def with_keys(self, activation: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
-        """Return a hook that copies the chosen queries, and each text's own keys, behind `starts`."""
+        """Return a hook that copies the chosen queries, and each text's own keys, after `starts`."""
 
         def keep(values: Tensor, hook: object) -> None:
             chosen = self._heads(activation, values)

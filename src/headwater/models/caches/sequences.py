@@ -88,6 +88,7 @@ def sequences_of(inputs: Inputs, model: Model) -> Sequences:
     characters = torch.tensor(spans, dtype=torch.int32).reshape(-1, 2)
     texts = tuple(text for batch in batches for text in batch.texts or ())
     return Sequences(
+        # int32 holds every token id in half the bytes of int64.
         tokens.int(),
         lengths,
         pad_id(model.tokenizer),

@@ -35,6 +35,7 @@ class CudaLane:
 
     def buffer(self, nbytes: int) -> Tensor:
         """Return pinned memory of the host."""
+        # A buffer made in inference mode could not be written into by a later call outside of it.
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -101,7 +102,7 @@ class Transfer:
             self._turn = 1 - self._turn
 
     def _buffer(self, lane: CudaLane, nbytes: int) -> Tensor:
-        """Return the buffer whose turn it is, made anew where it is too small."""
+        """Return the buffer whose turn it is, replaced where it is too small."""
         buffer = self._buffers[self._turn]
         if buffer is None or len(buffer) < nbytes:
             self._buffers[self._turn] = buffer = None  # the old one goes before the new one is made

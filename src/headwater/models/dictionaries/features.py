@@ -119,7 +119,7 @@ class Features(Site):
         """Return the same dictionary, of which sweeps and ablations take these features.
 
         Raises:
-            InputError: they are no whole numbers, none at all, or one is named twice.
+            InputError: they are not whole numbers, none at all, or one is named twice.
         """
         try:
             chosen = whole_numbers(features)
@@ -212,6 +212,7 @@ class Features(Site):
         rows, _ = self._rows(activation)
         standard, shift, scale = self._standardized(rows)
         features = self._encoded(standard)
+        # `change` writes in place: without a copy the error would be that of the edited features, and undo the edit.
         before = features.clone()
         after = shift + scale * self.decoder(change(features))
         if self.keep_error:
@@ -226,7 +227,7 @@ class Features(Site):
     def first_order(self, activation: Tensor, gradient: Tensor, value: Tensor) -> Tensor:
         """Return (value - feature) · gradient at each feature, through `decode`.
 
-        Behind the features stands what losing the error adds: 0 where it is kept.
+        After the features comes what losing the error adds: 0 where it is kept.
         """
         rows, lead = self._rows(activation.detach())
         standard, shift, scale = self._standardized(rows)
@@ -255,17 +256,20 @@ class Features(Site):
         if reason := row.absent(model.shape) or row.lacks(model, layer):
             raise InputError(f"{self.name} is of {self.at}, but {reason}")
         known = model.raw.hook_dict
+        # By identity: in hook_dict the aliases of a hook are one object.
         if (hook := self.origin.hook) in known and known[hook] is not known[self.hook_name(layer)]:
             raise InputError(f"{self.name} was trained on {hook!r}, which in {model.name} is not its {self.at}.")
         if differences := self.origin.differences(model):
             warnings.warn(f"The folder of {self.name} says: {'; '.join(differences)}.", stacklevel=2)
         width = row.width(model.shape, 1)
+        # A generator of its own: the global one may be what the caller's results follow from.
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(2, width, generator=generator).to(
             model.device, torch.promote_types(model.dtype, torch.float32)
         )
         without = self.origin.without
         tokens = [getattr(model.tokenizer, name, None) for name in SPECIAL] if without is True else without or ()
+        # TransformerLens centres writing weights of models with LayerNorms alone; an RMSNorm would see the mean.
         centred = self.origin.centred and str(model.raw.cfg.normalization_type).startswith("LN")
         fitting = dataclasses.replace(
             self,
@@ -326,6 +330,7 @@ class Features(Site):
         return features
 
     def _refuse_not_finite(self, found: Tensor, what: str) -> None:
+        # In float64 the sum of finite float32 numbers does not overflow, so the second pass runs for errors alone.
         if not bool(found.sum(dtype=torch.float64).isfinite()) and not bool(found.isfinite().all()):
             raise InputError(f"{what} of {self.name} gives NaN or infinity of finite numbers: look at its weights.")
 
@@ -335,7 +340,7 @@ class Features(Site):
 
 
 def _bare(name: str) -> str:
-    """Return a model's name without its owner or folder, by the name that TransformerLens's aliases stand for."""
+    """Return a model's name without its owner or folder, with TransformerLens's aliases resolved."""
     from transformer_lens.supported_models import MODEL_ALIASES
 
     official_name = next((official for official, also in MODEL_ALIASES.items() if name in (official, *also)), name)

@@ -124,6 +124,7 @@ class Autoencoder:
     def standardize(self, rows: Float[Tensor, "row d"]) -> tuple[Tensor, Tensor, Tensor]:
         """Return what is encoded of each row, and the shift and the scale of what is decoded."""
         if self.norm == "layer_norm":
+            # Over n - 1, torch's default, as in sae-lens.
             mean, std = rows.mean(-1, keepdim=True), rows.std(-1, keepdim=True)
             return (rows - mean) / (std + EPSILON), mean, std
         scale = rows.norm(dim=-1, keepdim=True) / rows.shape[-1] ** 0.5
@@ -171,6 +172,7 @@ def _config(path: Path) -> dict[str, object]:
             raise InputError(f"{path} holds no {file}: a folder of sae-lens has {CONFIG} and {WEIGHTS}.")
     config = _object(path / CONFIG)
     metadata = config.get("metadata")
+    # Entries at the top win: older versions have them there alone.
     config = (metadata if isinstance(metadata, dict) else {}) | config
     if config.get("norm_scaling_factor") is None and (path / SCALER).is_file():
         config["norm_scaling_factor"] = _object(path / SCALER).get("scaling_factor")
@@ -336,6 +338,7 @@ def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: 
             f"{SCALER} with a scaling_factor: what to multiply activations with is not known. Write it in one of them, "
             "or fold it with sae-lens and save again."
         )
+    # x · factor is what W_enc reads, and what is decoded is divided by it; b_enc comes after the product and stays.
     folded = {
         "W_enc": weights["W_enc"] * factor,
         "W_dec": weights["W_dec"] / factor,

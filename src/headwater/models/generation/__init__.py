@@ -1,4 +1,4 @@
-"""Generation: the one loop that lets a model write, how the next token is chosen, and the texts that come of it."""
+"""Generation: the one loop that lets a model write, how the next token is chosen, and the texts that result."""
 
 from headwater.rooms import lazy_exports
 

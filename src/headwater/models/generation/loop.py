@@ -17,7 +17,7 @@ With `do_sample`, from the logits l of a row, in transformers' order:
 3. `top_p`: of these the most probable ones are left, as few as together have at least the probability top_p;
 4. a token is drawn from what is left.
 
-What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts stand before it:
+What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts come before it:
 the other prompts, their order and the size of the batch change nothing. A row draws one number between 0 and 1 per
 token, and takes the token in whose stretch of the summed probabilities it falls (the order is that of the vocabulary,
 in double precision), so that rounding in the logits moves a draw only where it falls on a border.
@@ -110,7 +110,7 @@ def generate(
     check_room(model, prompts, max_new_tokens)
     if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
         raise InputError(
-            f"{model.name} ({model.shape.architecture}) runs the whole text anew for every token here, and hooks that "
+            f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
         )
     rules = Rules(model, prompts, max_new_tokens)
@@ -121,6 +121,7 @@ def generate(
     def run(rows: range) -> None:
         """Continue prompts that go through the model as one batch."""
         for row in rows:
+            # Where memory ran out halfway, the halves begin again.
             tokens[row], log_probs[row] = [], []
         live, batch = list(rows), prompts.rows(rows.start, rows.stop)
         with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
@@ -128,6 +129,7 @@ def generate(
                 with torch.inference_mode():
                     logits = steps.logits().float()
                     chosen = choose(rules(logits, live, tokens), torch.tensor(live), step)
+                    # From the model's own logits: rules and temperature change the choice, not its probability.
                     log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
                 new = chosen.tolist()
                 going = []
@@ -165,7 +167,7 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
 def continuation_offsets(
     tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]
 ) -> tuple[str, Offsets]:
-    """Return the text that generated tokens add to a prompt, and the characters of that text each token stands for.
+    """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
 
     What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
     character, as they have in the offsets of a tokenizer.
@@ -215,6 +217,7 @@ class Sampling:
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
         left = scaled.softmax(-1)
         if self.top_p < 1:
+            # Stable: equal probabilities stay in the order of the vocabulary, on every device.
             ordered, places = left.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             left = left.masked_fill((before >= self.top_p).gather(-1, places.argsort(-1)), 0)
@@ -225,12 +228,12 @@ def checked_sampling(
     do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
 ) -> Sampling | None:
     """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes."""
-    given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
         checked_flag("do_sample", do_sample)
         return None
     if not checked_flag("do_sample", do_sample):
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
                 raise InputError(
                     f"{name}={shown(value)} changes nothing while the most probable token is taken: give "

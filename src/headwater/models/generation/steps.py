@@ -4,7 +4,7 @@
    that attend to a window only. Padding is masked, and positions are counted from each row's first real token.
 2. Keys and values are kept, so that a step runs one token per row. A row that has ended leaves the batch, and its keys
    and values with it.
-   What all prompts begin with, as worked examples, is run once where no layer's window can tell (`_common_start`).
+   What all prompts begin with, as worked examples, is run once where no layer's window is affected (`_common_start`).
 3. Layers in which nobody looks go without TransformerLens's wrappers (`headwater.models.bare_model`), after the first
    step also beside layers with hooks. What is hung on the model while it writes, as a function that is called with each
    token might do, acts from the next call on.
@@ -15,7 +15,7 @@
 5. Models that take no cache or have a state, and rows that grow past the length at which longrope turns every token
    otherwise while hooks act, run their whole texts at every step. Hooks see the same as in 4: each is called with the
    prompts and with every new token once, and what it wrote there is written again in the steps after it. Only where
-   the angles change, or attention looks ahead, what stood there is no longer what it was, and it is called with all of
+   the angles change, or attention looks ahead, the activations there change, and it is called with all of
    these again.
 """
 
@@ -101,16 +101,19 @@ def steps_with_hooks(model: Model, prompts: Batch, max_new_tokens: int) -> bool:
 def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     """Return how many tokens all prompts begin with that are worth a run of their own.
 
-    Padding stands between them and the rest of each prompt, and a window counts that padding: 0 where not everything
+    Padding comes between them and the rest of each prompt, and a window counts that padding: 0 where not everything
     fits into the shortest window.
     """
     config: Any = model.raw.original_model.config.get_text_config()
+    # Families call it sliding_window, window_size (GPT-Neo) or attention_chunk_size (Llama 4).
     widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
+    # `> 1` leaves out flags such as use_sliding_window, since True is the int 1.
     window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
     if len(prompts) == 1 or model.looks_ahead or model.rotary_by_length:
         return 0
     if window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
+    # Each prompt keeps at least its last token, from which its first logits come.
     first = prompts.tokens[:, : int(prompts.lengths.min()) - 1]
     differs = (first != first[0]).any(0)
     shared = int(differs.int().argmax()) if bool(differs.any()) else first.shape[1]
@@ -133,10 +136,12 @@ class _Cached:
         self._padded = prompts.padded
         start, tokens, mask = prompts.tokens[:, :shared], prompts.tokens[:, shared:], prompts.mask[:, shared:]
         width = tokens.shape[1]
+        # Turns each row until its last real token is in the last column, and padding in front.
         self._shift = (torch.arange(width) - (width - mask.sum(1))[:, None]) % width
         self._reads = Batch(tokens.gather(1, self._shift), mask.gather(1, self._shift))
         self._texts = torch.cat([start, self._reads.tokens], 1)
         self._mask = torch.cat([torch.ones_like(start), self._reads.mask.long()], 1)
+        # Padding in front counts as -1, which no embedding of positions has.
         self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)[:, shared:]
         if shared and bare is not None:
             ids, device = torch.arange(shared)[None], model.device
@@ -162,10 +167,12 @@ class _Cached:
                 past_key_values=self._cache,
             )[:, -1]
         with angles_by_row(bare.rotary_by_length):
+            # Without one, transformers can leave causality to sdpa, which then is given no mask at all.
             mask_option = mask if self._padded else None
             out = bare.last_logits(
                 to_device(tokens, device), self._cache, attention_mask=mask_option, position_ids=positions
             )
+        # One wait for the device a step; the message, which costs more, is made only where something is wrong.
         if not bool(out[:, 0].isfinite().all()):
             finite_output(self._model, out[:, None], self._reads, last, edited=bool(bare.kept), cached=True)
         return out
@@ -184,6 +191,7 @@ class _Cached:
         self._texts = torch.cat([self._texts, self._reads.tokens], 1)
         self._mask = torch.cat([self._mask, new.to(self._mask)], 1)
         self._positions = self._positions[:, -1:] + 1
+        # Keys are kept after rotation, so a text that has just grown too long has to be read again.
         if bool((self._positions == self._original).any()):  # all keys of the row are turned otherwise from here on
             self._cache, self._reads = DynamicCache(), Batch(self._texts, self._mask.bool())
             self._positions = (self._mask.cumsum(1) - 1).clamp(min=0)
@@ -249,7 +257,7 @@ class StandingHooks:
     """Hooks that stay attached while a model writes, act in its steps, and in no other run meanwhile.
 
     Attaching hooks costs as much as some layers of a small model, so it is done once and not at every step. What each
-    does is made anew for every step, where it depends on the tokens that are read
+    does is made again for every step, where it depends on the tokens that are read
     (`headwater.models.edits.PromptHook`).
     """
 
@@ -262,6 +270,7 @@ class StandingHooks:
         for number, (name, function) in enumerate(hooks):
             edits = not isinstance(function, TrustedHook) or function.edits
             act = partial(self._act, number)
+            # Silent in other runs; whether each fired in a step of its own is asked in `acting`.
             standing.append((name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)))
         stack.enter_context(model.hooks(standing))
 
@@ -337,7 +346,7 @@ class _InParts:
         columns_first = place is None or place[0].axes[0] == "position"
         if not columns_first or getattr(activation, "shape", ())[:2] != whole.positions.shape:
             raise InterventionError(
-                f"A hook at {self.name} cannot act while this model writes: it runs the whole text anew for every "
+                f"A hook at {self.name} cannot act while this model writes: it runs the whole text again for every "
                 "token, and there no column is one token. Use another site."
             )
         edited: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What a model writes behind prompts, as texts: `model.generate`.
+"""What a model writes after prompts, as texts: `model.generate`.
 
 1. Tokens come from the one loop (`headwater.models.generation.loop`). A row ends with one of the model's end tokens
    (those of the tokenizer, the config and the generation config), after a stop string, or after `max_new_tokens`.
@@ -6,8 +6,8 @@
    a character wait for the tokens that complete it.
 3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
    completes, the one that begins first counts. The text of a single special token is a stop string too. What the prompt
-   ends with is no part of it.
-4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string is held back.
+   ends with is not part of it.
+4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string has to wait.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Written:
         """All of it."""
         return self.settled + self.open
 
-    def anew(self) -> Written:
+    def restarted(self) -> Written:
         """Return a text that begins again, as the tokens do where memory ran out; a stream is given nothing twice."""
         return Written(self.tokenizer, self.stops, self.prompt, streamed=self.streamed)
 
@@ -98,6 +98,7 @@ class Written:
         self.open = self._decode([*self.before, *self.tokens])[self.start :]
         if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
             self.settled, self.open, self.ended = self.text[: min(found)], "", True
+        # All new tokens decoded at every step would take time that grows with the square of their number.
         elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
             self.settled, self.open = self.text, ""
             self._after([*self.before, *self.tokens][-ANCHOR:])
@@ -109,6 +110,7 @@ class Written:
         text, upto = self.text, len(self.text)
         if not whole and not self.ended:
             upto = len(text.rstrip(INCOMPLETE))
+            # Of all beginnings of stop strings that the text ends in, the longest holds back the most.
             begun = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
             upto -= max(begun, default=0)
         piece = text[self.streamed : upto]
@@ -116,10 +118,11 @@ class Written:
         return piece
 
     def _after(self, tokens: list[int]) -> None:
-        """Decode what follows behind these tokens."""
+        """Decode what follows these tokens."""
         self.before, self.start = tokens, len(self._decode(tokens))
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        # Cleaning up would take a space away in front of a later mark, and so change text that was streamed already.
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -156,7 +159,7 @@ def generate(
         temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
         top_p: draw only from the most probable tokens that together have this probability.
         top_k: draw only from so many most probable tokens.
-        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones stand
+        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones come
             before it: repeat a prompt for several samples).
         stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
         return_tokens: return the ids too.
@@ -185,6 +188,7 @@ def generate(
     check_room(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
     rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]
+    # Drawn before the batches are cut, so that their size changes no sample.
     numbers = draws(seed, rows, max_new_tokens)
     run = RunRecord.of(
         "generate",
@@ -211,7 +215,7 @@ def generate(
     def wrote(row: int, step: int, token: int, first: int) -> bool:
         number = first + row
         if step == 0:
-            texts[number] = texts[number].anew()
+            texts[number] = texts[number].restarted()
         ended = texts[number].add(token)
         tell(number, whole=False)
         return ended

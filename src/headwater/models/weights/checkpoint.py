@@ -48,6 +48,7 @@ PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 WIDEST = 2**20
 """A residual stream wider than this is an error of the config, unless the embedding is as wide."""
+# model*: Mistral's repositories hold the weights a second time, as consolidated.safetensors.
 NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
 
 
@@ -76,6 +77,7 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
     except HFValidationError:
         raise ModelError(f"{str(what)!r} is neither a folder nor a name on the hub; check the path.") from None
+    # Before RepositoryNotFoundError, of which it is a kind; all of them are OSErrors, which come last.
     except GatedRepoError:
         raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
     except RepositoryNotFoundError:
@@ -118,7 +120,7 @@ def revision_of(what: object, folder: Path) -> str | None:
 
 def hub_name(name: str) -> str:
     """The hub's name for one of TransformerLens's short names ("pythia-70m"); any other name itself."""
-    if not name or any(mark in name for mark in "/\\. "):
+    if not name or any(mark in name for mark in "/\\ "):
         return name
     from transformer_lens.tools.model_registry import registry_io
 
@@ -219,8 +221,9 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         if name not in names:
             raise ModelError(lacking(folder, name, f" (expected shape {size})"))
         _refuse_another_shape(names[name], *stored[names[name]], size)
+    # What is expected comes from the config: blocks beyond its layers would be left out silently.
     beyond = family_of(config).block(config.num_hidden_layers)
-    if extra := [own for name, own in names.items() if name.startswith(beyond)]:
+    if extra := [full_name for name, full_name in names.items() if name.startswith(beyond)]:
         raise ModelError(
             f"The config in {folder} says {config.num_hidden_layers} layers, but {stored[extra[0]][0]} holds "
             f"{extra[0]!r}; config.json and weights do not belong together."
@@ -230,9 +233,9 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is used by no module that the config describes; "
             "config.json and weights do not belong together."
         )
-    names = {name: own for name, own in names.items() if name in expected or name == UNEMBEDDING}
-    files = {name: stored[own][0] for name, own in names.items()}
-    scales = {own: file for own, (file, _) in stored.items() if own.endswith(SCALE)}
+    names = {name: full_name for name, full_name in names.items() if name in expected or name == UNEMBEDDING}
+    files = {name: stored[full_name][0] for name, full_name in names.items()}
+    scales = {full_name: file for full_name, (file, _) in stored.items() if full_name.endswith(SCALE)}
     return Checkpoint(folder, config, names, files | scales, block)
 
 
@@ -292,8 +295,9 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
     if lone := [name for name in of_float8 if f"{name}{SCALE}" not in stored]:
         raise ModelError(
             f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
-            "reads float8 whose scales stand under this name."
+            "reads float8 whose scales have this name."
         )
+    # Before the model is outlined from the config, which takes time and memory for every layer.
     if n_layers > len(stored):
         raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
     return stored
@@ -301,7 +305,7 @@ def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[st
 
 @contextlib.contextmanager
 def _believed(folder: Path) -> Iterator[None]:
-    """Make one error of whatever a config leads to whose sizes are no numbers, no sizes, or do not go together."""
+    """Make one error of whatever a config leads to whose sizes are not numbers, impossible, or do not go together."""
     try:
         yield
     except ModelError:
@@ -345,6 +349,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def is_file_name(name: str) -> bool:
     """Whether a name read from data is that of a file in the folder at hand, and leads nowhere else."""
+    # JSON may hold lone surrogates, which plain UTF-8 refuses; file systems end at 255 bytes.
     size = len(name.encode("utf-8", "surrogatepass"))
     return 0 < size <= 255 and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
 
@@ -357,6 +362,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every tensor's kind of numbers ("F32", "I8"), as safetensors names it, and shape."""
     with open_safetensors(file) as opened:
+        # A safe_open has keys() but cannot be iterated.
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
 

@@ -1,7 +1,7 @@
 """What the tensors of a checkpoint are to the parameters of the model that transformers builds of it.
 
 Most tensors are a parameter each, under its own name. Others are made into one: a mixture of experts stores each
-expert's matrices apart, and computes with all of them in one tensor. transformers knows how, for loading and for
+expert's matrices separately, and computes with all of them in one tensor. transformers knows how, for loading and for
 saving; what it would save is what a checkpoint is expected to hold, and what it loads is what the tensors mean.
 
 Queries, keys and values of all heads may be one tensor (`split_heads`, `join_heads`):
@@ -35,7 +35,7 @@ Read: TypeAlias = Callable[[str], Tensor]
 """Reads one tensor of a checkpoint by its name relative to the base model."""
 UNEMBEDDING = "lm_head.weight"
 UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
-"""What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is no part of W_U."""
+"""What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is not part of W_U."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Conversion:
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
+        # transformers' own rules for saving, so that a family whose experts are stacked needs none here.
         found = revert_weight_conversion(self._model, {self.full_name(name): one for name, one in parameters.items()})
         return dict(sorted((self._canonical(name), part) for name, part in found.items()))
 
@@ -127,6 +128,7 @@ def only_block(config: Any) -> Any:
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
+    # An embedding refuses a padding index that it has no row for.
     config.vocab_size, config.pad_token_id = 1, None
     return config
 
@@ -173,7 +175,7 @@ def split_heads(joined: Tensor, fused: FusedQKV, shape: ModelShape) -> list[Tens
 
 
 def join_heads(parts: list[Tensor], fused: FusedQKV, shape: ModelShape) -> Tensor:
-    """Return the tensor that `split_heads` takes apart into these."""
+    """Return the tensor that `split_heads` splits into these."""
     parts = [part if part.ndim == 2 else part.transpose(1, 2) for part in parts]
     if fused.order == "parts":
         joined = torch.cat([part.flatten(0, 1) for part in parts])

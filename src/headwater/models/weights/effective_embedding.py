@@ -12,7 +12,7 @@ in `layer0` only.
 
 One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
 
-What a model in memory makes of tokens that stand alone: its own word on what its parameters are taken to mean.
+What a model in memory computes for single tokens: a check of what its parameters are taken to mean.
 
 Factors and embeddings read from modules by name are right only if the architecture does with them what is expected, and
 TransformerLens wraps some eighty architectures. A sequence of one token, which attends to itself alone, shows it:
@@ -59,7 +59,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
-    """What enters the first block for each token, behind so many copies of it."""
+    """What enters the first block for each token, after so many copies of it."""
     rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
     return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
 
@@ -135,28 +135,28 @@ class HeadsOfLoneTokens:
 
     def check(self, layer: int, factors: Factors) -> None:
         """See that these factors are what a layer's heads computed with."""
-        found = {name: self.seen.get((layer, name)) for name in PLACES}
-        x, z, weight, out = found.values()
+        activations = {name: self.seen.get((layer, name)) for name in PLACES}
+        x, z, weight, out = activations.values()
         W_V, W_O = factors["W_V"], factors["W_O"]
         assert W_V is not None
         assert W_O is not None
         if x is None or z is None or weight is None or out is None:
-            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if found[name] is None)
+            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if activations[name] is None)
             raise ModelError(
                 f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
                 "checked against what its heads compute."
             )
-        own = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
-        values = _plus(einsum(own["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
-        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * own["weight"]
-        z = own["z"].reshape(len(x), len(W_O), -1)
+        recorded = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
+        values = _plus(einsum(recorded["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
+        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * recorded["weight"]
+        z = recorded["z"].reshape(len(x), len(W_O), -1)
         where = (
             f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
         )
         _same(self.model, expected, z, f"The {where}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
         where = f"attention of {{}} does not write the sum of its heads' z W_O in layer {layer}: {{}} apart."
-        _same(self.model, written, own["out"], f"The {where} No OV map is read.")
+        _same(self.model, written, recorded["out"], f"The {where} No OV map is read.")
 
 
 def refuse_clipped(config: object, architecture: str) -> None:
@@ -270,10 +270,10 @@ def _called(part: nn.Module, x: Tensor) -> Tensor:
 def layer0(
     config: object, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
 ) -> Float[Tensor, "source d_model"]:
-    """The residual stream behind the first block, at the token in [BOS, token].
+    """The residual stream after the first block, at the token in [BOS, token].
 
-    All tokens of a chunk stand in one sequence behind one BOS, all at position 1, and each sees BOS and itself only;
-    where attention reads positions from where tokens stand (ALiBi), each token has a sequence and a BOS of its own.
+    All tokens of a chunk are in one sequence after one BOS, all at position 1, and each sees BOS and itself only;
+    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own.
 
     Args:
         config: the model's config.
@@ -283,8 +283,10 @@ def layer0(
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
     if family.final_norm is not None:
+        # A base model ends in its final norm, which the residual stream after block 0 has not met.
         model.set_submodule(family.final_norm, nn.Identity())
     embedding, shape = model.get_submodule(family.embedding), shape_of(config)
+    # The MLP's hidden layer grows with the chunk, scores of all its heads with its square.
     size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
     for chunk in rows.split(max(1, size)):
         embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)

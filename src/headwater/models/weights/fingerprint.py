@@ -1,7 +1,7 @@
-"""One short name for a model's weights, the same wherever they are read from, and hashed anew when they change.
+"""One short name for a model's weights, the same wherever they are read from, and hashed again when they change.
 
 A checkpoint streamed from a folder and the same checkpoint loaded into a model have one fingerprint, in whatever dtype
-they are held so long as it holds them exactly. It is the SHA-256 of
+that represents them exactly. It is the SHA-256 of
 
 1. the model's sizes, and what its config says beyond the defaults of its class; names, dtypes and the ids of special
    tokens left out;
@@ -69,7 +69,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Entries of a config, of transformers or of transformer_lens, that do not change what the model computes."""
 _OF_FILES: dict[str, str] = {}
-"""Fingerprints of files read by this process, by the hash of what tells that they are as they were."""
+"""Fingerprints of files read by this process, by the hash of what shows that they are unchanged."""
 
 
 def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]], total: int = 0) -> str:
@@ -130,8 +130,9 @@ class KnownWeights:
         return self._fingerprint
 
     def _behaviour(self) -> str:
-        """What `behaviour` says of the config, asked anew where the config says something else of itself."""
+        """What `behaviour` says of the config, computed again where the config differs from last time."""
         config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
+        # to_diff_dict makes a config of defaults to compare with at every call; this config as a string is cheaper.
         held = type(config), str(vars(config))
         if held != self._config[0]:
             self._config = held, json.dumps(behaviour(config), default=str)
@@ -171,24 +172,24 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
     parameters = _parameters(huggingface)
     read = parameter_reader(model, huggingface, family, shape_of(config))
     fused = family.fused.name if family.fused is not None and huggingface is not model else None
-    held, expected = list[range](), set[str]()
+    memory, expected = list[range](), set[str]()
     for group in conversion.groups:
         expected.update(group.parameters)
         names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
         found = {name: read(name) for name in names}
-        held += map(_bytes_of, found.values())
+        memory += map(_bytes_of, found.values())
         yield from (found if group.is_one else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
         is_split = fused is not None and split.search(name)
-        is_view = any(_bytes_of(tensor).start in one and _bytes_of(tensor)[-1] in one for one in held)
+        is_view = any(_bytes_of(tensor).start in one and _bytes_of(tensor)[-1] in one for one in memory)
         if not is_split and not is_view:
             yield name, tensor
 
 
 def _bytes_of(tensor: Tensor) -> range:
-    """Where a tensor lies in memory; what another holds too (Phi-3's gates, cut from one matrix) is told by it."""
+    """Where a tensor lies in memory; it shows what two tensors share (Phi-3's gates, cut from one matrix)."""
     return range(tensor.data_ptr(), tensor.data_ptr() + max(1, tensor.nbytes))
 
 
@@ -245,7 +246,7 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
 
 
 def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, int]]:
-    """Yield the names, shapes and span hashes of tensors in their order, and how many values each stands for."""
+    """Yield the names, shapes and span hashes of tensors in their order, and how many values each covers."""
     waiting: deque[tuple[bytes | Future[bytes], int]] = deque()
 
     def ready(most: int) -> Iterator[tuple[bytes, int]]:
@@ -259,6 +260,7 @@ def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> 
         for start in range(0, flat.numel(), SPAN):
             span = flat[start : start + SPAN]
             waiting.append((pool.submit(_hash_of, _exact(span)), span.numel()))
+            # A bound on what waits: else a streamed checkpoint would be read faster than hashed, and kept whole.
             yield from ready(2 * THREADS)
     yield from ready(0)
 
@@ -278,13 +280,14 @@ def _exact(values: Tensor) -> list[Any]:
     narrow = values.float().contiguous()
     parts = [narrow.numpy()]
     if values.dtype == torch.float64:
+        # inf - inf is NaN; `narrow` holds the infinity already.
         rest = (values - narrow).nan_to_num()
         parts += [rest.numpy()] if bool(rest.any()) else []
     return parts
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
-    """What tells whether tensors are as they were: where each lies, its version, and a checksum of all their memory.
+    """What shows whether tensors are unchanged: where each lies, its version, and a checksum of all their memory.
 
     Memory that several tensors share (queries, keys and values of one matrix) is read once.
     """

@@ -5,7 +5,7 @@
     tensors: name, sizes (the fastest first), type, offset
     data, from the next multiple of the alignment on
 
-The header is read here; the package `gguf` knows how many bytes a block of each type takes and what it stands for
+The header is read here; the package `gguf` knows how many bytes a block of each type takes and which values it encodes
 (`gguf.dequantize`). A matrix is dequantised in blocks of rows, so that beside the result little is in memory.
 """
 
@@ -95,11 +95,11 @@ class GGUFFile:
         *outer, width = stored.shape
         rows = math.prod(outer)
         packed = self._bytes[stored.start : stored.start + size_of(stored, self.path)].reshape(rows, -1)
-        found = np.empty((rows, width), dtype=np.float32)
+        values = np.empty((rows, width), dtype=np.float32)
         step = max(1, AT_A_TIME // width)
         for start in range(0, rows, step):
-            found[start : start + step] = gguf.dequantize(packed[start : start + step], kind)
-        return torch.from_numpy(found).reshape(stored.shape)
+            values[start : start + step] = gguf.dequantize(packed[start : start + step], kind)
+        return torch.from_numpy(values).reshape(stored.shape)
 
 
 def is_gguf(what: object) -> bool:
@@ -127,6 +127,7 @@ def read_gguf(path: Path) -> GGUFFile:
                 raise ModelError(
                     f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; fetch it again."
                 )
+            # The array keeps the map open after the file is closed.
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         metadata, tensors = _Header(content.data).read(path)
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, OSError) as error:
@@ -142,11 +143,12 @@ def read_gguf(path: Path) -> GGUFFile:
                 f"that {kind} has; fetch it again."
             )
         try:
+            # The package has no public list of the types that it dequantises: a block of zeros is tried.
             gguf.dequantize(np.zeros((1, size), dtype=np.uint8), gguf.GGMLQuantizationType(stored.type))
         except NotImplementedError:
             raise ModelError(
-                f"Tensor {name!r} in {path} is held as {kind}, which the package gguf does not dequantise: quantise "
-                "the model anew, as Q8_0 or F16."
+                f"Tensor {name!r} in {path} is stored as {kind}, which the package gguf does not dequantise: quantise "
+                "the model again, as Q8_0 or F16."
             ) from None
         if stored.start + size_of(stored, path) > len(content):
             raise ModelError(
@@ -186,7 +188,7 @@ class _Header:
         if version not in VERSIONS:
             raise ModelError(
                 f"{path} is of version {version} of GGUF (or of another byte order); headwater reads versions "
-                f"{VERSIONS[0]} and {VERSIONS[1]}: convert the model anew."
+                f"{VERSIONS[0]} and {VERSIONS[1]}: convert the model again."
             )
         n_tensors, n_entries = self._number("Q"), self._number("Q")
         metadata: dict[str, Any] = {}
@@ -196,6 +198,7 @@ class _Header:
         listed: dict[str, Stored] = {}
         for _ in range(n_tensors):
             name = self._text()
+            # A file lists the fastest axis first.
             shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
             if name in listed:
                 raise ValueError(f"two tensors are called {name!r}")

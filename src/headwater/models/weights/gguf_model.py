@@ -89,6 +89,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
     _scale(config, layers_of_27b=62)
     near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
     config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": near}
+    # The file of Gemma 3 270M says neither this nor the base above; the defaults are those of transformers.
     pattern = _entry(file, "attention.sliding_window_pattern", 6)
     layers = range(config["num_hidden_layers"])
     is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
@@ -96,7 +97,7 @@ def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
-    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp tells them."""
+    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp identifies them."""
     is_27b = config["num_hidden_layers"] == layers_of_27b
     by_head = config["hidden_size"] // config["num_attention_heads"]
     config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]
@@ -189,6 +190,7 @@ def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
     config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
     special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    # A chat's turn ends with its own token, which files name separately from the end of a document.
     ends = list(dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] is not None))
     config |= {"bos_token_id": special["bos"], "pad_token_id": special["padding"]}
     config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
@@ -208,6 +210,7 @@ def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
         entry = entry[0]
     if isinstance(entry, list) and key != "attention.sliding_window_pattern":
         raise ModelError(f"{file.path} says {file.architecture}.{key}={entry!r}, other for each layer; {ORIGINAL}")
+    # Stored as float32, 1e-5 reads as 9.999999747378752e-06: another config, and another fingerprint.
     return float(str(np.float32(entry))) if isinstance(entry, float) else entry
 
 

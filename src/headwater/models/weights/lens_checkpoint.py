@@ -95,6 +95,7 @@ def _build(
     raw = boot(
         native_config, tokenizer=tokenizer, device=device, dtype=dtype, model_name="HookedTransformer checkpoint"
     )
+    # The native model has biases everywhere; a checkpoint without them has zeros there.
     wanted = raw.state_dict()
     converted = convert_tl_checkpoint(state, native_config)
     for name, tensor in converted.items():

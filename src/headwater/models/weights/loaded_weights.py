@@ -46,7 +46,7 @@ class LoadedWeights(WeightSource):
         self.model = model
         self.device = model.device
         self._sound: set[str] = set()
-        """The tensors that were looked at for NaN, and the layers whose heads were held against a run."""
+        """The tensors that were looked at for NaN, and the layers whose heads were compared with a run."""
         if known is not None:
             if model.factors_checked is None or model.factors_checked[0] != known:
                 model.factors_checked = known, self._sound
@@ -106,7 +106,7 @@ class LoadedWeights(WeightSource):
         return self._gain(norm, "ln_final")
 
     def attention_post_gain(self, layer: int) -> Float[Tensor, "d_model"] | None:
-        """The gain of the norm behind a layer's attention, None where there is none."""
+        """The gain of the norm after a layer's attention, None where there is none."""
         block = self.model.raw.blocks[layer]
         return self._gain(block.ln1_post, f"blocks.{layer}.ln1_post") if hasattr(block, "ln1_post") else None
 
@@ -125,17 +125,18 @@ class LoadedWeights(WeightSource):
         return self._checked(torch.cat(rows), f"effective embedding {kind}")
 
     def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
-        """Factors of one layer's heads by name, and its norm's gain; values and outputs were held against a run."""
+        """Factors of one layer's heads by name, and its norm's gain; values and outputs were compared with a run."""
         self._check_layer(layer)
         refuse_clipped(self.model.config, self.shape.architecture)
-        found = {name: self._factor(layer, name) for name in names}
+        stored = {name: self._factor(layer, name) for name in names}
         at = f"blocks.{layer}"
         norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
-        self._look({f"{at}.attn.{name}": factor for name, factor in found.items() if factor is not None} | norm)
-        factors = {name: None if factor is None else self._given(factor) for name, factor in found.items()}
+        self._look({f"{at}.attn.{name}": factor for name, factor in stored.items() if factor is not None} | norm)
+        factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
         factors["norm_gain"] = self._gain_of(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
+        # A HookedTransformer computes with these very tensors; under a bridge they are read out of modules by name.
         if is_bridge(self.model.raw) and f"{at}: heads" not in self._sound:
             self._heads_seen.check(layer, factors)
             self._sound.add(f"{at}: heads")

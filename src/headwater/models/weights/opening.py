@@ -108,6 +108,7 @@ class LayersAhead:
             here.wait_event(arrived)
             for tensor in vars(factors).values():
                 if isinstance(tensor, Tensor):
+                    # Made on the reader's stream: else its memory could be handed out while `here` still reads it.
                     tensor.record_stream(here)
         return factors
 

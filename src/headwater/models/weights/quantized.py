@@ -2,7 +2,7 @@
 
     fp8     W[i, j] = Q[i, j] · scale[i // b, j // b]        Q in float8, b × b blocks of one scale each
 
-A weight `NAME.weight` in float8 stands beside its `NAME.weight_scale_inv`; torch alone takes it apart. What
+A weight `NAME.weight` in float8 lies beside its `NAME.weight_scale_inv`; torch alone unpacks it. What
 bitsandbytes, GPTQ, AWQ and others store is packed, and only their own kernels unpack it.
 """
 
@@ -21,7 +21,7 @@ from headwater.errors import ModelError
 from headwater.options import shown
 
 SCALE = "_scale_inv"
-"""What is put behind the name of a weight for that of its scales."""
+"""What follows the name of a weight in that of its scales."""
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -41,7 +41,7 @@ def quantization_of(config: object) -> str | None:
 
 
 def refuse_odd_quantization(file: Path) -> None:
-    """Refuse a config file whose entry on quantization is no object: transformers fails on it in words of its own."""
+    """Refuse a config file whose entry on quantization is not an object: transformers has an error of its own."""
     try:
         entry = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -64,13 +64,14 @@ def refuse_packed(folder: Path, config: object) -> None:
 
 
 def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
-    """Refuse a tensor that stands for other numbers than it holds, where the config does not say so."""
+    """Refuse a tensor that encodes other numbers than it stores, where the config does not say so."""
     copy = "headwater reads float weights: save a dequantized copy."
     if name.endswith(".qweight"):
         raise ModelError(f"Tensor {name!r} in {file} is packed as GPTQ and AWQ pack weights; {copy}")
     whole_numbers, unscaled = not kind.startswith(("F", "BF")), kind.startswith("F8") and not float8
     if name.endswith(".weight") and (whole_numbers or unscaled):
-        raise ModelError(f"Tensor {name!r} in {file} is held as {kind}, and config.json names no quantization; {copy}")
+        unread = f"Tensor {name!r} in {file} is stored as {kind}, and config.json names no quantization"
+        raise ModelError(f"{unread}; {copy}")
 
 
 def refuse_to_run(folder: Path, config: object) -> None:
@@ -108,7 +109,7 @@ def block_size(config: object) -> tuple[int, int]:
 def dequantized(
     stored: Float[Tensor, "rows out"], scale: Tensor, block: tuple[int, int], name: str
 ) -> Float[Tensor, "rows out"]:
-    """Return what a weight in float8 stands for, in float32."""
+    """Return the values of a weight in float8, in float32."""
     if scale.numel() == 1:
         return stored.float() * scale.float().reshape(())
     expected = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
@@ -118,5 +119,6 @@ def dequantized(
             f"{block[0]} x {block[1]} take {expected}. The checkpoint is damaged."
         )
     for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
+        # The last block of an axis may be cut off by its end.
         scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)
     return stored.float() * scale.float()

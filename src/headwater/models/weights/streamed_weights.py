@@ -71,7 +71,7 @@ class StreamedWeights(WeightSource):
         return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
 
     def ov(self, layer: int) -> OVWeights:
-        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored apart."""
+        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
         attention = self._attention(layer)
         if self.family.fused:
             W_V = self._query_key_value(attention, "weight")[2]
@@ -135,6 +135,7 @@ class StreamedWeights(WeightSource):
             raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
         matrix = self.checkpoint.read(self._embedding_name)
         precision = torch.promote_types(torch.promote_types(matrix.dtype, self.given_dtype), torch.float32)
+        # Rows are picked from the mapped matrix first: converted whole it would be as large as W_U in float32.
         rows = finite(matrix[tokens.cpu()], self._embedding_name).to(device=self.device, dtype=precision)
         config, read = self.checkpoint.config, self._stored
         if kind == "layer0":
@@ -164,6 +165,7 @@ class StreamedWeights(WeightSource):
         """Rows of the embedding as the first block receives them, positions aside."""
         scale, norm, config = self.family.embedding_scale, self.family.embedding_norm, self.checkpoint.config
         if scale is not None:
+            # As in transformers, the factor is rounded to the embedding's dtype before it multiplies.
             embeddings = embeddings * torch.tensor(scale(config)).to(embeddings)
         if norm is None:
             return embeddings

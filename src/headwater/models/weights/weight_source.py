@@ -1,7 +1,7 @@
 """Where an analysis of parameters reads them: the factors of one layer's heads at a time, embeddings, norm gains.
 
 Factors are as the checkpoint stores them: no norm folded in, nothing centred. With x the
-residual stream behind the norm in front of attention, head h of a layer computes
+residual stream after the norm in front of attention, head h of a layer computes
 
     q = x W_Q[h] + b_Q[h]      k = x W_K[g] + b_K[g]      v = x W_V[g] + b_V[g]      g = h // group_size
     its output = pattern · v · W_O[h]
@@ -81,7 +81,7 @@ class WeightSource(ABC):
         name: the folder or hub name.
         revision: the commit on the hub, where there is one; of a GGUF file its name, types of numbers and SHA-256.
         shape: the model's sizes.
-        dtype: the dtype the weights are held in; they are handed out in `given_dtype`.
+        dtype: the dtype the weights are stored in; they are handed out in `given_dtype`.
         given_dtype: float32, or `dtype` where that is wider, unless another was asked for.
         device: where they are handed out.
     """
@@ -124,7 +124,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def ov(self, layer: int) -> OVWeights:
-        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored apart."""
+        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
 
     @abstractmethod
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
@@ -160,6 +160,7 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
     """Look for NaN and infinite values in some tensors of one device, for which a GPU's host waits once."""
     if not named:
         return
+    # aminmax hands NaN on, so two numbers a tensor are enough. In float64, which holds those of every dtype.
     ends = torch.stack([end.double() for tensor in named.values() for end in torch.aminmax(tensor.detach())])
     if bool(ends.isfinite().all()):
         return
