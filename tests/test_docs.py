@@ -21,10 +21,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ANALYSES = (
     "heads",
+    "behaviour",
     "sweeps",
+    "edges",
+    "circuits",
     "head_circuits",
     "lenses",
     "direct_attribution",
+    "probes",
     "pathways",
     "saliency",
     "detection",
@@ -75,10 +79,13 @@ def test_the_examples_of_a_page_run_one_after_the_other(page):
     plt.close("all")
 
 
-def test_the_page_of_an_analysis_says_what_it_is_whose_and_how_to_read_it():
-    parts = ("**What.**", "**Source", " = ", "## Defaults", "## How to read the figure", "](figures/", "## Limits")
-    texts = {page: (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ANALYSES}
-    assert not [(page, part) for page, text in texts.items() for part in parts if part not in text]
+def test_the_page_of_an_analysis_says_what_it_is_whose_how_to_call_and_read_it_and_what_to_trust():
+    parts = ["**What.**", "**Source", "\n## Call\n", "\n## Read\n", "\n## Trust\n"]
+    for page in ANALYSES:
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        assert not [part for part in parts if part not in text], page
+        assert sorted(parts, key=text.index) == parts, page
+        assert "](figures/" in text, page
 
 
 def test_every_public_name_is_in_the_reference():

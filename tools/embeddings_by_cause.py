@@ -1,4 +1,4 @@
-"""Which effective embedding predicts causes: the table of docs/heads.md, for models given by name or folder.
+"""Which effective embedding predicts causes: the numbers of docs/heads.md, for models given by name or folder.
 
     python tools/embeddings_by_cause.py embedded smollm2
 
