@@ -9,7 +9,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from headwater.errors import InputError, ModelError
-from headwater.models.weights.checkpoint import checkpoint_folder, open_checkpoint
+from headwater.models.weights.checkpoint import checkpoint_folder, hub_name, open_checkpoint
 from headwater.models.weights.opening import open_weights
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
@@ -176,3 +176,12 @@ def test_a_hub_name_is_read_from_the_cache_when_offline(tmp_path, monkeypatch):
     source = open_weights("someone/tiny")
     assert (source.name, source.revision) == ("someone/tiny", commit)
     assert source.fingerprint == open_weights(snapshot).fingerprint
+
+
+def test_short_names_of_transformer_lens_are_resolved_also_with_a_dot():
+    assert hub_name("pythia-1.4b") == "EleutherAI/pythia-1.4b"
+    assert [hub_name(name) for name in ("model.gguf", "./gpt2", "EleutherAI/pythia-1.4b")] == [
+        "model.gguf",
+        "./gpt2",
+        "EleutherAI/pythia-1.4b",
+    ]

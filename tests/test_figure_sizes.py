@@ -184,3 +184,12 @@ def test_type_that_the_caller_chose_is_kept_and_what_was_not_chosen_grows_with_i
         assert (tick.get_fontsize(), tick.get_fontfamily()[0]) == (5.0, "serif")
         assert ax.xaxis.label.get_fontsize() == 12.0
         assert {name: mpl.rcParams[name] for name in chosen} == chosen | {"font.family": ["serif"]}
+
+
+@pytest.mark.parametrize("layout", ["constrained", "none"])
+def test_writing_a_figure_leaves_it_arranged_by_what_arranged_it(layout, tmp_path):
+    figure, axes = plt.subplots(layout=layout)
+    engine = figure.get_layout_engine()
+    save_figure(axes, tmp_path / "saved", "png")
+    assert figure.get_layout_engine() is engine
+    plt.close(figure)

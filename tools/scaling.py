@@ -1,6 +1,6 @@
 """Count what a 70B pathway run and a trillion-token scoring would cost: bytes and operations; only probes are timed.
 
-    python -m tools.scaling             prints the tables of docs/scaling.md
+    python -m tools.scaling             prints the times per model; docs/scaling.md has some of them
     python -m tools.scaling probe       times the fit of one probe on this machine's processor
     python -m tools.scaling reads       counts how often pathways and detection read an answer of the embedded model
     python -m tools.scaling host        times what a layer of one short pass takes on this machine's processor, and of

