@@ -189,12 +189,12 @@ def int8_parameter(model):
 
 
 def test_an_int8_parameter_is_refused_by_its_name():
-    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj\.weight .* held as int8 Tensor; .*{DEQUANTIZE}"):
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj\.weight .* stored as int8 Tensor; .*{DEQUANTIZE}"):
         hw.load(int8_parameter(tiny_model("llama")))
 
 
 def test_a_packed_buffer_of_weights_is_refused_by_its_name():
-    with pytest.raises(ModelError, match=rf"1\.self_attn\.v_proj\.weight .* held as int8 Tensor; .*{DEQUANTIZE}"):
+    with pytest.raises(ModelError, match=rf"1\.self_attn\.v_proj\.weight .* stored as int8 Tensor; .*{DEQUANTIZE}"):
         hw.load(with_value_projection(PackedLinear))
 
 
