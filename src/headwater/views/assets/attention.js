@@ -27,7 +27,7 @@ hw.start(async (spec, root) => {
       }
     } else for (let i = 0; i < per; i++) if (roots[begin + i] > most[pixels[i]]) most[pixels[i]] = roots[begin + i];
     for (let i = 0; i < n * n; i++) most[i] = (most[i] / scale) ** 2;
-    images.set(head, { n, most, scale: weighted ? (scale / 255) ** 2 : 1 });
+    images.set(head, { most, scale: weighted ? (scale / 255) ** 2 : 1 });
     return images.get(head);
   };
   const open = async (which) => {
@@ -49,21 +49,22 @@ hw.start(async (spec, root) => {
     edge = cellOf() >= 9 ? 12 + Math.min(90, 6.4 * Math.max(...tokens.map((one) => hw.token(one).length))) : 22;
   };
 
-  // Shares from 0 to 1 as a picture of so many pixels a side, drawn into a square.
-  const tile = document.createElement("canvas");
+  // Shares from 0 to 1 as pictures of n × n pixels side by side, all written at once: a canvas is slow to take over pixels.
+  const sheet = document.createElement("canvas");
   let ramp = null;
-  const colours = () => ramp || (ramp = Array.from({ length: 256 }, (_, i) => hw.sequential(i / 255).match(/\d+/g).map(Number)));
-  const stamp = (pen, shares, n, x, y, size) => {
-    [tile.width, tile.height] = [n, n];
-    const into = tile.getContext("2d"), held = into.createImageData(n, n);
-    for (let i = 0; i < n * n; i++) {
-      const color = colours()[Math.min(255, Math.round(255 * shares[i]))];
-      held.data.set(color, 4 * i);
-      held.data[4 * i + 3] = 255;
+  const colours = () => ramp || (ramp = Uint32Array.from({ length: 256 }, (_, i) => {
+    const [red, green, blue] = hw.sequential(i / 255).match(/\d+/g).map(Number);
+    return 0xff000000 + (blue << 16) + (green << 8) + red;
+  }));
+  const stamp = (across, down, n, sharesOf) => {
+    const width = n * across, color = colours();
+    [sheet.width, sheet.height] = [width, n * down];
+    const into = sheet.getContext("2d"), held = into.createImageData(width, n * down), dots = new Uint32Array(held.data.buffer);
+    for (let one = 0; one < across * down; one++) {
+      const shares = sharesOf(one), begin = Math.floor(one / across) * n * width + (one % across) * n;
+      for (let i = 0; i < n * n; i++) dots[begin + Math.floor(i / n) * width + (i % n)] = color[Math.min(255, Math.round(255 * shares[i]))];
     }
     into.putImageData(held, 0, 0);
-    pen.imageSmoothingEnabled = false;
-    pen.drawImage(tile, x, y, size, size);
   };
   const turned = (pen, said, x, y) => { pen.save(); pen.translate(x, y); pen.rotate(-Math.PI / 2); pen.fillText(said, 0, 0); pen.restore(); };
   const corner = (l, h) => [room + h * (side + gap), over + l * (side + gap)];
@@ -79,9 +80,12 @@ hw.start(async (spec, root) => {
     pen.fillText("head", room + (heads.length * (side + gap)) / 2, 11);
     turned(pen, "layer", 11, over + (layers.length * (side + gap)) / 2);
     layers.forEach((layer, l) => pen.fillText(layer, 28, corner(l, 0)[1] + side / 2 + 4));
+    const n = Math.min(side, T);
+    stamp(heads.length, layers.length, n, (head) => image(head).most);
+    pen.imageSmoothingEnabled = false;
     for (let head = 0; head < count; head++) {
-      const { n, most } = image(head), at = [Math.floor(head / heads.length), head % heads.length], chosen = head === number(picked);
-      stamp(pen, most, n, ...corner(...at), side);
+      const at = [Math.floor(head / heads.length), head % heads.length], chosen = head === number(picked);
+      pen.drawImage(sheet, at[1] * n, at[0] * n, n, n, ...corner(...at), side, side);
       pen.strokeStyle = hw.ink(chosen ? "--accent" : "--line");
       pen.lineWidth = chosen ? 2.5 : 1;
       pen.strokeRect(...corner(...at), side, side);
@@ -97,7 +101,9 @@ hw.start(async (spec, root) => {
     ramp = null;
     pen.clearRect(0, 0, extent(), extent());
     if (!shares) { shares = new Float32Array(T * T); eachEntry((_, q, k) => { shares[q * T + k] = share(head, q, k); }); }
-    stamp(pen, shares, T, edge, edge, T * cell);
+    stamp(1, 1, T, () => shares);
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(sheet, edge, edge, T * cell, T * cell);
     pen.fillStyle = hw.ink("--lift");
     if (causal) for (let q = 0; q < T - 1; q++) pen.fillRect(edge + (q + 1) * cell, edge + q * cell, (T - q - 1) * cell, cell);
     pen.fillStyle = hw.ink("--faint");

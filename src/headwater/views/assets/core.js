@@ -4,9 +4,7 @@ const hw = {};
 
 // Numbers: base64 of deflated little-endian u1, u2, f2 or f4, with their shape.
 hw.unpack = async (packed) => {
-  const letters = atob(packed.data);
-  let bytes = new Uint8Array(letters.length);
-  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  let bytes = hw.bytes(packed.data);
   if (packed.deflate) {
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     bytes = new Uint8Array(await new Response(stream).arrayBuffer());
@@ -18,6 +16,14 @@ hw.unpack = async (packed) => {
   if (packed.dtype === "f4") return new Float32Array(bytes.buffer);
   const whole = new Uint16Array(bytes.buffer);
   return packed.dtype === "u2" ? whole : Float32Array.from(whole, hw.half);
+};
+
+// Letter by letter a page of 8 MB takes a sixth of its time; browsers before 2025 know no other way.
+hw.bytes = (base64) => {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(base64);
+  const letters = atob(base64), bytes = new Uint8Array(letters.length);
+  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
+  return bytes;
 };
 
 hw.half = (bits) => {
