@@ -11,6 +11,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.models import shared_start
 from headwater.models.generation import steps
 from headwater.models.generation.loop import Generated, generate
 from headwater.models.generation_config import end_tokens
@@ -132,7 +133,8 @@ def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_huggi
     model, start = hw.load(hf, tokenizer=tokenizer), " Paris of France is big" * 2
     batch = model.tokenize([start + prompt for prompt in PROMPTS])
     plain = generate(model, batch, max_new_tokens=6)
-    monkeypatch.setattr(steps, "WORTH_A_RUN", 4)
+    monkeypatch.setattr(shared_start, "WORTH_A_RUN", 4)
+    monkeypatch.setattr(shared_start, "SAVED", 4)
     asked = []
     common_start = steps._common_start
     monkeypatch.setattr(steps, "_common_start", lambda *given: asked.append(common_start(*given)) or asked[-1])

@@ -497,7 +497,8 @@ def test_saliency_on_a_gpu_is_that_on_the_cpu(family):
 
 @pytest.mark.parametrize("family", FEW)
 def test_what_a_descent_reads_is_what_the_model_itself_computes(models, family):
-    from headwater.models.gradients import Descent, keys_values
+    from headwater.models.gradients import Descent
+    from headwater.models.shared_start import keys_values
 
     model, _ = models(family)
     tokens, before = torch.randint(2, D_VOCAB, (3, 24)), int(torch.randint(0, 15, ()))

@@ -30,6 +30,7 @@ from headwater.errors import InputError
 from headwater.heads.prompts import SourcePrompts, checked_templates, source_prompts
 from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
 from headwater.heads.relations import Relation, load_relations
+from headwater.models.generation.steps import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import ChatText, chat_text
 from headwater.options import checked_count, checked_seed, shown
@@ -210,10 +211,9 @@ def differences(
     model: HookedModel, pairs: PairedPrompts, *, corrupted: bool = False
 ) -> tuple[Float[ndarray, " pair"], ndarray]:
     """Return logit(answer) - logit(foil) at the end of one side, and whether an accepted token is first."""
-    with torch.inference_mode():
-        prompts = pairs.corrupted if corrupted else pairs.clean
-        # All prompts of a half are equally long (`paired`), so that no padding comes in.
-        logits = model.run(prompts, keep="last").squeeze(1).float().cpu()
+    prompts = pairs.corrupted if corrupted else pairs.clean
+    # What all prompts begin with, the examples, is run once.
+    logits = next_logits(model, model.tokenize(prompts)).float().cpu()
     rows = torch.arange(len(logits))
     first = logits.argmax(-1).tolist()
     correct = [token in accepted for token, accepted in zip(first, pairs.accepted, strict=True)]

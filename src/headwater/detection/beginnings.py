@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from headwater.models.gradients import KeysValues, keys_values
 from headwater.models.hooked import HookedModel
+from headwater.models.shared_start import KeysValues, keys_values
 from headwater.models.tokens import by_length
 
 KEPT_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}

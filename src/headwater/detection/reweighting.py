@@ -33,9 +33,10 @@ from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
 from headwater.models.cache_names import takes_cache
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.gradients import FixedPrefix, refuse_cut_texts
+from headwater.models.gradients import refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import is_out_of_memory
+from headwater.models.shared_start import FixedPrefix
 from headwater.models.sites import SITES, hook_name
 from headwater.options import checked_count, checked_number
 from headwater.probes.linear import Probe

@@ -30,17 +30,19 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformers.activations import NewGELUActivation
 
+from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.attention_paths import own_attention, own_mask, without_own_mask
-from headwater.models.cache_names import keeps_an_index, with_cache
+from headwater.models.cache_names import cache_options, keeps_an_index, with_cache
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import FAMILIES, family_of
 from headwater.models.forward import angles_by_row, forward_replaced, last_logits_only, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.reading import Reading, reads
-from headwater.models.sites import STATES, hook_name
+from headwater.models.shared_start import FixedPrefix, KeysValues, common_start, goes_on
+from headwater.models.sites import STATES, hook_name, place_named
 from headwater.models.unembedding import logit_scale, residual_scale
 
 if TYPE_CHECKING:
@@ -71,16 +73,16 @@ class Recording:
     """By hook name, what gradients are taken at: with a graph, each a fork of what went on in the run."""
 
 
-class _KeyValueTap:
-    """Stands in for a key-value cache while recording: keeps what each layer offers, adds nothing."""
+class _KeyValueTap(FixedPrefix):
+    """Stands in for a key-value cache while recording: keeps what each layer offers, after what came before it."""
 
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+    def __init__(self, before: KeysValues):
+        super().__init__(before)
+        self.offered = KeysValues()
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.keys[layer], self.values[layer] = keys, values
-        return keys, values
+        self.offered[layer] = super().update(keys, values, layer)
+        return self.offered[layer]
 
 
 class SharedPrefix:
@@ -273,6 +275,9 @@ class Blocks:
     ) -> Recording:
         """Run a batch once and keep the named activations, the keys and values and the calls.
 
+        What all rows begin with is run with one of them, and of the others the rest alone, once this model has been
+        seen to give the same so.
+
         Args:
             batch: right-padded.
             names: of hooks.
@@ -280,7 +285,62 @@ class Blocks:
             held: where gradients will be taken: the run has a graph then, which begins at the first of them.
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
         """
-        tap, calls, tokens = _KeyValueTap(), {}, to_device(batch.tokens, self.model.device)
+        names, model, shared = list(names), self.model, 0
+        keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
+        if goes_on(model) and model.goes_on is not False and not (self._own or before or held or unembed or keyed):
+            shared = common_start(batch.tokens.tolist(), int(batch.lengths.min()) - 1)
+        in_two = self._run_in_two(batch, names, shared) if shared else None
+        if in_two is not None and model.goes_on:
+            return in_two
+        whole = self._run(batch, names, before, held, unembed)
+        if in_two is not None:
+            # What a family does with a cache is not taken on trust: the first time both ways are run.
+            model.goes_on = _alike(in_two, whole, batch)
+        return whole
+
+    def _run_in_two(self, batch: Batch, names: Sequence[str], shared: int) -> Recording | None:
+        """Record the longest row, and the others after its first tokens; None where that cannot be.
+
+        It cannot where a hook gives something else than rows of tokens, or a number is not finite: of the whole run it
+        is then said where.
+        """
+        longest, width = int(batch.lengths.argmax()), batch.tokens.shape[1]
+        others = [row for row in range(len(batch)) if row != longest]
+        try:
+            one = self._run(batch.take([longest]), names, unembed=False)
+            start = {layer: (keys[:, :, :shared], one.values[layer][:, :, :shared]) for layer, keys in one.keys.items()}
+            rest = self._run(batch.take(others).after(shared), names, unembed=False, start=start)
+        except NumericsError:
+            return None
+        if any(activation.shape[:2] != (1, width) for activation in one.activations.values()):
+            return None
+        end = shared + rest.activations[names[0]].shape[1]
+
+        def joined(whole: Tensor, ends: Tensor, *at: Any) -> Tensor:
+            # Every row begins as a copy of the longest; the end of each other one is written over it.
+            rows = whole.expand(len(batch), *whole.shape[1:]).clone()
+            rows[(others, *at)] = ends
+            return rows
+
+        kept, every = slice(shared, end), slice(None)
+        return dataclasses.replace(
+            one,
+            activations={name: joined(whole, rest.activations[name], kept) for name, whole in one.activations.items()},
+            keys={layer: joined(keys, rest.keys[layer], every, slice(end)) for layer, keys in one.keys.items()},
+            values={layer: joined(one.values[layer], rest.values[layer], every, slice(end)) for layer in one.values},
+        )
+
+    def _run(
+        self,
+        batch: Batch,
+        names: Iterable[str],
+        before: Sequence[Hook] = (),
+        held: Sequence[str] = (),
+        unembed: bool = True,
+        start: KeysValues | None = None,
+    ) -> Recording:
+        """Run a batch, or with `start` what comes after these keys and values, and keep what `record` says."""
+        tap, calls, tokens = _KeyValueTap(start or {}), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 
@@ -312,6 +372,8 @@ class Blocks:
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
         options |= last_logits_only(self.model.raw)
         options |= padding_option(self.model, batch)
+        if start is not None:
+            options |= cache_options(self.model, FixedPrefix(start))
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
                 handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
@@ -337,7 +399,8 @@ class Blocks:
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
-        keys, values = ({layer: one.detach() for layer, one in offered.items()} for offered in (tap.keys, tap.values))
+        keys = {layer: keys.detach() for layer, (keys, _) in tap.offered.items()}
+        values = {layer: values.detach() for layer, (_, values) in tap.offered.items()}
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
 
     def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor | None) -> Recording:
@@ -378,6 +441,16 @@ def cannot_step(model: HookedModel) -> str | None:
     if is_bridge(raw) and hasattr(raw, "project_out"):
         return "its residual stream is projected before the unembedding"
     return None
+
+
+def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
+    """Whether two recordings hold the same at every token, as far as rounding allows."""
+    for name, kept in one.activations.items():
+        real, expected = to_device(batch.mask, kept.device), other.activations[name]
+        tolerance = max(1e-4, 8 * torch.finfo(kept.dtype).eps) * float(expected[real].abs().max())
+        if not float((kept - expected)[real].abs().max()) <= tolerance:
+            return False
+    return True
 
 
 def has_part(block: Any, part: str) -> bool:

@@ -3,7 +3,7 @@
 A number read at position p of layer l hangs on heads of layers <= l at positions <= p, and for the positions from some
 first one on, what comes before that one is a constant. So
 
-1. `keys_values` runs what comes before once, without gradients; texts that begin alike share it.
+1. `shared_start.keys_values` runs what comes before once, without gradients; texts that begin alike share it.
 2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; of the others it keeps
    what each block was called with.
 3. `Descent.slopes` goes down: gradient of the recorded layers, then the layers below once more, with a graph this time,
@@ -19,26 +19,23 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache
 
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import to_device
 from headwater.models.cache_names import attentions_of, reached
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.forward import original_length
+from headwater.models.shared_start import FixedPrefix, KeysValues, unpadded
 from headwater.models.sites import hook_name
-from headwater.models.tokens import Batch
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
 
-KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
-"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may serve all."""
 GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 """What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
 
@@ -70,59 +67,6 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
         )
     if model.looks_ahead:
         raise InputError(f"{what} runs texts up to the token that is read, and {model.name} reads later tokens, too.")
-
-
-class FixedPrefix(DynamicCache):  # type: ignore[misc]
-    """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
-
-    def __init__(self, before: KeysValues):
-        super().__init__()
-        self.before = before
-        self.watched: range = range(0)
-        self.values: dict[int, Tensor] = {}
-        # One row and one coordinate are enough for its length: DynamicCache would copy whole tensors.
-        for layer, (keys, values) in before.items():  # only its length is read
-            super().update(keys[:, :1, :, :1], values[:, :1, :, :1], layer)
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the fixed keys and values followed by the new ones."""
-        if layer in self.before:
-            before = (fixed.expand(len(keys), -1, -1, -1) for fixed in self.before[layer])
-            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
-        if layer in self.watched:
-            self.values[layer] = values.detach()
-        return keys, values
-
-
-class _EnoughError(Exception):
-    """Ends a run whose last keys and values have come."""
-
-
-class _Tap(FixedPrefix):
-    """The same, for a run whose keys and values of the first layers are wanted and nothing else."""
-
-    def __init__(self, before: KeysValues, n_layers: int):
-        super().__init__(before)
-        self.last, self.after = n_layers - 1, KeysValues()
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Return the fixed keys and values followed by the new ones, and keep them."""
-        self.after[layer] = super().update(keys, values, layer)
-        if layer == self.last:
-            raise _EnoughError
-        return self.after[layer]
-
-
-def keys_values(
-    model: HookedModel, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int
-) -> KeysValues:
-    """Return the keys and values of the first layers for the tokens `before` covers and these, which follow them."""
-    if not tokens.shape[1]:
-        return before
-    tap = _Tap(before, n_layers)
-    with contextlib.suppress(_EnoughError):
-        model.run(_unpadded(tokens), stop_at=n_layers, past_key_values=tap)
-    return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in tap.after.items()}
 
 
 class Descent:
@@ -218,7 +162,7 @@ class Descent:
                     partial(self._note_call, layer), with_kwargs=True
                 )
                 stack.callback(handle.remove)
-            self.model.run(_unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
+            self.model.run(unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
         return kept[0]
 
     def _again(self, segment: range) -> Tensor:
@@ -268,11 +212,6 @@ class Descent:
         if any(segment.start == layer for segment in self._segments):
             self._entries[layer] = args[0]
         self._calls[layer] = (args[1:], dict(options))
-
-
-def _unpadded(tokens: Tensor) -> Batch:
-    """Padding at the end needs no mask: nothing before it can see it, and nothing is read from it."""
-    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
 
 
 def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:

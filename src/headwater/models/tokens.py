@@ -90,6 +90,10 @@ class Batch:
         texts = tuple(self.texts[row] for row in rows) if self.texts is not None else None
         return Batch(self.tokens[list(rows), :width], mask[:, :width], offsets, names, texts)
 
+    def after(self, shared: int) -> Batch:
+        """Return what comes after the first tokens, of which every row has more."""
+        return Batch(self.tokens[:, shared:], self.mask[:, shared:], names=self.names)
+
     def name(self, row: int) -> int | str:
         """What errors call a row: its number, unless it has another name."""
         return row if self.names is None else self.names[row]

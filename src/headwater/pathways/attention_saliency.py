@@ -39,8 +39,9 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.attention import Heads, Pairs
-from headwater.models.gradients import KeysValues, keys_values, refuse_cut_texts, refuse_without_gradients
+from headwater.models.gradients import refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
+from headwater.models.shared_start import KeysValues, common_start, keys_values
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, resolve_indices, shown
 from headwater.pathways.edge_saliency import SaliencyRow, WantedPairs, measure_batch, rows_of
@@ -56,7 +57,7 @@ from headwater.pathways.saliency_report import (
 )
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import PROBE_SITES, PROBE_TOKENS, WORTH_A_RUN, common_start
+from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import frame_of
@@ -216,7 +217,6 @@ def _measure(
     """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
     readers = (*probe.folds, probe)  # the probe itself is the last, fold -1
     shared = common_start([row.tokens for row in rows], min(row.first for row in rows))
-    shared = shared if shared >= WORTH_A_RUN else 0
     start: KeysValues | None = None
     n_layers = probe.layer + 1
     shape = (len(rows), len(wanted.layers))

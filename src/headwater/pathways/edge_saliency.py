@@ -17,13 +17,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.kernels.attention import edge_saliency, over_pairs
-from headwater.models.gradients import Descent, KeysValues, graphs_in_memory, keys_values
+from headwater.models.gradients import Descent, graphs_in_memory
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
+from headwater.models.shared_start import KeysValues, keys_values
 from headwater.models.sites import SITES
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions
-from headwater.questions.states import WORTH_A_RUN, probe_positions
+from headwater.questions.states import probe_positions
+
+BEFORE_A_GRAPH = 16
+"""Fewer tokens than this before the first that matters are run with it, though they need no gradient."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def measure_batch(
     """Measure some rows, given the keys and values of the tokens that all rows share."""
     device = model.device
     earliest = min(row.first for row in rows)
-    first = earliest if earliest - shared >= WORTH_A_RUN else shared
+    first = earliest if earliest - shared >= BEFORE_A_GRAPH else shared
     width = max(len(row.tokens) for row in rows)
     # Token 0 after the end of shorter rows: nothing before it sees it, and no gradient comes from it.
     tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)

@@ -14,16 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device
-from headwater.models.cache_names import takes_cache
 from headwater.models.edits import Hook, read_hook
-from headwater.models.gradients import FixedPrefix, KeysValues, keys_values
 from headwater.models.hooked import HookedModel
+from headwater.models.shared_start import FixedPrefix, KeysValues, common_start, goes_on, keys_values, unpadded
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
 from headwater.options import checked_count, shown
@@ -44,8 +42,6 @@ TokenName: TypeAlias = Literal[
 ]
 PROBE_TOKENS = get_args(TokenName)
 MAP_TOKENS = ("question_last", *PROBE_TOKENS)
-WORTH_A_RUN = 16
-"""Fewer tokens than this are not run by themselves first."""
 BEFORE = ("prompt_last", "before_answer")
 """Tokens that come before the exact answer whatever it is: nothing there can come from it."""
 
@@ -143,8 +139,8 @@ def states_at(
         columns = torch.tensor([positions[row] - shared for row in rows])
         rest, options = [list(tokens[row][shared:]) for row in rows], dict[str, Any]()
         batch = Batch.of(rest, 0) if shared else model.tokenize(rest)
-        if shared:  # padding at the end needs no mask: nothing before it can see it
-            batch, options = Batch(batch.tokens, torch.ones_like(batch.mask)), {"past_key_values": FixedPrefix(start)}
+        if shared:
+            batch, options = unpadded(batch.tokens), {"past_key_values": FixedPrefix(start)}
         edits = editing(rows, shared) if editing is not None else ()
         held: dict[int, Tensor] = {}
         model.run(batch, [*edits, *_keep(held, n_layers, columns, site)], stop_at=n_layers, **options)
@@ -152,32 +148,18 @@ def states_at(
         by_layer = [held[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
 
-    shared, start = common_start(tokens, first) if len(tokens) > 1 and _can_go_on(model) else 0, KeysValues()
-    if shared >= WORTH_A_RUN:
+    shared, start = common_start(tokens, first) if tokens and goes_on(model) else 0, KeysValues()
+    if shared:
         start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)
         # Seen on one row before it is relied on: what a family does with a cache is not taken on trust.
         whole, found = run([0], 0, {}), run([0], shared, start)
         tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * float(whole.abs().max())
         shared = shared if float((found - whole).abs().max()) <= tolerance else 0
-    else:
-        shared = 0
     with progress_bar(progress, total=len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):
             states[:, rows] = run(rows, shared, start)
             bar.update(len(rows))
     return states
-
-
-def common_start(tokens: Sequence[Sequence[int]], first: int) -> int:
-    """Return how many tokens all rows begin with, before the first position that is of interest in any."""
-    starts = np.array([row[:first] for row in tokens])
-    differs = (starts != starts[0]).any(0)
-    return int(differs.argmax()) if differs.any() else first
-
-
-def _can_go_on(model: HookedModel) -> bool:
-    """Whether a model is known to compute the same at a position when those before it are run by themselves."""
-    return takes_cache(model.raw) and not model.looks_ahead and not model.rotary_by_length
 
 
 def _keep(held: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) -> Iterator[Hook]:

@@ -50,15 +50,13 @@ from headwater.models.edits import (
 )
 from headwater.models.forward import angles_by_row, original_length
 from headwater.models.reading import Reading, now_reading, reads
+from headwater.models.shared_start import common_start
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.runs.record import HOOKS
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
-
-WORTH_A_RUN = 32
-"""Fewer tokens than this that all prompts begin with are run with each."""
 
 
 @contextlib.contextmanager
@@ -114,10 +112,7 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     if window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
     # Each prompt keeps at least its last token, from which its first logits come.
-    first = prompts.tokens[:, : int(prompts.lengths.min()) - 1]
-    differs = (first != first[0]).any(0)
-    shared = int(differs.int().argmax()) if bool(differs.any()) else first.shape[1]
-    return shared if shared >= WORTH_A_RUN else 0
+    return common_start(prompts.tokens.tolist(), int(prompts.lengths.min()) - 1)
 
 
 class _Cached:
