@@ -100,8 +100,8 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
     applies = np.swapaxes(measured.applies, 1, 2)
     numbers = {
         "flip_rate": measured.flipped.astype(float),
-        "delta_p": np.nan_to_num(measured.delta_p),
-        "delta_logit": np.nan_to_num(measured.delta_logit),
+        "delta_p": measured.delta_p,
+        "delta_logit": measured.delta_logit,
     }
     tables = []
     for split_by, q_anchored in splits.items():
