@@ -41,7 +41,7 @@ from numpy import ndarray
 from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_objects
 from headwater.errors import InputError
-from headwater.likelihood.member_texts import load_member_texts
+from headwater.likelihood.members import load_member_texts
 from headwater.likelihood.scores import MemorizationScores, memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.hooked import HookedModel, check_model
