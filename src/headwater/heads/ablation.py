@@ -171,7 +171,8 @@ def ablate_heads(
     top = None if top is None else checked_count("top", top)
     known = relations_of(model, checked_map(head_map), relations)
     checked_name("relation", relation, list(known))
-    controls = None if controls is None else _control_names(controls, list(known))
+    if controls is not None:
+        controls = [checked_name("controls", name, list(known)) for name in one_or_several(controls)]
     ranked = _ranked_heads(head_map, relation, top)
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
@@ -309,11 +310,6 @@ def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataF
     if rows.empty:
         raise InputError(f"No head of {head_map.run.model} implements {relation!r}: pass top= to take the best ones.")
     return rows[["layer", "head", "score"]].head(top if top is not None else len(rows))
-
-
-def _control_names(controls: str | Sequence[str], known: Sequence[str]) -> list[str]:
-    """The control relations that were asked for, each one of the map's."""
-    return [checked_name("controls", name, known) for name in one_or_several(controls)]
 
 
 def _candidates(head_map: HeadMap, relation: str) -> list[str]:

@@ -68,7 +68,7 @@ def mean_effects_of(
         tables.append(averaged(windowed, splits, draws).assign(intervention=WINDOWED))
     at_best = {name: _pooled([one.at(best) for one in each]) for name, each in done.items()}
     splits = splits_of(at_best[EXACT], np.zeros_like(best), windowed is not None)
-    tables.append(_of_no_layer(_each(at_best, splits, draws, randomly=True)))
+    tables.append(_each(at_best, splits, draws, randomly=True).assign(layer=pd.NA))
     together = pd.concat([table.astype({"layer": "Int64"}) for table in tables], ignore_index=True)
     return together[[*KEYS[1:], *NUMBERS]]
 
@@ -116,11 +116,6 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
             columns["share"] = taken.sum((0, 1)) / np.maximum(applies.sum((0, 1)), 1)
             tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
-
-
-def _of_no_layer(table: pd.DataFrame) -> pd.DataFrame:
-    """Say of all rows that they are of no one layer."""
-    return table.assign(layer=pd.Series(pd.NA, index=table.index, dtype="Int64"))
 
 
 def _groups(q_anchored: Bool[np.ndarray, "seed layer example"] | None) -> dict[str, NDArray[np.bool_]]:
