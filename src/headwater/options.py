@@ -40,14 +40,7 @@ def checked_flag(option: str, value: object) -> bool:
 
 
 def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
-    """Return an object that is of a kind.
-
-    Args:
-        option: its name.
-        value: what was given.
-        kind: the class that it must be of.
-        source: what gives such an object, as "hw.patch(...)".
-    """
+    """Return an object that is of a kind; `source` says what gives one, as "hw.patch(...)"."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise InputError(f"{option} must be {a} {kind.__name__}, as {source} gives; found a {type(value).__name__}.")

@@ -205,12 +205,7 @@ def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
 
 @DRAWINGS.add(Refusals)
 def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
-    """Draw a row per question set and way to tell the modes, a mark and interval per mode.
-
-    Args:
-        found: what `refusals` gave.
-        ax: where to draw; default: a new figure.
-    """
+    """Draw a row per question set and way to tell the modes, a mark and interval per mode."""
     rows = found.summary()
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with style(ax):

@@ -41,9 +41,7 @@ TOKEN_NAMES = {
 def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
     """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1.
 
-    Args:
-        found: what `probe_map` gave.
-        ax: where to draw the first question set; default: a new figure with a panel for each.
+    A panel for each question set; on a given `ax`, the first one's.
     """
     sets = found.datasets
     with style(ax):
@@ -83,12 +81,7 @@ def _panel(found: ProbeMap, name: str, ax: Axes):  # type: ignore[no-untyped-def
 
 @DRAWINGS.add(ProbeFit)
 def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
-    """Draw AUC, the control task's AUC, and selectivity by layer.
-
-    Args:
-        fit: what `hw.fit_probe` gave.
-        ax: where to draw; default: a new figure.
-    """
+    """Draw AUC, the control task's AUC, and selectivity by layer."""
     table = fit.table.sort_values("layer")
     layers = table["layer"].to_numpy(dtype=float)
     with style(ax):

@@ -255,15 +255,7 @@ def whole_numbers(axis: Axis) -> None:
 
 
 def cell_ticks(axis: Axis, places: Iterable[float], names: Sequence[str], most: int | None = None, **look: Any) -> None:
-    """Put names at places: all that can be read, else every second, fifth, tenth, ...: whatever the size when drawn.
-
-    Args:
-        axis: of a plot.
-        places: of the ticks.
-        names: at these.
-        most: how many at most; default: as many as there is room for.
-        look: of the labels.
-    """
+    """Put names at places: all that can be read, else every second, fifth, tenth, ...: whatever the size when drawn."""
     at = [*map(float, places)]
     locator = Readable(at, names, most or len(names))
     axis.set_ticks(at, names, **look)

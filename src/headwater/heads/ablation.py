@@ -210,14 +210,7 @@ def ablate_heads(
 
 
 def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few.
-
-    Args:
-        heads: the heads to match; none of them is drawn.
-        n_layers: layers of the model.
-        n_heads: heads of a layer.
-        rng: where the draw comes from.
-    """
+    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few."""
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
@@ -240,13 +233,7 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
 
 
 def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"] | None) -> list[Hook]:
-    """Return hooks that set z of these heads, at one position per row, to zero or to given means.
-
-    Args:
-        heads: which heads.
-        last: the position in each row.
-        means: what z is set to; None: zero.
-    """
+    """Return hooks that set z of these heads, at one position per row, to zero or to given means."""
     by_layer: dict[int, list[int]] = {}
     for layer, head in heads:
         by_layer.setdefault(layer, []).append(head)

@@ -132,11 +132,6 @@ def member_means(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Average over the seeds and examples that are members, with intervals.
 
-    Args:
-        draws: of the examples.
-        values: by seed, example and whatever else.
-        member: what takes part.
-
     Returns:
         By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
     """
@@ -160,9 +155,7 @@ def _told_by(splits: Collection[str]) -> str:
 def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     """Return the rows by mode of the knockout (in windows, where these were asked for) and of the random split.
 
-    Args:
-        table: what `mean_effects_of` returned.
-        at_best: those at l*, where no window is, without a layer.
+    They are rows of what `mean_effects_of` returned; `at_best`: those at l*, where no window is, without a layer.
 
     Returns:
         `dataset, split_by, mode, layer, examples, delta_p, delta_logit` with their intervals, and `share`.
@@ -177,9 +170,7 @@ def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
 def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     """Return the rows of every intervention without a window, of all examples and by mode.
 
-    Args:
-        table: what `mean_effects_of` returned.
-        at_best: those at l*, without a layer.
+    They are rows of what `mean_effects_of` returned; `at_best`: those at l*, without a layer.
 
     Returns:
         `dataset, intervention, group, layer, examples, flip_rate, delta_p, delta_logit`, with their intervals.

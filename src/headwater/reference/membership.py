@@ -58,10 +58,7 @@ WORDS = 32
 
 
 def load_joined_texts(source: str | Path) -> pd.DataFrame:
-    """Read texts put together.
-
-    Args:
-        source: a .jsonl, .json (a list) or .parquet file.
+    """Read texts put together, from a .jsonl, .json (a list) or .parquet file.
 
     Returns:
         A row per stretch: `row` (of the text, from 0), `text` (the whole one), `start, end` (characters of the

@@ -146,13 +146,7 @@ def claim_of(
 
 
 def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:
-    """Say that random sets are too few for a small p; nothing where there are enough, or none.
-
-    Args:
-        sets: how many there are.
-        are: what they are called.
-        advice: how to have more.
-    """
+    """Say that random sets are too few for a small p; nothing where there are enough, or none."""
     return [f"only {sets} {are}, so p is at least {1 / (1 + sets):.2g}{advice}"] if 0 < sets < TOO_FEW else []
 
 

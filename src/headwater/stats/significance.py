@@ -116,10 +116,6 @@ def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
 
     0 is no better than habit, 1 is perfect; where nothing is expected by habit it is the share itself. Where habit is
     perfect by itself there is nothing left to show, and kappa is 0. NaN where the expected share is.
-
-    Args:
-        share: shares of items, 0 to 1.
-        expected: what these shares would be under permuted targets.
     """
     room = 1 - expected
     perfect = room < 1e-12

@@ -44,13 +44,7 @@ code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
 
 
 def page_of(title: str, body: str, run: RunRecord | None = None) -> str:
-    """Return a page with a heading and, where there is a run, a line at its end that says what made it.
-
-    Args:
-        title: text.
-        body: HTML.
-        run: of any of the results shown.
-    """
+    """Return a page of HTML with a heading and, where there is a run, a line at its end that says what made it."""
     foot = f"<footer>{text_of(made_by(run))}</footer>" if run is not None else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
