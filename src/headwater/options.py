@@ -150,9 +150,9 @@ def checked_repeats(option: str, value: object) -> int:
     return checked_count(option, value, most=MOST_REPEATS)
 
 
-def checked_seed(value: object, option: str = "seed") -> int:
+def checked_seed(value: object) -> int:
     """Return a seed that every generator takes."""
-    return checked_count(option, value, least=0, most=2**32 - 1)
+    return checked_count("seed", value, least=0, most=2**32 - 1)
 
 
 def checked_layer(option: str, value: object, n_layers: int, most: int | None = None) -> int:

@@ -129,21 +129,10 @@ def _described(
     return tables
 
 
-def source_gains(
-    weights: WeightSource,
-    W_V: Float[Tensor, "d_model d_head"],
-    W_O: Float[Tensor, "d_head d_model"],
-    embedding: str,
-    piece: int = PIECE,
-) -> Float[Tensor, "token"]:
-    """Return sigma_t = |x_t W_V W_O| / |x_t| of every token the tokenizer knows; 0 where x_t is 0."""
-    return gains_of_heads(weights, [(W_V, W_O)], embedding, piece)[0]
-
-
 def gains_of_heads(
     weights: WeightSource, factors: Sequence[Factors], embedding: str, piece: int = PIECE
 ) -> list[Float[Tensor, "token"]]:
-    """Return `source_gains` of several heads, given by their W_V and W_O."""
+    """Return sigma_t = |x_t W_V W_O| / |x_t| of every token the tokenizer knows, for each head; 0 where x_t is 0."""
     # |z W_O|² = z (W_O W_Oᵀ) zᵀ: d_head² numbers a head, and no token's output is made.
     grams = [(W_O @ W_O.T).double() for _, W_O in factors]
     gains: list[list[Tensor]] = [[] for _ in factors]

@@ -42,9 +42,7 @@ Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence
 what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
 
 
-def load_tokenizer(
-    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or hub name exactly as its tokenizer.json says, or of a GGUF file.
 
     AutoTokenizer chooses a class by the config's model type, and several of these classes rebuild the tokenizer from
@@ -64,24 +62,23 @@ def load_tokenizer(
         )
     for name in (*TOKENIZER_FILES, *BESIDE):
         refuse_pointer(folder / name)
-    options: dict[str, object] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
-        return _faithful(where, revision, options)
+        return _faithful(where, trust_remote_code)
 
 
-def _faithful(where: str, revision: str | None, options: dict[str, object]) -> PreTrainedTokenizerBase:
+def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer that the file describes, completed by the class that it names.
 
     Where that class is the one that follows the file, the file is read once.
     """
     try:
-        file = cached_file(where, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False)
+        file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         if file is None:
-            return AutoTokenizer.from_pretrained(where, **options)
-        named = _named(where, options)
+            return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        named = _named(where, trust_remote_code)
         if type(named) is PreTrainedTokenizerFast:
             return named
-        faithful = PreTrainedTokenizerFast.from_pretrained(where, **options)
+        faithful = PreTrainedTokenizerFast.from_pretrained(where, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
         raise ModelError(f"The tokenizer of {where} cannot be read: {first_line(error)}") from None
     if named is None:
@@ -96,10 +93,10 @@ def _faithful(where: str, revision: str | None, options: dict[str, object]) -> P
     return faithful
 
 
-def _named(where: str, options: dict[str, object]) -> PreTrainedTokenizerBase | None:
+def _named(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer that AutoTokenizer makes; None where its class needs other files than the one that counts."""
     try:
-        return AutoTokenizer.from_pretrained(where, **options)
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
     except Exception:  # each class reads the files in its own way
         return None
 

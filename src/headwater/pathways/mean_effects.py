@@ -68,7 +68,7 @@ def mean_effects_of(
         tables.append(averaged(windowed, splits, draws).assign(intervention=WINDOWED))
     at_best = {name: _pooled([one.at(best) for one in each]) for name, each in done.items()}
     splits = splits_of(at_best[EXACT], np.zeros_like(best), windowed is not None)
-    tables.append(_each(at_best, splits, draws, randomly=True).assign(layer=pd.NA))
+    tables.append(_each(at_best, splits, draws, randomly=True).assign(layer=None))
     together = pd.concat([table.astype({"layer": "Int64"}) for table in tables], ignore_index=True)
     return together[[*KEYS[1:], *NUMBERS]]
 

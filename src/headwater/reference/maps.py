@@ -68,7 +68,6 @@ def multi_token_scores(
     head_map: HeadMap,
     relations: Relations,
     *,
-    batch_size: int = 64,
     progress: bool = True,
     out: str | Path | None = None,
 ) -> DynamicScores | None:
@@ -78,7 +77,6 @@ def multi_token_scores(
         model: the model that was classified.
         head_map: its static scores; relations and k are taken from there.
         relations: what `classify_heads` was given.
-        batch_size: sentences in a run.
         progress: show a bar.
         out: a folder to write to; an interrupted run goes on where it stopped.
     """
@@ -89,7 +87,7 @@ def multi_token_scores(
         return None
 
     def work(run: Run) -> DynamicScores:
-        return scored_prompts(run, model, head_map, asked, [OPENING], batch_size)
+        return scored_prompts(run, model, head_map, asked, [OPENING], 64)
 
     options = {"templates": [OPENING], "head_map": head_map.run.options}
     return run_or_resume(DynamicScores, "multi_token_scores", model, options, work, out=out, progress=progress)

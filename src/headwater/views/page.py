@@ -59,10 +59,10 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=True)
 
 
-def short_of(text: str, begins: int = 26, ends: int = 18) -> str:
+def short_of(text: str) -> str:
     """Return a text on one line: whole, or how it begins and how it ends, where prompts of one kind differ."""
     line = " ".join(text.split())
-    return line if len(line) <= begins + ends + 3 else f"{line[:begins]} … {line[-ends:]}"
+    return line if len(line) <= 47 else f"{line[:26]} … {line[-18:]}"
 
 
 def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
