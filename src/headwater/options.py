@@ -150,6 +150,14 @@ def checked_repeats(option: str, value: object) -> int:
     return checked_count(option, value, most=MOST_REPEATS)
 
 
+def is_label(label: object) -> bool:
+    """Whether something is a label, 0 or 1."""
+    try:
+        return label in (0, 1)
+    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
+        return False
+
+
 def checked_seed(value: object) -> int:
     """Return a seed that every generator takes."""
     return checked_count("seed", value, least=0, most=2**32 - 1)

@@ -116,10 +116,7 @@ def shared_relations(
 ) -> tuple[Relation, ...]:
     """Return the relations with the pairs, and of each the targets, that survive for every one of several tokenizers.
 
-    Args:
-        relations: the relations, all of them kept in the result, however few of their pairs survive.
-        tokenizers: of the models that are to be compared.
-        multi_token: as in `tokenize_relations`.
+    All relations are kept, however few of their pairs survive; `multi_token` is that of `tokenize_relations`.
     """
     # Until nothing changes: a pair that falls out changes which tokens tell targets apart.
     shared, before = tuple(relations), None

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -31,10 +32,21 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
 from headwater.calls import checked_call
+from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.options import checked_count, checked_flag, checked_number, checked_seed, checked_several, shown
+from headwater.models.packaged import world_folder
+from headwater.options import (
+    checked_count,
+    checked_flag,
+    checked_number,
+    checked_path,
+    checked_seed,
+    checked_several,
+    is_label,
+    shown,
+)
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
@@ -44,13 +56,6 @@ from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-from pathlib import Path
-
-from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
-from headwater.models.packaged import world_folder
-from headwater.options import checked_path
 
 BASELINE = "bag of words"
 FOLDS = 5
@@ -234,18 +239,11 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
     return numbers.astype(np.int64)
 
 
-def _is_label(label: object) -> bool:
-    try:
-        return label in (0, 1)
-    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
-        return False
-
-
 def _labels(labels: Iterable[object], n_texts: int) -> Bool[ndarray, " text"]:
     given = checked_several("labels", labels, "a list with a label for each text")
     if len(given) != n_texts:
         raise InputError(f"{len(given)} labels were given for {n_texts} texts.")
-    wrong = [i for i, label in enumerate(given) if not _is_label(label)]
+    wrong = [i for i, label in enumerate(given) if not is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
     member = np.array([bool(label) for label in given])

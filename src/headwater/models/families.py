@@ -40,9 +40,10 @@ class FusedQKV:
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of a block that are read by themselves, by the names of their modules; None where there is none."""
+    """The norms of a block, by the names of their modules; None where there is none."""
 
     before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
@@ -130,7 +131,7 @@ def _falcon(config: Any) -> dict[str, Any]:
     # transformers takes None for 2 (40B, 180B); Falcon 2 (11B) says 1.
     two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
     return {
-        "norms": Norms("ln_attn", "ln_mlp") if two_norms else ONE_NORM if config.parallel_attn else Norms(),
+        "norms": Norms("ln_attn", None, "ln_mlp") if two_norms else ONE_NORM if config.parallel_attn else Norms(),
         "parallel": config.new_decoder_architecture or config.parallel_attn,
         "positions_by_place": config.alibi,
     }
@@ -142,15 +143,17 @@ def _opt(config: Any) -> dict[str, Any]:
     reason = "its embedding is projected on its way into the residual stream, or norms come after its parts."
     return {
         "final_norm": None if not config.do_layer_norm_before else OPT.final_norm,
-        "norms": OPT.norms if config.do_layer_norm_before else Norms(None, None),
+        "norms": OPT.norms if config.do_layer_norm_before else Norms(None, None, None, None),
         "cannot": dict.fromkeys(("raw", "mlp0", "embed+mlp0", "layer0"), reason),
     }
 
 
 FAMILIES: Registry[str, Family] = Registry("family of models")
 """By the config's `model_type`."""
-SANDWICH = Norms("input_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-BEHIND = Norms(None, None, "post_feedforward_layernorm")
+SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 ONE_NORM = Norms(before_mlp="input_layernorm")
 GRANITE = Family(
     "GraniteForCausalLM",

@@ -73,12 +73,7 @@ def multi_token_scores(
 ) -> DynamicScores | None:
     """Score the heads of a map behind sources of several tokens, of the published relations; None without a source.
 
-    Args:
-        model: the model that was classified.
-        head_map: its static scores; relations and k are taken from there.
-        relations: what `classify_heads` was given.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
+    `relations` are those that `classify_heads` was given; which were used, and k, are the map's.
     """
     known = {name: one for name, one in relations_of(model, head_map, relations).items() if name in RELATIONS}
     asked = [(*multi_token_prompts(model, tokens.relation), k) for tokens, k in known.values()]
