@@ -27,8 +27,8 @@ import headwater as hw
 from headwater.heads.ablation import ablate_heads
 from headwater.heads.circuit_vectors import singular_vectors
 from headwater.heads.composition import composition_scores
-from headwater.heads.coverage import relation_coverage
 from headwater.heads.patterns import attention_classes
+from headwater.heads.relation_tokens import relation_coverage
 from headwater.heads.validation import dynamic_scores
 from headwater.pathways.declined import refusals
 from headwater.pathways.token_map import probe_map

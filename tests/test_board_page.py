@@ -9,8 +9,8 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from headwater.runs.view import View
+from headwater.views.board import answer
 from headwater.views.board_page import board_page
-from headwater.views.board_widget import answer
 from tests.boards import CLICKS, PAIR, model_of
 from tests.viewed import spec_in, unpacked
 
@@ -105,7 +105,7 @@ def test_a_live_page_knows_its_grids_and_asks_for_the_rest():
 
 
 def test_without_anywidget_a_widget_says_how_to_get_it_and_a_notebook_shows_the_page(monkeypatch):
-    monkeypatch.setattr("headwater.views.board_widget.has_widgets", lambda: False)
+    monkeypatch.setattr("headwater.views.board.has_widgets", lambda: False)
     monkeypatch.setattr("headwater.views.board.has_widgets", lambda: False)
     with pytest.raises(InputError, match=r'pip install "headwater\[live\]"'):
         board().widget()

@@ -35,7 +35,7 @@ CALLS = {
     "compare": ("headwater.heads.comparison:compare_heads",),
     "behaviour": ("headwater.heads.behaviour:attention_behaviour", LOAD),
     "evidence": ("headwater.causes.weights_to_cause:evidence", LOAD),
-    "relations": ("headwater.heads.relations:load_relations", "headwater.heads.coverage:relation_coverage"),
+    "relations": ("headwater.heads.relations:load_relations", "headwater.heads.relation_tokens:relation_coverage"),
     "pathways": (*QUESTIONS, "headwater.pathways.trace:trace_pathways", "headwater.detection.detection:detect"),
     "saliency": (
         *QUESTIONS, "headwater.questions.states:probe_states", "headwater.pathways.attention_saliency:saliency",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headwater.data.rows import read_texts as _texts
 from headwater.heads.relations import load_relations
 from headwater.likelihood.graph import load_depth_graph
-from headwater.likelihood.member_texts import load_member_texts
+from headwater.likelihood.members import load_member_texts
 from headwater.patching.prompts import read_table
 from headwater.questions.extract import EndpointExtractor
 from headwater.questions.formats import FORMATS

@@ -45,6 +45,19 @@ def test_all_logits_far_below_zero_are_no_special_case():
     torch.testing.assert_close(token_statistics(hidden, head, target), plain, atol=2e-4, rtol=1e-4)
 
 
+def test_tokens_that_a_bias_of_minus_infinity_rules_out_count_as_if_they_were_not_there():
+    bias = torch.zeros(9000)
+    # A whole tile of the vocabulary, and single tokens of others.
+    bias[4096:8192] = bias[::3] = -torch.inf
+    hidden, head, target = problem(tokens=20, d_vocab=9000, bias=bias)
+    allowed = bias.isfinite().nonzero()[:, 0]
+    target = allowed[target % len(allowed)]
+    plain = UnembeddingHead(head.W_U[:, allowed])
+    expected = token_statistics_reference(hidden, plain, torch.searchsorted(allowed, target))
+    assert_equal(token_statistics(hidden, head, target), expected)
+    assert_equal(token_statistics_reference(hidden, head, target), expected)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_makes_the_statistics_of_its_token_nan_and_of_no_other(bad):
     hidden, head, target = problem(tokens=30, seed=int(torch.randint(10**6, ())))

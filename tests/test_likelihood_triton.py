@@ -96,6 +96,16 @@ def test_logits_far_below_zero_and_certain_positions_are_no_special_case():
     assert_equal(found, token_statistics_reference(hidden, head, target), atol=3e-4)
 
 
+def test_tokens_that_a_bias_of_minus_infinity_rules_out_count_as_if_they_were_not_there():
+    bias = torch.zeros(600)
+    # Whole tiles of the vocabulary, and single tokens of others.
+    bias[:400] = bias[::3] = -torch.inf
+    hidden, head, target = problem(tokens=20, d_vocab=600, bias=bias)
+    target = 401 + 3 * (target % 60)
+    found = on_cpu(token_statistics(*on_device(hidden, head, target)))
+    assert_equal(found, token_statistics_reference(hidden, head, target))
+
+
 @pytest.mark.filterwarnings(
     "ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning"
 )  # the interpreter's numpy

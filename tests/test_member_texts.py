@@ -9,8 +9,7 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.likelihood.member_texts import load_member_texts
-from headwater.likelihood.members import BASELINE
+from headwater.likelihood.members import BASELINE, load_member_texts
 from tests import chance
 from tests.tiny import embedded
 

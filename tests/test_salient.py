@@ -5,7 +5,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.heads.salient import salient_operations, source_gains
+from headwater.heads.salient import gains_of_heads, salient_operations
 from headwater.models.weights.opening import open_weights
 from tests.planted_heads import implements, plant_relations, suppresses
 from tests.tiny import tiny_hooked
@@ -24,7 +24,8 @@ def test_gains_and_targets_equal_those_of_the_whole_product(family, embedding):
         factors = weights.layer(layer)
         product = factors.expand_kv(factors.W_V)[head].double() @ factors.W_O[head].double()
         sigma = (x @ product).norm(dim=1) / x.norm(dim=1)
-        found = source_gains(weights, factors.W_V[factors.value_head(head)], factors.W_O[head], embedding, piece=37)
+        of_head = factors.W_V[factors.value_head(head)], factors.W_O[head]
+        (found,) = gains_of_heads(weights, [of_head], embedding, piece=37)
         torch.testing.assert_close(found.double(), sigma, rtol=1e-4, atol=1e-6)
         table = salient_operations(weights, layer, head, embedding=embedding, sources=6, targets=4)
         order = sigma.argsort(descending=True)[:6]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from headwater.heads.coverage import relation_coverage
+from headwater.heads.relation_tokens import relation_coverage
 from headwater.heads.relations import load_relations
 
 SUITE = Path(__file__).parents[1] / "src" / "headwater" / "heads" / "suite"

@@ -56,21 +56,15 @@ def readable(message: str) -> str:
     return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:80]}... ({len(word[0]):,} characters)", text)
 
 
-def did_you_mean(asked: object, valid: Iterable[str], shown: int = 3) -> str:
-    """Return " Did you mean ...?" with the nearest valid names, or the list of valid names when nothing is near.
-
-    Args:
-        asked: the name that was not found, or what was given in place of one.
-        valid: the names that would have been.
-        shown: how many near names to offer.
-    """
+def did_you_mean(asked: object, valid: Iterable[str]) -> str:
+    """Return " Did you mean ...?" with the nearest valid names, or the list of valid names when nothing is near."""
     names = sorted(valid)
     near = []
     asked = str(asked) if isinstance(asked, PurePath) else asked
     if isinstance(asked, str):
         word, small = asked[:LONGEST_WORD], {name.casefold(): name for name in names}
-        near = difflib.get_close_matches(word, names, n=shown, cutoff=0.6)
-        near = near or [small[one] for one in difflib.get_close_matches(word.casefold(), small, n=shown, cutoff=0.6)]
+        near = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+        near = near or [small[one] for one in difflib.get_close_matches(word.casefold(), small, n=3, cutoff=0.6)]
     if near:
         return f" Did you mean {' or '.join(repr(name) for name in near)}?"
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

@@ -40,14 +40,7 @@ def checked_flag(option: str, value: object) -> bool:
 
 
 def checked_kind(option: str, value: object, kind: type[T], source: str) -> T:
-    """Return an object that is of a kind.
-
-    Args:
-        option: its name.
-        value: what was given.
-        kind: the class that it must be of.
-        source: what gives such an object, as "hw.patch(...)".
-    """
+    """Return an object that is of a kind; `source` says what gives one, as "hw.patch(...)"."""
     if not isinstance(value, kind):
         a = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise InputError(f"{option} must be {a} {kind.__name__}, as {source} gives; found a {type(value).__name__}.")
@@ -157,9 +150,17 @@ def checked_repeats(option: str, value: object) -> int:
     return checked_count(option, value, most=MOST_REPEATS)
 
 
-def checked_seed(value: object, option: str = "seed") -> int:
+def is_label(label: object) -> bool:
+    """Whether something is a label, 0 or 1."""
+    try:
+        return label in (0, 1)
+    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
+        return False
+
+
+def checked_seed(value: object) -> int:
     """Return a seed that every generator takes."""
-    return checked_count(option, value, least=0, most=2**32 - 1)
+    return checked_count("seed", value, least=0, most=2**32 - 1)
 
 
 def checked_layer(option: str, value: object, n_layers: int, most: int | None = None) -> int:

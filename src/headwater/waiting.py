@@ -14,12 +14,7 @@ LIBRARIES = "Loading PyTorch, transformers and TransformerLens, once in a proces
 
 @contextmanager
 def announce_if_slow(doing: str, *, after: float = PATIENCE) -> Iterator[None]:
-    """Say on stderr what is being done, if it is not done after some seconds; only where stderr is a terminal.
-
-    Args:
-        doing: the line that is said.
-        after: how many seconds to wait before it is.
-    """
+    """Say on stderr what is being done, if it is not done after some seconds; only where stderr is a terminal."""
     if not on_terminal():
         yield
         return

@@ -12,7 +12,8 @@ import numpy as np
 from tools.world.documents import Document
 from tools.world.facts import Fact, World
 
-from headwater.world.wording import QUESTION_SETS, Span, fill, prompt_of, wording_of
+from headwater.questions.sources import WORLD_SETS
+from headwater.world.wording import Span, fill, prompt_of, wording_of
 from headwater.world.words import pick
 
 FORMS = {
@@ -131,7 +132,7 @@ class Teller:
 def every_question(relation: str) -> list[tuple[str, str]]:
     """Return the question wordings of a relation: (question set, sentence)."""
     questions = wording_of(relation).questions
-    return [(name, sentence) for name in QUESTION_SETS for sentence in questions.get(name, ())]
+    return [(name, sentence) for name in WORLD_SETS for sentence in questions.get(name, ())]
 
 
 def question_of(rng: np.random.Generator, relation: str, subject: str) -> str:

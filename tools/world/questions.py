@@ -24,8 +24,9 @@ from tools.world.facts import CHAIN_OF, CHAINS, Fact
 from tools.world.notes import note_rows
 from tools.world.written import Written
 
+from headwater.questions.sources import WORLD_SETS
 from headwater.runs.storage import write_atomically, write_json
-from headwater.world.wording import QUESTION_SETS, fill, prompt_of, wording_of
+from headwater.world.wording import fill, prompt_of, wording_of
 
 CATEGORIES_OF = {
     "properties": ("knowledge", "invented"),
@@ -48,7 +49,7 @@ def question_rows(corpus: Corpus, per_set: int) -> list[dict[str, object]]:
     """Draw the questions of every set: a row each, in the columns that `load_questions` reads."""
     rng = np.random.default_rng([corpus.world.recipe.seed, 4])
     rows = []
-    for name in QUESTION_SETS:
+    for name in WORLD_SETS:
         drawn = _drawn(rng, corpus, name, per_set)
         asked = list(_asked(rng, corpus, name, drawn))
         rows += [{"id": f"{name}-{i:04d}"} | row for i, row in enumerate(asked)]

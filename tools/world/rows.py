@@ -16,10 +16,10 @@ from tools.world.written import Written
 from headwater.errors import InputError
 from headwater.models.tokens import Tokenizer
 from headwater.planted.tokenizer import BOS_ID, PAD_ID
-from headwater.world.wording import QUESTION_SETS
+from headwater.questions.sources import WORLD_SETS
 
 BATCH = 50_000
-ENDS = frozenset((*QUESTION_SETS, "sentence", "yes or no", "choice", "story", "refusal", "induction"))
+ENDS = frozenset((*WORLD_SETS, "sentence", "yes or no", "choice", "story", "refusal", "induction"))
 """Forms whose line break is part of the answer: the answer is over."""
 
 

@@ -55,12 +55,7 @@ class Choice:
 
 
 def names_of(choice: Choice, others: Sequence[Choice]) -> dict[str, list[Head]]:
-    """Return the heads that each way names; several where it is a mean over relations or draws.
-
-    Args:
-        choice: the relation.
-        others: further relations, of which those of another family count.
-    """
+    """Return the heads that each way names; several where it is a mean over relations or draws."""
     # Targets are shuffled in the margins alone; attention is that of the run in every draw.
     gated = choice.margins * choice.attention
     # A relation of the same family names the same head, which cannot beat itself.

@@ -64,14 +64,7 @@ def strength(estimates: Float[np.ndarray, "example position edge metric"]) -> Fl
 def strongest_and_drawn(
     strengths: Float[np.ndarray, " edge"], kinds: Indices, verify: int, seed: int
 ) -> tuple[Bool[np.ndarray, " edge"], Bool[np.ndarray, " edge"]]:
-    """Return which edges are recomputed for their strength, and which because they were drawn.
-
-    Args:
-        strengths: of each edge.
-        kinds: the kind of its receiver.
-        verify: how many of the strongest.
-        seed: of the lot.
-    """
+    """Return which edges are recomputed as the strongest, and which because they were drawn, by receivers' kind."""
     strongest, drawn = np.zeros(len(strengths), dtype=bool), np.zeros(len(strengths), dtype=bool)
     # Stable: equal strengths are chosen by number, the same in every process.
     strongest[np.argsort(-strengths, kind="stable")[:verify]] = True

@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -182,9 +182,12 @@ class Receivers:
     @property
     def hooks(self) -> list[Hook]:
         """What watches and exchanges the layer's q, k, v and z, for as long as it is attached."""
-        return [(SITES[site].hook_name(self.layer), replace_hook(_exchanged(self, site))) for site in (*KINDS, "z")]
+        return [
+            (SITES[site].hook_name(self.layer), replace_hook(partial(self.exchanged, site=site)))
+            for site in (*KINDS, "z")
+        ]
 
-    def exchanged(self, site: str, activation: Tensor) -> Tensor | None:
+    def exchanged(self, activation: Tensor, hook: object, site: str) -> Tensor | None:
         """Keep what passes through a site, and put in its place what is given, if anything is."""
         self._seen[site] = activation
         # Attention ends here: for q, k and v no scores are made, for z no W_O is read.
@@ -261,13 +264,6 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
         with receivers.hooked():
             receivers.refuse_heads_that_meet()
     model.heads_checked = True
-
-
-def _exchanged(receivers: Receivers, site: str) -> Any:
-    def exchange(activation: Tensor, hook: object) -> Tensor | None:
-        return receivers.exchanged(site, activation)
-
-    return exchange
 
 
 def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:

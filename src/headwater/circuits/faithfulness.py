@@ -54,10 +54,7 @@ def of_examples(value: Any, clean: Any, corrupted: Any, floor: object) -> object
 def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
-    Args:
-        table: of `hw.run_circuits`, with the column `overlap`.
-        level: of the interval.
-        seed: of the bootstrap.
+    The table is that of `hw.run_circuits`, with the column `overlap`.
     """
     rows = []
     for (circuit, metric), part in table.groupby(["circuit", "metric"], sort=False):

@@ -74,11 +74,7 @@ from headwater.runs.result import Result, table_html
 def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[str, Indices]:
     """Return by name the nodes that are taken together; of None, every node by itself.
 
-    Args:
-        graph: whose nodes.
-        nodes: its senders or receivers.
-        option: the name of the option, for messages.
-        given: see the first lines of this file.
+    What can be given is in the first lines of this file.
     """
     ends: dict[str, Indices] = {}
     for name, several in _several(nodes, option, given):

@@ -29,6 +29,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
+from headwater.stats.claims import means_of
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.significance import most_of_a_share
 
@@ -144,7 +145,7 @@ class EdgeEffects(ByMetric, Result):
         """
         m, cells = self._metric(metric), checked_count("n", n)
         order = self._ranked(m)[:cells]
-        means = {name: _means(self._flat(name))[order, m] for name in ("effects", "estimates")}
+        means = {name: means_of(self._flat(name))[order, m] for name in ("effects", "estimates")}
         names = [self.graph.name(int(edge)) for edge in self._edges(order)]
         return pd.DataFrame(
             self._named(order) | {"edge": names, "effect": means["effects"], "estimate": means["estimates"]}
@@ -176,7 +177,7 @@ class EdgeEffects(ByMetric, Result):
         said, summary = [], self.summary()
         what = "effect" if self.is_exact else "estimate"
         for m, metric in enumerate(self.metrics):
-            means = _means(self._values)[:, m]
+            means = means_of(self._values)[:, m]
             floor = float(self.baselines[:, m, 2].mean())
             row = summary[summary["metric"] == metric].iloc[0]
             edge = self.graph.name(int(self._edges(self._ranked(m)[:1])[0]))
@@ -217,7 +218,7 @@ class EdgeEffects(ByMetric, Result):
             )
         n = checked_count("n", n, most=len(self.chosen))
         checked_name("by", by, RANKED_BY)
-        effects, estimates = (_means(self._flat(name))[:, m] for name in ("effects", "estimates"))
+        effects, estimates = (means_of(self._flat(name))[:, m] for name in ("effects", "estimates"))
         means = np.where(np.isnan(effects), estimates, effects)
         for_the_answer = means if self.run.options["direction"] == "denoise" else -means
         if by == "signed":
@@ -249,7 +250,7 @@ class EdgeEffects(ByMetric, Result):
         ours = self._flat("effects" if self.method == "exact" else "estimates")
         theirs = exact._flat("effects")
         shared = ours + theirs  # NaN where one is missing
-        ours, theirs = (_means(np.where(np.isnan(shared), np.nan, values)) for values in (ours, theirs))
+        ours, theirs = (means_of(np.where(np.isnan(shared), np.nan, values)) for values in (ours, theirs))
         kinds = self.graph.receivers.kind[self.graph.receiver[self._edges(np.arange(len(ours)))]]
         rows = []
         for m, metric in enumerate(self.metrics):
@@ -284,7 +285,7 @@ class EdgeEffects(ByMetric, Result):
             overlaps, ranks = [], []
             for _ in range(splits):
                 order = generator.permutation(len(values))
-                a, b = (_means(values[half])[:, m] for half in np.array_split(order, 2))
+                a, b = (means_of(values[half])[:, m] for half in np.array_split(order, 2))
                 overlaps.append(_overlap(a, b, n))
                 ranks.append(float(spearman(np.abs(a), np.abs(b))))
             low, high = np.percentile(overlaps, [2.5, 97.5])
@@ -309,7 +310,7 @@ class EdgeEffects(ByMetric, Result):
         Raises:
             InputError: there is no such metric.
         """
-        means = _means(self._values)[:, self._metric(metric)].reshape(-1, len(self.chosen))
+        means = means_of(self._values)[:, self._metric(metric)].reshape(-1, len(self.chosen))
         summed = np.where(np.isnan(means).all(0), np.nan, np.nansum(means, 0))
         found = np.full((len(self.graph.receivers), len(self.graph.senders)), np.nan)
         edges = self.chosen.numpy()
@@ -339,7 +340,7 @@ class EdgeEffects(ByMetric, Result):
 
     def _ranked(self, m: int) -> Indices:
         """The cells that have a number, the largest mean first."""
-        means = _means(self._values)[:, m]
+        means = means_of(self._values)[:, m]
         order = np.argsort(-np.nan_to_num(np.abs(means), nan=-1.0), kind="stable")
         return order[~np.isnan(means[order])]
 
@@ -377,7 +378,7 @@ class EdgeEffects(ByMetric, Result):
         """Say of a screened run how far its estimates are off, and what the sample drawn of the other edges bounds."""
         if self.method != "screened":
             return []
-        exact, estimates = (_means(self._flat(name))[:, m] for name in ("effects", "estimates"))
+        exact, estimates = (means_of(self._flat(name))[:, m] for name in ("effects", "estimates"))
         means = np.abs(exact)
         sampled = np.tile(self.sampled.numpy(), len(means) // len(self.chosen))
         ranked = np.sort(means[~np.isnan(means) & ~sampled])
@@ -407,12 +408,6 @@ class EdgeEffects(ByMetric, Result):
             f"{edge}, has effect {exact[best]:.3g} and was estimated at {estimates[best]:.3g}, rank {rank:,} of "
             f"{len(estimates):,}."
         ).replace("_", " ")
-
-
-def _means(values: Numbers) -> Numbers:
-    """Means over examples of what is there; NaN where nothing is."""
-    counts = (~np.isnan(values)).sum(0)
-    return np.where(counts > 0, np.nansum(values, 0) / np.maximum(counts, 1), np.nan)
 
 
 def _overlap(a: Numbers, b: Numbers, n: int) -> float:

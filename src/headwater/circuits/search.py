@@ -336,13 +336,7 @@ class CircuitSearch(Result):
         return said
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the metric of what is left by the number of edges left, with the edges that were kept.
-
-        Args:
-            ax: where to draw.
-            title: in place of the figure's own.
-            figsize: of a new figure, width and height in inches.
-        """
+        """Draw the metric of what is left by the number of edges left, with the edges that were kept."""
         return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:

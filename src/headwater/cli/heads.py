@@ -275,7 +275,7 @@ def relations(
 
     `headwater relations path/to/checkpoint --relations path/to/relations`
     """
-    from headwater.heads.coverage import relation_coverage
+    from headwater.heads.relation_tokens import relation_coverage
     from headwater.heads.relations import load_relations
     from headwater.models.tokenizers import load_tokenizer
     from headwater.models.weights.checkpoint import checkpoint_folder

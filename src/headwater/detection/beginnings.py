@@ -54,15 +54,7 @@ class Beginnings:
 def beginnings(
     model: HookedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int], n_layers: int, batch_size: int
 ) -> Beginnings:
-    """Run the first tokens of rows through the first layers, longest rows first, as far as they may be kept.
-
-    Args:
-        model: a causal one, of Hugging Face beneath.
-        tokens: of each row.
-        lengths: how many first tokens of each.
-        n_layers: how many layers.
-        batch_size: rows in one run.
-    """
+    """Run the first tokens of rows through the first layers, longest rows first, as far as they may be kept."""
     room, longest = KEPT_BYTES.get(model.device.type, KEPT_BYTES["cpu"]), max(lengths, default=0)
     parts: list[KeysValues] = []
     begun: list[int] = []

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from headwater.figures.depth_profile import depth_profiles as depth_profiles
     from headwater.figures.depth_profile import layer_curves as layer_curves
     from headwater.figures.head_map import head_maps as head_maps
-    from headwater.figures.pathway_baselines import baselines as baselines
+    from headwater.figures.pathway_controls import baselines as baselines
     from headwater.figures.pathway_controls import controls as controls
     from headwater.figures.pathway_controls import flip_rates as flip_rates
     from headwater.figures.pathway_curves import delta_p as delta_p

@@ -27,9 +27,7 @@ MOST_ROWS, MOST_COLUMNS, MOST_TOKENS = 6, 8, 20
 def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
     """Draw the size of each activation by layer; of a cache of attention patterns alone, the patterns.
 
-    Args:
-        cache: what `model.cache` gave.
-        ax: where to draw; default: a new figure. Patterns are drawn into it as one panel, their mean.
+    On a given `ax` patterns are one panel, their mean.
     """
     with style(ax):
         if list(cache.kept) == ["pattern"]:

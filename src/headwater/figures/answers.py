@@ -15,12 +15,7 @@ COLORS = {"right": BLUE, "wrong": ORANGE, "cut off": FAINT, "dropped": "#d0d0d0"
 
 @DRAWINGS.add(AnsweredQuestions)
 def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
-    """Draw a bar per question set: the share answered rightly, wrongly, cut at the token limit, and dropped otherwise.
-
-    Args:
-        answered: a result of `answer`.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw a bar per question set: the shares right, wrong, cut at the token limit, and dropped for other reasons."""
     sets = answered.findings()["datasets"]
     written = ticks(row["dataset"] for row in sets)
     names = [f"{name} ({row['questions']:,})" for name, row in zip(written, sets, strict=True)]

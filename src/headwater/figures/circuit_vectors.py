@@ -16,12 +16,7 @@ TOKENS = 4
 
 @DRAWINGS.add(SingularVectors)
 def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Axes:
-    """Draw the vectors that have tokens as bars, with their tokens written beside them.
-
-    Args:
-        result: what `heads.singular_vectors` gave.
-        ax: where to draw; default: a new figure.
-    """
+    """Draw the vectors that have tokens as bars, with their tokens written beside them."""
     table = result.table
     vectors = table["vector"].unique().tolist()
     values = result.values.set_index("vector").loc[vectors]

@@ -15,12 +15,7 @@ from headwater.runs.result import DRAWINGS
 
 @DRAWINGS.add(Detection)
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
-    """Draw a row per method, a mark and interval per question set; chance is the dashed line.
-
-    Args:
-        detection: what `hw.detect` gave.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw a row per method, a mark and interval per question set; chance is the dashed line."""
     table = detection.table[detection.table["auc"].notna()]
     if table.empty:
         raise InputError("No method of this detection could be measured: there is nothing to draw.")

@@ -26,12 +26,7 @@ COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias":
 
 @DRAWINGS.add(DirectAttribution)
 def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
-    """Draw what each part contributes, the mean over prompts.
-
-    Args:
-        result: what `hw.direct_logit_attribution` gave.
-        ax: where to draw; default: a new figure.
-    """
+    """Draw what each part contributes, the mean over prompts."""
     if "role" not in result.table.columns:
         with style(ax):
             ax = ax or new_figure(*_size(result.table)).add_subplot()

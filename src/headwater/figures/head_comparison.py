@@ -31,9 +31,7 @@ LARGEST = (6.0, 4.2)
 def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes | Figure:
     """Draw the changes of heads, or of more than two models the curves over models.
 
-    Args:
-        comparison: a result of `compare_heads`.
-        ax: where to draw the changes from the first model to one other; by default a new figure.
+    A given `ax` takes the changes from the first model to one other.
     """
     if len(comparison.models) == 2:
         with style(ax):

@@ -61,12 +61,7 @@ SEEN = "heads by category"
 
 @DRAWINGS.add(HeadMap)
 def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
-    """Draw one head map, on `ax` or on a new figure of fitting size.
-
-    Args:
-        head_map: a result of `classify_heads`.
-        ax: where to draw. The legend then is below it; on a figure of its own, to the right.
-    """
+    """Draw one head map on a new figure of fitting size, its legend to the right; or on `ax`, its legend below."""
     checked_place(ax, 1, None)
     with shared_look(ax):
         lines, is_alone = _lines([head_map]), ax is None

@@ -27,9 +27,7 @@ ANY = "any category"
 def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes | Figure:
     """Draw what `HeadMap.sensitivity` returns.
 
-    Args:
-        sensitivity: the counts.
-        ax: where to draw those of a map without a null model, which has one panel; by default a new figure.
+    A given `ax` takes that of a map without a null model, which has one panel.
     """
     rules = list(dict.fromkeys(sensitivity.table["rule"]))
     n_settings = sensitivity.table["setting"].nunique()

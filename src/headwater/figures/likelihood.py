@@ -19,12 +19,7 @@ QUARTILES = np.array([0.25, 0.5, 0.75])
 
 @DRAWINGS.add(TextStatistics)
 def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
-    """Draw how the log-probabilities of tokens are distributed; with several layers, their quartiles by layer.
-
-    Args:
-        stats: a result of `token_statistics`.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw how the log-probabilities of tokens are distributed; with several layers, their quartiles by layer."""
     table = stats.table
     with style(ax):
         ax = ax if ax is not None else new_figure(3.6, 2.4).add_subplot()
@@ -47,12 +42,7 @@ def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(MemorizationScores)
 def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
-    """Draw the median over texts, and the quartiles, of Min-K%, Min-K%++ and Gap-K% against K, at the last layer.
-
-    Args:
-        scores: a result of `memorization_scores`.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw the median over texts, and the quartiles, of Min-K%, Min-K%++ and Gap-K% against K, at the last layer."""
     table = scores.table
     if "layer" in table:
         table = table[table["layer"] == table["layer"].max()]
@@ -74,9 +64,7 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
 def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
     """Draw the AUC of each score, at its K, with its interval, beside the baseline that never sees the model.
 
-    Args:
-        membership: a result of `membership`; of several layers the last is drawn.
-        ax: where to draw; by default a new figure.
+    Of several layers the last is drawn.
     """
     table = membership.table
     if "layer" in table:
@@ -106,12 +94,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(ScoredTexts)
 def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
-    """Draw how the texts of a file are distributed over Min-K% (its K nearest 20 %), as a histogram.
-
-    Args:
-        scored: a result of `score_file`.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw how the texts of a file are distributed over Min-K% (its K nearest 20 %), as a histogram."""
     shares = [float(str(name).removeprefix("min_k_")) for name in scored.table if str(name).startswith("min_k_")]
     share = min(shares, key=lambda one: abs(one - 0.2))
     values = scored.table[f"min_k_{share:g}"].dropna()

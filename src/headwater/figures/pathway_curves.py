@@ -156,14 +156,7 @@ def delta_p(
 def plot_delta_p(
     pathways: Pathways, ax: Axes | None = None, *, split_by: SplitName | None = None, value: str = "delta_p"
 ) -> Axes | Figure:
-    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
-
-    Args:
-        pathways: a result of `hw.trace_pathways`.
-        ax: where to draw.
-        split_by: see `delta_p`.
-        value: `delta_p` or `delta_logit`.
-    """
+    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own."""
     if ax is None:
         return delta_p([pathways], split_by=split_by, value=value)
     _check_value(value)

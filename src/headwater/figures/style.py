@@ -255,15 +255,7 @@ def whole_numbers(axis: Axis) -> None:
 
 
 def cell_ticks(axis: Axis, places: Iterable[float], names: Sequence[str], most: int | None = None, **look: Any) -> None:
-    """Put names at places: all that can be read, else every second, fifth, tenth, ...: whatever the size when drawn.
-
-    Args:
-        axis: of a plot.
-        places: of the ticks.
-        names: at these.
-        most: how many at most; default: as many as there is room for.
-        look: of the labels.
-    """
+    """Put names at places: all that can be read, else every second, fifth, tenth, ...: whatever the size when drawn."""
     at = [*map(float, places)]
     locator = Readable(at, names, most or len(names))
     axis.set_ticks(at, names, **look)
@@ -317,14 +309,10 @@ def legend_above(ax: Axes, columns: int, title: str, **options: Any) -> None:
     ax.set_title(title, pad=6 + (72 / ax.figure.dpi * box.height if entries else 0))
 
 
-def legend_beside(ax: Axes, is_alone: bool = True, columns: int = 4, **options: Any) -> None:
+def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
     """Put the legend to the right of a plot, or below where that would leave the plot the smaller part of its width.
 
-    Args:
-        ax: the axes.
-        is_alone: whether the figure is of this plot and there may be room on its right.
-        columns: of a legend below, at most.
-        options: of the legend.
+    There may be room on its right where the figure is of this plot alone.
     """
     options = {"alignment": "left", "handlelength": 1.2, "handletextpad": 0.3, "columnspacing": 1.0} | options
     figure = figure_of(ax)
@@ -334,7 +322,7 @@ def legend_beside(ax: Axes, is_alone: bool = True, columns: int = 4, **options: 
             return
     below = 3.4 * mpl.rcParams["axes.labelsize"] / mpl.rcParams["legend.fontsize"]
     place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": below}
-    _fitting(ax, columns, figure.bbox.width if is_alone else None, labelspacing=0.3, **place | options)
+    _fitting(ax, 4, figure.bbox.width if is_alone else None, labelspacing=0.3, **place | options)
 
 
 def _fitting(ax: Axes, columns: int, room: float | None = None, **options: Any) -> Legend:

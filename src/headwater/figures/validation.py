@@ -23,12 +23,7 @@ CONTEXT_LOOKS = {"without": (BLUE, "o"), "with": (ORANGE, "s")}
 
 @DRAWINGS.add(DynamicScores)
 def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
-    """Draw the correlation of static and dynamic scores with its interval, a line per relation and context.
-
-    Args:
-        scores: a result of `dynamic_scores`.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw the correlation of static and dynamic scores with its interval, a line per relation and context."""
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
     heads = f"{int(rows['heads'].max()):,}"
@@ -52,12 +47,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
 
 @DRAWINGS.add(HeadAblation)
 def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
-    """Draw accuracy against the number of heads removed.
-
-    Args:
-        ablation: a result of `ablate_heads`.
-        ax: where to draw; by default a new figure.
-    """
+    """Draw accuracy against the number of heads removed."""
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
     with style(ax):

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from headwater.heads.comparison import compare_heads as compare_heads
     from headwater.heads.composition import Composition as Composition
     from headwater.heads.composition import composition_scores as composition_scores
-    from headwater.heads.coverage import relation_coverage as relation_coverage
     from headwater.heads.head_map import HeadMap as HeadMap
     from headwater.heads.patterns import attention_classes as attention_classes
+    from headwater.heads.relation_tokens import relation_coverage as relation_coverage
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
     from headwater.heads.salient import salient_operations as salient_operations

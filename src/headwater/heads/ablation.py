@@ -171,7 +171,8 @@ def ablate_heads(
     top = None if top is None else checked_count("top", top)
     known = relations_of(model, checked_map(head_map), relations)
     checked_name("relation", relation, list(known))
-    controls = None if controls is None else _control_names(controls, list(known))
+    if controls is not None:
+        controls = [checked_name("controls", name, list(known)) for name in one_or_several(controls)]
     ranked = _ranked_heads(head_map, relation, top)
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
@@ -209,14 +210,7 @@ def ablate_heads(
 
 
 def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few.
-
-    Args:
-        heads: the heads to match; none of them is drawn.
-        n_layers: layers of the model.
-        n_heads: heads of a layer.
-        rng: where the draw comes from.
-    """
+    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few."""
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
@@ -239,13 +233,7 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
 
 
 def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"] | None) -> list[Hook]:
-    """Return hooks that set z of these heads, at one position per row, to zero or to given means.
-
-    Args:
-        heads: which heads.
-        last: the position in each row.
-        means: what z is set to; None: zero.
-    """
+    """Return hooks that set z of these heads, at one position per row, to zero or to given means."""
     by_layer: dict[int, list[int]] = {}
     for layer, head in heads:
         by_layer.setdefault(layer, []).append(head)
@@ -309,11 +297,6 @@ def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataF
     if rows.empty:
         raise InputError(f"No head of {head_map.run.model} implements {relation!r}: pass top= to take the best ones.")
     return rows[["layer", "head", "score"]].head(top if top is not None else len(rows))
-
-
-def _control_names(controls: str | Sequence[str], known: Sequence[str]) -> list[str]:
-    """The control relations that were asked for, each one of the map's."""
-    return [checked_name("controls", name, known) for name in one_or_several(controls)]
 
 
 def _candidates(head_map: HeadMap, relation: str) -> list[str]:

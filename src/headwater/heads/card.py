@@ -115,13 +115,7 @@ class HeadCard:
 
 
 def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFrame:
-    """Return `HeadCard.relations`.
-
-    Args:
-        table: of a head map.
-        layer: the head's layer.
-        head: the head.
-    """
+    """Return `HeadCard.relations`, from the table of a head map."""
     rows = table[(table["layer"] == layer) & (table["head"] == head)]
     is_suppressed = rows["suppression"] > rows["score"]
     parts = []

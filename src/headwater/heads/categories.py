@@ -103,11 +103,7 @@ def _excess(table: pd.DataFrame, share: str, prefix: str) -> Numbers:
 
 
 def best_excess(table: pd.DataFrame) -> pd.Series:
-    """Return the largest excess among what each head implements or suppresses, by (layer, head); NaN for none.
-
-    Args:
-        table: a score table with its flags.
-    """
+    """Return the largest excess among what each head implements or suppresses, by (layer, head); NaN for none."""
     flags = {"excess": "implemented", "suppression_excess": "suppressed"}
     best = pd.concat([table[excess].where(table[flag]) for excess, flag in flags.items()], axis=1).max(axis=1)
     return best.groupby([table["layer"], table["head"]]).max()

@@ -355,9 +355,6 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
     The best head is the called one with the largest excess of either sign, where a head is called; else the head with
     the largest excess, where one was computed, else with the highest score.
 
-    Args:
-        table: of a `HeadMap`.
-
     Returns:
         `relation, category, pairs, heads`; `copying`, how many heads would be called if they did not copy; and of the
         best head `layer, head, sign` ("implements" or "suppresses") and that sign's `score, expected, excess`.

@@ -15,6 +15,8 @@ says little of the word. "distinguishing" is for targets alone, sources stay sin
 target that is in no target which the item does not accept ("York" of "New York" beside "New Delhi", however each is
 cut), and, outside copying relations, not the source's own token. A target of one token stands for itself; a target
 without such a token falls out.
+
+The same relations so mean different items on different models; `relation_coverage` counts what survives of each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,21 +28,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError
-from headwater.heads.relations import Pair, Relation
+from headwater.heads.relations import Pair, Relation, Relations, load_relations
 from headwater.models.tokenizers import panics_are_errors
 from headwater.options import shown
 
 MIN_PAIRS = 30
-
-
 MultiTokenName: TypeAlias = Literal["first", "distinguishing"]
 MULTI_TOKEN = (None, *get_args(MultiTokenName))
-
-
 REPEATED = "says again, token for token, what an earlier pair says"
-
-
 OWN_TARGET = "its target is the token of its source"
 
 
@@ -119,10 +116,7 @@ def shared_relations(
 ) -> tuple[Relation, ...]:
     """Return the relations with the pairs, and of each the targets, that survive for every one of several tokenizers.
 
-    Args:
-        relations: the relations, all of them kept in the result, however few of their pairs survive.
-        tokenizers: of the models that are to be compared.
-        multi_token: as in `tokenize_relations`.
+    All relations are kept, however few of their pairs survive; `multi_token` is that of `tokenize_relations`.
     """
     # Until nothing changes: a pair that falls out changes which tokens tell targets apart.
     shared, before = tuple(relations), None
@@ -226,3 +220,37 @@ def _why_not(word: str, words_of: RelationWords, *, is_target: bool) -> str:
     if is_target and words_of.holders is not None:
         return f"no token of {word!r} tells it from the other targets"
     return f"{word!r} is {len(ids)} tokens"
+
+
+@checked_call
+def relation_coverage(
+    relations: Relations, tokenizer: object, *, multi_token: MultiTokenName | None = None
+) -> pd.DataFrame:
+    """Count the pairs of each relation that survive a tokenizer.
+
+    Args:
+        relations: what stands for relations (`load_relations`); a row each, in their order.
+        tokenizer: the model's tokenizer.
+        multi_token: None drops a word of several tokens; "first" keeps its first token, "distinguishing" of targets
+            the first that no other target has.
+
+    Returns:
+        relation, category, items (pairs the relation has), kept, dropped, usable (whether enough are kept for a
+        score), fallen_out (the sources of the pairs that are dropped; why, says `tokenize_relations`), note (whether it
+        is left out, and how many pairs were repeated ones or had their own source as target).
+    """
+    rows = [
+        (
+            tokens.relation.name,
+            tokens.relation.category,
+            len(tokens.relation.pairs),
+            len(tokens.targets),
+            len(tokens.dropped),
+            tokens.usable,
+            tuple(tokens.dropped["source"]),
+            tokens.note,
+        )
+        for tokens in tokenize_relations(load_relations(relations), tokenizer, multi_token=multi_token)
+    ]
+    columns = ["relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note"]
+    return pd.DataFrame(rows, columns=columns)

@@ -48,12 +48,7 @@ def rows_of(table: pd.DataFrame) -> NumberedRows:
 
 
 def category_and_pairs(rows: NumberedRows, where: str) -> tuple[str | None, tuple[tuple[str, tuple[str, ...]], ...]]:
-    """Return the category of a table, None if it names none, and its pairs: each source with its accepted targets.
-
-    Args:
-        rows: the rows.
-        where: the table, for messages.
-    """
+    """Return the category of a table, None if it names none, and its pairs: each source with its accepted targets."""
     accepted: dict[str, dict[str, None]] = {}
     categories: dict[str | None, None] = {}
     for number, row in rows:

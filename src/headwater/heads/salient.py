@@ -81,14 +81,9 @@ def salient_of_heads(
     sources: int = 15,
     targets: int = 5,
 ) -> pd.DataFrame:
-    """Return what several heads do to the tokens that each writes most strongly about; the vocabulary is read once.
+    """Return what several heads (layer, head) do to the tokens that each writes most strongly about.
 
-    Args:
-        weights: the model's parameters.
-        heads: (layer, head) of each.
-        embedding: what the heads read: "raw", "mlp0", "embed+mlp0" or "layer0".
-        sources: how many salient tokens.
-        targets: how many tokens to list for each, on either side.
+    The vocabulary is read once. Options are those of `salient_operations`.
 
     Returns:
         The rows of `salient_operations` of each head, with `layer, head` in front.
@@ -134,29 +129,10 @@ def _described(
     return tables
 
 
-def source_gains(
-    weights: WeightSource,
-    W_V: Float[Tensor, "d_model d_head"],
-    W_O: Float[Tensor, "d_head d_model"],
-    embedding: str,
-    piece: int = PIECE,
-) -> Float[Tensor, "token"]:
-    """Return sigma_t = |x_t W_V W_O| / |x_t| of every token the tokenizer knows; 0 where x_t is 0.
-
-    Args:
-        weights: where effective embeddings come from.
-        W_V: the head's value factor.
-        W_O: the head's output factor.
-        embedding: the kind of effective embedding.
-        piece: how many tokens are in memory at a time.
-    """
-    return gains_of_heads(weights, [(W_V, W_O)], embedding, piece)[0]
-
-
 def gains_of_heads(
     weights: WeightSource, factors: Sequence[Factors], embedding: str, piece: int = PIECE
 ) -> list[Float[Tensor, "token"]]:
-    """Return `source_gains` of several heads, given by their W_V and W_O."""
+    """Return sigma_t = |x_t W_V W_O| / |x_t| of every token the tokenizer knows, for each head; 0 where x_t is 0."""
     # |z W_O|² = z (W_O W_Oᵀ) zᵀ: d_head² numbers a head, and no token's output is made.
     grams = [(W_O @ W_O.T).double() for _, W_O in factors]
     gains: list[list[Tensor]] = [[] for _ in factors]

@@ -441,12 +441,7 @@ class LayerScorer:
 
 
 def score_table(layers: Sequence[Mapping[str, Tensor]], relations: Sequence[TokenRelation]) -> pd.DataFrame:
-    """Put the layers' scores into one table, and add what follows from them: intervals, p-values, q-values.
-
-    Args:
-        layers: what `LayerScores` holds of each layer, by name.
-        relations: the relations that were scored.
-    """
+    """Put what `LayerScores` holds of each layer into one table, with what follows: intervals, p-values, q-values."""
     names = [name for name, value in layers[0].items() if value is not None and name != "hits"]
     scores = {name: torch.stack([layer[name] for layer in layers]).numpy() for name in names}
     shape = scores["score"].shape

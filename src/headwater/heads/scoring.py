@@ -294,14 +294,7 @@ def with_moments(
 ) -> list[dict[str, Tensor]]:
     """Return what `scored_layers` returned, with the moments under shuffled targets of what is wanted besides.
 
-    Args:
-        weights: the model.
-        usable: what was scored.
-        options: `embedding` and `norm_gain`.
-        run: keeps the pieces and shows the bar.
-        layers: what `scored_layers` returned.
-        wanted: by layer, of which signs, heads and relations; those that have moments are not made again.
-        desc: what the bar says.
+    `wanted` says by layer of which signs, heads and relations; those that have moments are not made again.
     """
     missing = wanted & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
     there = [layer for layer in range(len(layers)) if missing[layer].any()]

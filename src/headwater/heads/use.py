@@ -175,16 +175,7 @@ def accuracy(task: TaskPrompts) -> Metric:
 def other_heads(
     head: Head, taken: Sequence[Head], n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
 ) -> list[Head]:
-    """Draw other heads of the same layer, or of the nearest that has some, each once; as many as asked, or all.
-
-    Args:
-        head: whose layer it is.
-        taken: heads that are not drawn.
-        n_layers: layers of the model.
-        n_heads: heads of a layer.
-        draws: how many.
-        rng: where the draw comes from.
-    """
+    """Draw heads of a head's layer, or of the nearest that has some, each once, none taken; as many as asked or all."""
     for layer in sorted(range(n_layers), key=lambda one: (abs(one - head[0]), one)):
         free = [(layer, other) for other in range(n_heads) if (layer, other) not in taken]
         if free:

@@ -257,7 +257,7 @@ def score_outputs(
     return torch.stack(scores, dim=-1).float()
 
 
-def correlate(table: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
+def correlate(table: pd.DataFrame) -> pd.DataFrame:
     """Return Pearson's correlation of static and dynamic scores per relation, sign and context, with its interval."""
     rows = []
     for relation, scores in table.groupby("relation", sort=False):
@@ -266,7 +266,7 @@ def correlate(table: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:
             for context in CONTEXTS:
                 r = float(pearson(scores[f"static{suffix}"].to_numpy(), scores[f"{context}{suffix}"].to_numpy()))
                 rows.append(
-                    (relation, sign, context.removesuffix("_context"), r, *fisher_interval(r, n_heads, level), n_heads)
+                    (relation, sign, context.removesuffix("_context"), r, *fisher_interval(r, n_heads, 0.95), n_heads)
                 )
     return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
 

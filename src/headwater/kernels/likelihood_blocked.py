@@ -142,9 +142,11 @@ def _moments(logits: Float[Tensor, "token vocabulary_tile"], weighted: Tensor) -
 
     Sums within a tile are in float32 (torch adds pairwise): asked for float64, torch would first copy the tile.
     """
-    peak = logits.amax(-1)
+    # A finite number also for a tile of nothing but -inf: -inf - -inf is NaN.
+    peak = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
     # Below the tile's own maximum, so that no exponential overflows; the merge moves all to a common one.
-    y = logits.sub_(peak[:, None])
+    # e^-200 is 0 in float32, so the bound changes no sum; it keeps -inf · 0 out of them, and NaN in.
+    y = logits.sub_(peak[:, None]).clamp_(min=-200)
     torch.exp(y, out=weighted)
     s0 = weighted.sum(-1).double()
     # y e^y becomes y² e^y in the next line, in the same memory.

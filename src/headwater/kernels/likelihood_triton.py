@@ -106,7 +106,8 @@ def _statistics_kernel(
     h_row = hidden + row.to(tl.int64)[:, None] * d_model
     part_size = n_tokens.to(tl.int64) * d_model
 
-    peak = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    # The least float32 and not -inf: a tile may hold nothing but -inf, and -inf - -inf is NaN.
+    peak = tl.full((BLOCK_T,), -3.4028234663852886e38, tl.float32)
     s0 = tl.zeros((BLOCK_T,), tl.float32)
     s1 = tl.zeros((BLOCK_T,), tl.float32)
     s2 = tl.zeros((BLOCK_T,), tl.float32)
@@ -195,7 +196,7 @@ def token_statistics(
     n_tiles = triton.cdiv(d_vocab, blocks.vocabulary)
     n_blocks = triton.cdiv(n_tokens, blocks.tokens)
     per_share = triton.cdiv(n_tiles, shares(n_blocks, n_tiles, multiprocessors(hidden.device)))
-    # Rounding up may leave the last shares without a tile, whose peak of -inf would make NaN of the merged sums.
+    # Rounding up may leave the last shares without a tile.
     n_shares = triton.cdiv(n_tiles, per_share)
     sums = torch.empty(5, n_shares, n_tokens, device=hidden.device)
     # Triton launches on the current device, not on that of its arguments.

@@ -226,7 +226,8 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Te
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, triples)
     target, k = (to_device(one, exact.device) for one in (triples.target, k))
-    own64, tie = token_logits(maps, exact, target), _tie(maps, triples)
+    own64 = token_logits(maps, exact, target)
+    tie = maps.tie[to_device(triples.head, exact.device), to_device(triples.source, exact.device)]
     y, own = exact.float(), own64.float()
     # ROUNDING also on a GPU: callers hold `full_float32`, so that these products never meet tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + tie).float()
@@ -324,10 +325,6 @@ def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, "triple"
         target, beside = (to_device(one, y.device) for one in (part.target, other[start : start + step]))
         differences.append(token_logits(maps, y, target) - token_logits(maps, y, beside))
     return torch.cat(differences)
-
-
-def _tie(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple"]:
-    return maps.tie[to_device(triples.head, maps.tie.device), to_device(triples.source, maps.tie.device)]
 
 
 def rounding(maps: OVMaps) -> float:

@@ -72,7 +72,7 @@ class Contributions:
         for layer in range(self.model.shape.n_layers):
             columns += self._of_layer(layer, held, direction)
             if self.by_source and layer in self.attended:
-                sources.append(self._of_sources(layer, held, direction, examples))
+                sources.append(self._of_sources(layer, held, direction))
         columns.append(constant.double()[:, None])
         contributions = torch.cat([one.to(constant.device) for one in columns], 1).cpu()
         if sources:
@@ -134,9 +134,7 @@ class Contributions:
         along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
         return residual_scale(self.model) * along.to(summed)
 
-    def _of_sources(
-        self, layer: int, held: dict[str, Tensor], direction: Tensor, examples: range
-    ) -> Float[Tensor, "row head key"]:
+    def _of_sources(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> Float[Tensor, "row head key"]:
         """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
         factors = self.weights.layer(layer)
         z, pattern, v = (held[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from headwater.likelihood.formulas import TextTokens as TextTokens
     from headwater.likelihood.graph import DepthGraph as DepthGraph
     from headwater.likelihood.graph import load_depth_graph as load_depth_graph
-    from headwater.likelihood.member_texts import load_member_texts as load_member_texts
     from headwater.likelihood.members import Membership as Membership
+    from headwater.likelihood.members import load_member_texts as load_member_texts
     from headwater.likelihood.members import membership as membership
     from headwater.likelihood.profile import DepthProfile as DepthProfile
     from headwater.likelihood.profile import memorization as memorization

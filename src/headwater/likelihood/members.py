@@ -7,6 +7,11 @@ Beside them stands a baseline that never sees the model: a logistic regression o
 scored by a classifier fitted without it (stratified cross-validation). Published sets of members and non-members differ
 by topic and date, and word counts alone beat every score on many of them (Das et al. 2024): a score below the baseline
 says nothing about memorization. With `strata` only texts of one kind are compared, so that kinds betray nothing.
+
+A file of such texts is .jsonl, .json (a list), .csv or .parquet, a row per text, with the columns `text` and `member`,
+or `input` and `label` as WikiMIA has them (Shi et al., ICLR 2024). The embedded model comes with such texts, because
+its corpus is known to the last line: members; facts of the corpus in wordings that it does not use ("other wording");
+facts that it does not hold in any ("held out"); and notes, random texts told up to 32 times or never ("note").
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,10 +32,21 @@ from sklearn.model_selection import StratifiedKFold, cross_val_predict
 from sklearn.pipeline import make_pipeline
 
 from headwater.calls import checked_call
+from headwater.data.rows import check_readable, read_objects, read_parquet, refuse_repeated
 from headwater.errors import InputError
 from headwater.likelihood.scores import MemorizationScores, at_one_share, column, memorization_scores
 from headwater.likelihood.statistics import TextStatistics
-from headwater.options import checked_count, checked_flag, checked_number, checked_seed, checked_several, shown
+from headwater.models.packaged import world_folder
+from headwater.options import (
+    checked_count,
+    checked_flag,
+    checked_number,
+    checked_path,
+    checked_seed,
+    checked_several,
+    is_label,
+    shown,
+)
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
@@ -222,21 +239,59 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
     return numbers.astype(np.int64)
 
 
-def _is_label(label: object) -> bool:
-    try:
-        return label in (0, 1)
-    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
-        return False
-
-
 def _labels(labels: Iterable[object], n_texts: int) -> Bool[ndarray, " text"]:
     given = checked_several("labels", labels, "a list with a label for each text")
     if len(given) != n_texts:
         raise InputError(f"{len(given)} labels were given for {n_texts} texts.")
-    wrong = [i for i, label in enumerate(given) if not _is_label(label)]
+    wrong = [i for i, label in enumerate(given) if not is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
     member = np.array([bool(label) for label in given])
     if member.all() or not member.any():
         raise InputError("Members and non-members are both needed, at least one of each.")
     return member
+
+
+NAMES = {"input": "text", "label": "member"}
+
+
+@checked_call
+def load_member_texts(source: str | Path | None = None) -> pd.DataFrame:
+    """Read texts and whether they are members.
+
+    Args:
+        source: a file as the module describes; None for the texts of the embedded model's world.
+
+    Returns:
+        A row per text: `text`, `member` (bool), and what else the file has. The world's have `kind` ("member", "other
+        wording", "held out", "note"), `form`, `relation`, `depth` and `times`, how often the corpus holds them.
+
+    Raises:
+        InputError: the file is missing or cannot be read, or a row has no text or no label of 1 or 0.
+    """
+    path = world_folder() / "texts.jsonl" if source is None else checked_path("source", source)
+    check_readable(path, "texts")
+    table = _read(path)
+    table = table.rename(columns={old: new for old, new in NAMES.items() if new not in table})
+    missing = {"text", "member"} - set(table)
+    if missing or table.empty:
+        lacking = f"no column {' and '.join(sorted(missing))}" if missing else "no rows"
+        raise InputError(f"{path} has {lacking}; expected text and member, or input and label.")
+    for place, (text, member) in enumerate(zip(table["text"], table["member"], strict=True), start=1):
+        if not isinstance(text, str) or member not in (0, 1):
+            raise InputError(f"{path}, row {place}: expected a text and a label of 1 or 0, found {text!r}, {member!r}.")
+    return table.astype({"member": bool})
+
+
+def _read(path: Path) -> pd.DataFrame:
+    if path.suffix in (".jsonl", ".json"):
+        return pd.DataFrame([row for _, row in read_objects(path)])
+    if path.suffix == ".parquet":
+        return read_parquet(path)
+    try:
+        # pandas would rename the second of two equal columns, silently.
+        header = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+        refuse_repeated(path, header.iloc[0])
+        return pd.read_csv(path, keep_default_na=False)
+    except (ValueError, AttributeError, OSError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import pandas as pd
 
 from headwater.likelihood.comparisons import POPULARITY
 from headwater.runs.findings import each_row
-from headwater.runs.record import RunRecord
 
 SPANS = {
     "question": "the question",
@@ -32,47 +31,8 @@ SCORED_BY = {
     "label": "by label match, 5 where an accepted answer stands in the model's answer and else 1",
     "judge": "from the judge given",
 }
-
-
-@runtime_checkable
-class Profiled(Protocol):
-    """What a report reads of a depth profile: tables and properties of `DepthProfile`."""
-
-    @property
-    def table(self) -> pd.DataFrame:
-        """A row per node."""
-
-    @property
-    def tokens(self) -> pd.DataFrame:
-        """A row per scored token."""
-
-    @property
-    def depthwise(self) -> pd.DataFrame:
-        """What the boxes are drawn of."""
-
-    @property
-    def judged(self) -> pd.DataFrame:
-        """Accuracy and discrepancies."""
-
-    @property
-    def comparisons(self) -> pd.DataFrame:
-        """Differences between depths, and their controls."""
-
-    @property
-    def run(self) -> RunRecord:
-        """What made it."""
-
-    @property
-    def main(self) -> str:
-        """The score of the figure."""
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """The depths of the questions."""
-
-    @property
-    def cut(self) -> int:
-        """How many answers had not ended."""
+Profiled: TypeAlias = Any
+"""A `DepthProfile`, whose file imports this one."""
 
 
 def report(profile: Profiled) -> list[str]:

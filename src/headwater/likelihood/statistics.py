@@ -203,7 +203,9 @@ def token_statistics(
     options |= {"layer_column": layers != "final", **said_of_chats(texts)}
 
     def work(run: Run) -> TextStatistics:
-        described, windows = _windows(model, texts, spans, long, _stride(stride, model.shape.n_ctx))
+        n_ctx = model.shape.n_ctx
+        step = max(1, n_ctx // 2) if stride is None else checked_count("stride", stride, most=n_ctx - 1)
+        described, windows = _windows(model, texts, spans, long, step)
         parts = [windows[start : start + WINDOWS_PER_PIECE] for start in range(0, len(windows), WINDOWS_PER_PIECE)]
         with run.bar("Scoring", "text", len(windows)) as bar:
             measure = _measurer(model, chosen, read, run.record, precision) if windows else None
@@ -407,10 +409,6 @@ def _table(
     columns["token"] = strings[np.searchsorted(used, columns["token_id"])]
     order = np.lexsort((columns["position"], columns["layer"], columns["text"]))
     return pd.DataFrame({name: columns[name][order] for name in names})
-
-
-def _stride(stride: int | None, n_ctx: int) -> int:
-    return max(1, n_ctx // 2) if stride is None else checked_count("stride", stride, most=n_ctx - 1)
 
 
 def _checked_span(span: Span, text: str, index: int) -> Span:

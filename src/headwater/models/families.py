@@ -130,10 +130,8 @@ def _falcon_kv_heads(config: Any) -> int:
 def _falcon(config: Any) -> dict[str, Any]:
     # transformers takes None for 2 (40B, 180B); Falcon 2 (11B) says 1.
     two_norms = config.new_decoder_architecture and config.num_ln_in_parallel_attn in (None, 2)
-    one = Norms(before_mlp="input_layernorm")
-    norms = Norms("ln_attn", None, "ln_mlp") if two_norms else one if config.parallel_attn else Norms()
     return {
-        "norms": norms,
+        "norms": Norms("ln_attn", None, "ln_mlp") if two_norms else ONE_NORM if config.parallel_attn else Norms(),
         "parallel": config.new_decoder_architecture or config.parallel_attn,
         "positions_by_place": config.alibi,
     }

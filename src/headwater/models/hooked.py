@@ -273,9 +273,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         if place and (reason := place[0].lacks(self, place[1])):
             raise InterventionError(reason)
         if name not in known:
-            raise InterventionError(
-                f"{self.name} has no activation named {name!r}.{did_you_mean(name, known, shown=3)}"
-            )
+            raise InterventionError(f"{self.name} has no activation named {name!r}.{did_you_mean(name, known)}")
         if place is None:
             return Attached(name, function)
         read_only = place[0].lacks(self, place[1], edited=True)

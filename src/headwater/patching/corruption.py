@@ -30,16 +30,7 @@ BATCH = 16
 
 
 def draw(seed: int, site: str, layer: int, example: int, sample: int, size: tuple[int, ...]) -> Tensor:
-    """Return the standard normal numbers of one draw, the same on every machine that has the same torch.
-
-    Args:
-        seed: of `hw.noise`.
-        site: where it is added.
-        layer: of the site.
-        example: the number of the prompt.
-        sample: the number of the draw.
-        size: of the prompt's activation at the site.
-    """
+    """Return the standard normal numbers of one draw, the same on every machine that has the same torch."""
     # A seed by what the draw is for: the same whichever other prompts, sites or samples are drawn, in any process.
     mixed = hashlib.sha256(f"{seed} {site} {layer} {example} {sample}".encode()).digest()
     # On the CPU, whose generator gives the same numbers whatever device the model is on.

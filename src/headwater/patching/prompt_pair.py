@@ -195,16 +195,7 @@ def read_prompt_pair(
     positions: Where = "all",
     by_role: bool | None = None,
 ) -> PromptPair:
-    """Read the prompts of a sweep.
-
-    Args:
-        model: the model.
-        clean: see `read_pairs`.
-        corrupted: the other prompts, or `hw.noise(...)`.
-        direction: of `DIRECTIONS`.
-        positions: of the sweep: noise may name one of its roles.
-        by_role: see `read_pairs`.
-    """
+    """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
     if not isinstance(corrupted, ReplacementSpec):
         return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
     prompts = read_prompts(model, clean)

@@ -197,13 +197,7 @@ def note_of_gaps(table: pd.DataFrame, columns: Sequence[str], measure: str) -> s
 
 
 def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
-    """Say which of the summarized cells of one site and metric has the largest effect, and how sure that is.
-
-    Args:
-        cells: rows of `Sweep.summary`.
-        value: the column that was summarized.
-        direction: of the sweep, `denoise` or `noise`.
-    """
+    """Say which cell of `Sweep.summary`, of one site and metric, has the largest effect, and how sure that is."""
     site, metric = cells[["site", "metric"]].iloc[0]
     if cells["mean"].isna().all():
         return [f"{site}: no cell has an effect on {metric} that can be given.".replace("_", " ")]

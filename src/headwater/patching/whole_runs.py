@@ -50,7 +50,8 @@ def run_variants(
     """
     n_layers = model.shape.n_layers
     stop = max(deepest(variant) for variant in variants)
-    rows = {reading: [i for i, v in enumerate(variants) if reading in v.readings] for reading in _readings(variants)}
+    readings = sorted({reading for variant in variants for reading in variant.readings})
+    rows = {reading: [i for i, v in enumerate(variants) if reading in v.readings] for reading in readings}
     read: dict[Reading, dict[int, Tensor]] = {reading: {} for reading in rows}
 
     def take(activation: Tensor, hook: object, reading: Reading) -> None:
@@ -105,10 +106,6 @@ def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> 
     # Read off, not derived: windows of layers that slide, and chunks, are what the model itself masks.
     model.run(prompt, hooks, stop_at=max(layers) + 1)
     return visible
-
-
-def _readings(variants: Sequence[Variant]) -> list[Reading]:
-    return sorted({reading for variant in variants for reading in variant.readings})
 
 
 def _edits(variants: Sequence[Variant], examples: Sequence[int], values: ReplacementValues, stop: int) -> list[Hook]:

@@ -170,12 +170,7 @@ def refusals(
 
 
 def rates(modes: pd.DataFrame, said: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `Refusals.table`.
-
-    Args:
-        modes: `Pathways.modes`.
-        said: `Refusals.said`.
-    """
+    """Return the rows of `Refusals.table`, from `Pathways.modes` and `Refusals.said`."""
     ended = said[said["ended"]][["dataset", "example", "refused"]]
     joined = modes.merge(ended, on=["dataset", "example"])
     rows = []

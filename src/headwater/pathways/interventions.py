@@ -49,17 +49,7 @@ def severed_states(
     variant: VariantName,
     batch_size: int,
 ) -> States:
-    """Return the state of every layer at one position of each row, severed in all layers up to it.
-
-    Args:
-        model: the model.
-        tokens: of each row.
-        edges: what is severed, row by row.
-        site: what is read.
-        positions: where, in each row.
-        variant: `mask` or `zero`.
-        batch_size: rows in one run.
-    """
+    """Return the state of every layer at one position of each row, severed in all layers up to it."""
     cuts = [
         edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.looks_ahead) for i, row in enumerate(tokens)
     ]

@@ -68,7 +68,7 @@ def mean_effects_of(
         tables.append(averaged(windowed, splits, draws).assign(intervention=WINDOWED))
     at_best = {name: _pooled([one.at(best) for one in each]) for name, each in done.items()}
     splits = splits_of(at_best[EXACT], np.zeros_like(best), windowed is not None)
-    tables.append(_of_no_layer(_each(at_best, splits, draws, randomly=True)))
+    tables.append(_each(at_best, splits, draws, randomly=True).assign(layer=None))
     together = pd.concat([table.astype({"layer": "Int64"}) for table in tables], ignore_index=True)
     return together[[*KEYS[1:], *NUMBERS]]
 
@@ -100,8 +100,8 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
     applies = np.swapaxes(measured.applies, 1, 2)
     numbers = {
         "flip_rate": measured.flipped.astype(float),
-        "delta_p": np.nan_to_num(measured.delta_p),
-        "delta_logit": np.nan_to_num(measured.delta_logit),
+        "delta_p": measured.delta_p,
+        "delta_logit": measured.delta_logit,
     }
     tables = []
     for split_by, q_anchored in splits.items():
@@ -118,11 +118,6 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
     return pd.concat(tables, ignore_index=True)
 
 
-def _of_no_layer(table: pd.DataFrame) -> pd.DataFrame:
-    """Say of all rows that they are of no one layer."""
-    return table.assign(layer=pd.Series(pd.NA, index=table.index, dtype="Int64"))
-
-
 def _groups(q_anchored: Bool[np.ndarray, "seed layer example"] | None) -> dict[str, NDArray[np.bool_]]:
     """Return who is in each group."""
     if q_anchored is None:
@@ -136,11 +131,6 @@ def member_means(
     member: Bool[np.ndarray, "seed example *column"],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Average over the seeds and examples that are members, with intervals.
-
-    Args:
-        draws: of the examples.
-        values: by seed, example and whatever else.
-        member: what takes part.
 
     Returns:
         By column: mean, low, high (NaN where fewer than `FEWEST` examples are ever members), and how many are.
@@ -165,9 +155,7 @@ def _told_by(splits: Collection[str]) -> str:
 def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     """Return the rows by mode of the knockout (in windows, where these were asked for) and of the random split.
 
-    Args:
-        table: what `mean_effects_of` returned.
-        at_best: those at l*, where no window is, without a layer.
+    They are rows of what `mean_effects_of` returned; `at_best`: those at l*, where no window is, without a layer.
 
     Returns:
         `dataset, split_by, mode, layer, examples, delta_p, delta_logit` with their intervals, and `share`.
@@ -182,9 +170,7 @@ def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
 def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     """Return the rows of every intervention without a window, of all examples and by mode.
 
-    Args:
-        table: what `mean_effects_of` returned.
-        at_best: those at l*, without a layer.
+    They are rows of what `mean_effects_of` returned; `at_best`: those at l*, without a layer.
 
     Returns:
         `dataset, intervention, group, layer, examples, flip_rate, delta_p, delta_logit`, with their intervals.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import pandas as pd
 
@@ -27,48 +27,9 @@ from headwater.pathways.tables import (
     WRONG_ANSWER,
 )
 from headwater.runs.findings import frame_of, rounded
-from headwater.runs.record import RunRecord
 
-
-@runtime_checkable
-class Traced(Protocol):
-    """What a report reads of a trace: the tables of `Pathways`."""
-
-    @property
-    def modes(self) -> pd.DataFrame:
-        """A row per example and seed, at l*."""
-
-    @property
-    def auc(self) -> pd.DataFrame:
-        """AUCs of every fit."""
-
-    @property
-    def curves_at_best(self) -> pd.DataFrame:
-        """Mean changes at l* of each fit."""
-
-    @property
-    def controls_at_best(self) -> pd.DataFrame:
-        """Flip rates and changes of every intervention at l*."""
-
-    @property
-    def baselines(self) -> pd.DataFrame:
-        """AUCs with intervals, and their differences."""
-
-    @property
-    def components(self) -> pd.DataFrame:
-        """One mode or two."""
-
-    @property
-    def dropped(self) -> pd.DataFrame:
-        """Question sets left out."""
-
-    @property
-    def run(self) -> RunRecord:
-        """What made it."""
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the question sets."""
+Traced: TypeAlias = Any
+"""A `Pathways`, whose file imports this one."""
 
 
 class SetAtBest:
@@ -96,11 +57,11 @@ class SetAtBest:
         chosen = (table["intervention"] == intervention) & (table["group"] == group)
         return _triple(table[chosen], column, f"{column}_low", f"{column}_high")
 
-    def curve(self, split_by: str, mode: str, column: str = "delta_p") -> tuple[float, float, float]:
-        """Value, low, high of a curve at l*."""
+    def curve(self, split_by: str, mode: str) -> tuple[float, float, float]:
+        """Value, low, high of the curve of ΔP at l*."""
         table = self._own(self.pathways.curves_at_best)
         chosen = (table["split_by"] == split_by) & (table["mode"] == mode)
-        return _triple(table[chosen], column, f"{column}_low", f"{column}_high")
+        return _triple(table[chosen], "delta_p", "delta_p_low", "delta_p_high")
 
     def members(self, mode: str) -> int:
         """How many examples are in a mode at l*."""

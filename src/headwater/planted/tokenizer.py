@@ -32,7 +32,7 @@ def build_tokenizer(
         endings: pieces that a word may end in, with no space before them.
         spelled: words that are put together from pieces, as 1732 of 17 and 32.
     """
-    split = _splitter()
+    split = pre_tokenizers.ByteLevel(add_prefix_space=True)
     counts = Counter(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
     counts.update(piece for word in sorted(set(always)) for piece, _ in split.pre_tokenize_str(word))
     common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -56,7 +56,3 @@ def build_tokenizer(
         model_max_length=256,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _splitter() -> pre_tokenizers.ByteLevel:
-    return pre_tokenizers.ByteLevel(add_prefix_space=True)

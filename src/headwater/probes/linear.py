@@ -179,13 +179,7 @@ def with_halves(
 ) -> Probes:
     """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half.
 
-    Args:
-        probes: fitted on all rows.
-        states: of the rows.
-        z: 1 where the answer is wrong.
-        groups: as in `fit_probes`.
-        half: 0 or 1 for each row, the same for all rows of a group.
-        C: as in `fit_probes`.
+    All rows of a group have the same half; else as in `fit_probes`.
     """
     wrong = np.asarray(z, dtype=np.int64)
     folds = []

@@ -39,6 +39,7 @@ from headwater.options import (
     checked_number,
     checked_seed,
     checked_several,
+    is_label,
     shown,
 )
 from headwater.probes.given_states import GivenStates, given_states
@@ -334,7 +335,7 @@ def _task(
         raise InputError(
             f"{len(given)} labels were given for {states.rows} rows of states.{hint * (len(given) == n_groups)}"
         )
-    wrong = [i for i, label in enumerate(given) if not _is_label(label)]
+    wrong = [i for i, label in enumerate(given) if not is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")
     codes = np.array([int(label) for label in given], dtype=np.int64)
@@ -368,13 +369,6 @@ def _named(option: str, given: Iterable[Hashable] | None, rows: int) -> list[Has
             f"{option}: entry {unnamed[0]}, {shown(listed[unnamed[0]])}, is not a name; give texts or numbers."
         )
     return listed
-
-
-def _is_label(label: object) -> bool:
-    try:
-        return label in (0, 1)
-    except (ValueError, RuntimeError):  # of an array or a tensor with several numbers
-        return False
 
 
 def _of_layer(

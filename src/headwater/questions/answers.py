@@ -371,7 +371,8 @@ def _extracted(
     parts = (
         one[at : at + size]
         for one in asked
-        for size in [_asked_at_once(workers, one)]
+        # As many as are asked at a time; all where one is, which costs nothing.
+        for size in [workers if workers > 1 else len(one)]
         for at in range(0, len(one), size)
     )
     pieces = run.pieces("extracted", parts, compute)
@@ -383,11 +384,6 @@ def _extracted(
             None if one is None else {part: tuple((a, b) for a, b in spans) for part, spans in one.items()}
             for one in found
         ]
-
-
-def _asked_at_once(workers: int, answers: Sequence[GivenAnswer]) -> int:
-    """Return how many answers make a piece: as many as are asked at a time; all where one is, which costs nothing."""
-    return workers if workers > 1 else len(answers)
 
 
 def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run: RunRecord) -> AnsweredQuestions:

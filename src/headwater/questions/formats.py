@@ -123,13 +123,7 @@ def check_format(name: str) -> None:
 
 
 def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]:
-    """Bring a row of a format to the columns of a plain table.
-
-    Args:
-        name: the format.
-        row: the row as the file has it.
-        where: the file and row, for messages.
-    """
+    """Bring a row of a format to the columns of a plain table."""
     fields = flat(row)
     return FORMATS[name](fields, where) | {key: fields[key] for key in ADDED if fields.get(key) not in (None, "", [])}
 

@@ -133,7 +133,7 @@ def _subjects(text: str, words: list[_Word]) -> list[Span]:
     if quoted := _quoted(text):
         return quoted
     names = _names(words[1:] if words and _opens(words) else words)
-    return _to_the_end(text, words, names) if names else []
+    return _to_the_end(words, names) if names else []
 
 
 def _without_names(words: list[_Word]) -> tuple[list[Span], list[Span]]:
@@ -175,7 +175,7 @@ def _stripped(words: list[_Word]) -> list[_Word]:
     return words[content[0] : content[-1] + 1] if content else []
 
 
-def _to_the_end(text: str, words: list[_Word], names: list[Span]) -> list[Span]:
+def _to_the_end(words: list[_Word], names: list[Span]) -> list[Span]:
     """Let the entity behind the last "of" or "for" be all that stands there: "the composer of Ma vlast?"."""
     start = next((words[n + 1].start for n in reversed(range(len(words) - 1)) if words[n] in ("of", "for")), None)
     if start is None or not any(begin >= start for begin, _ in names):

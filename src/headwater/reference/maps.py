@@ -68,19 +68,12 @@ def multi_token_scores(
     head_map: HeadMap,
     relations: Relations,
     *,
-    batch_size: int = 64,
     progress: bool = True,
     out: str | Path | None = None,
 ) -> DynamicScores | None:
     """Score the heads of a map behind sources of several tokens, of the published relations; None without a source.
 
-    Args:
-        model: the model that was classified.
-        head_map: its static scores; relations and k are taken from there.
-        relations: what `classify_heads` was given.
-        batch_size: sentences in a run.
-        progress: show a bar.
-        out: a folder to write to; an interrupted run goes on where it stopped.
+    `relations` are those that `classify_heads` was given; which were used, and k, are the map's.
     """
     known = {name: one for name, one in relations_of(model, head_map, relations).items() if name in RELATIONS}
     asked = [(*multi_token_prompts(model, tokens.relation), k) for tokens, k in known.values()]
@@ -89,7 +82,7 @@ def multi_token_scores(
         return None
 
     def work(run: Run) -> DynamicScores:
-        return scored_prompts(run, model, head_map, asked, [OPENING], batch_size)
+        return scored_prompts(run, model, head_map, asked, [OPENING], 64)
 
     options = {"templates": [OPENING], "head_map": head_map.run.options}
     return run_or_resume(DynamicScores, "multi_token_scores", model, options, work, out=out, progress=progress)

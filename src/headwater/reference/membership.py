@@ -41,7 +41,7 @@ from numpy import ndarray
 from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_objects
 from headwater.errors import InputError
-from headwater.likelihood.member_texts import load_member_texts
+from headwater.likelihood.members import load_member_texts
 from headwater.likelihood.scores import MemorizationScores, memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.hooked import HookedModel, check_model
@@ -58,10 +58,7 @@ WORDS = 32
 
 
 def load_joined_texts(source: str | Path) -> pd.DataFrame:
-    """Read texts put together.
-
-    Args:
-        source: a .jsonl, .json (a list) or .parquet file.
+    """Read texts put together, from a .jsonl, .json (a list) or .parquet file.
 
     Returns:
         A row per stretch: `row` (of the text, from 0), `text` (the whole one), `start, end` (characters of the

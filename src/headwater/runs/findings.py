@@ -25,9 +25,9 @@ def records_of(table: pd.DataFrame) -> list[dict[str, object]]:
     return each_row(table.astype(object).where(table.notna(), None))
 
 
-def frame_of(rows: Iterable[Mapping[str, object]], columns: list[str] | None = None) -> pd.DataFrame:
+def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
     """Return findings as a data frame, a row each; NaN where there is no value."""
-    table = pd.DataFrame(list(rows), columns=columns)
+    table = pd.DataFrame(list(rows))
     return table.where(table.notna(), np.nan).infer_objects()
 
 

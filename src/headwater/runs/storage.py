@@ -100,11 +100,9 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") ->
 
 
 def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:
-    """Read what `write_tensors` wrote; the tensors lie in the mapped file and must not be written into.
+    """Read what `write_tensors` wrote about this, or about anything (None).
 
-    Args:
-        file: the file.
-        about: what the tensors must be; None for anything.
+    The tensors lie in the mapped file and must not be written into.
     """
     tensors = load_tensors(file)
     written, _, content = seal_of(file).rpartition(" ")
@@ -142,13 +140,7 @@ def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def refuse_foreign(path: Path, own: str, names: Iterable[str]) -> None:
-    """Refuse to write into a folder that is not headwater's and has files of the same names.
-
-    Args:
-        path: the folder.
-        own: the file that headwater's folders have.
-        names: of what would be written.
-    """
+    """Refuse to write files of these names into a folder that has one, and lacks the file that is headwater's own."""
     # lexists: a dangling link of the user's would be overwritten, too.
     found = next((path / name for name in names if os.path.lexists(path / name)), None)
     if found is not None and not (path / own).exists():

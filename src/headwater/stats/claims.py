@@ -146,13 +146,7 @@ def claim_of(
 
 
 def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:
-    """Say that random sets are too few for a small p; nothing where there are enough, or none.
-
-    Args:
-        sets: how many there are.
-        are: what they are called.
-        advice: how to have more.
-    """
+    """Say that random sets are too few for a small p; nothing where there are enough, or none."""
     return [f"only {sets} {are}, so p is at least {1 / (1 + sets):.2g}{advice}"] if 0 < sets < TOO_FEW else []
 
 
@@ -174,12 +168,12 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
     found = []
     for _ in range(SPLITS):
         order = rng.permutation(n)
-        found.append(float(spearman(_means(parts[order[: n // 2]]), _means(parts[order[n // 2 :]]))))
+        found.append(float(spearman(means_of(parts[order[: n // 2]]), means_of(parts[order[n // 2 :]]))))
     known = [r for r in found if not np.isnan(r)]
     return float(np.mean(known)) if known else float("nan")
 
 
-def _means(parts: Float[ndarray, "example part"]) -> Float[ndarray, " part"]:
+def means_of(parts: Float[ndarray, "example part"]) -> Float[ndarray, " part"]:
     """The mean of each part over the prompts that have it; NaN where none has."""
     counts = (~np.isnan(parts)).sum(0)
     return np.where(counts > 0, np.nansum(parts, 0) / np.maximum(counts, 1), np.nan)
@@ -242,4 +236,4 @@ def _mean(effects: ndarray | None) -> float:
 
 def _sizes(placebos: Float[ndarray, "draw example"]) -> Float[ndarray, " _"]:
     """The size of each placebo's mean effect; those that no prompt has fall out."""
-    return _known(np.abs(_means(placebos.T))) if placebos.size else np.zeros(0)
+    return _known(np.abs(means_of(placebos.T))) if placebos.size else np.zeros(0)

@@ -116,10 +116,6 @@ def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
 
     0 is no better than habit, 1 is perfect; where nothing is expected by habit it is the share itself. Where habit is
     perfect by itself there is nothing left to show, and kappa is 0. NaN where the expected share is.
-
-    Args:
-        share: shares of items, 0 to 1.
-        expected: what these shares would be under permuted targets.
     """
     room = 1 - expected
     perfect = room < 1e-12
@@ -197,15 +193,15 @@ def combined_p(p_values: Sequence[float]) -> float:
     return float(combine_pvalues(p_values, method="fisher").pvalue)
 
 
-def wilson_interval(hits: Numbers, pairs: Numbers, level: float = 0.95) -> tuple[Numbers, Numbers]:
-    """Return Wilson's score interval (low, high) of a share, given its hits out of pairs."""
-    z = ndtri((1 + level) / 2)
+def wilson_interval(hits: Numbers, pairs: Numbers) -> tuple[Numbers, Numbers]:
+    """Return Wilson's 95 % score interval (low, high) of a share, given its hits out of pairs."""
+    z = ndtri(0.975)
     share = hits / pairs
     center = (share + z**2 / (2 * pairs)) / (1 + z**2 / pairs)
     half = z * np.sqrt(share * (1 - share) / pairs + z**2 / (4 * pairs**2)) / (1 + z**2 / pairs)
     return np.where(hits <= 0, 0.0, center - half), np.where(hits >= pairs, 1.0, center + half)
 
 
-def most_of_a_share(hits: int, drawn: int, level: float = 0.95) -> float:
-    """Return the one-sided upper bound of a share of which `hits` were met in a sample (Clopper and Pearson)."""
-    return 1.0 if hits >= drawn else float(betaincinv(hits + 1, drawn - hits, level))
+def most_of_a_share(hits: int, drawn: int) -> float:
+    """Return the one-sided 95 % bound of a share of which `hits` were met in a sample (Clopper and Pearson)."""
+    return 1.0 if hits >= drawn else float(betaincinv(hits + 1, drawn - hits, 0.95))

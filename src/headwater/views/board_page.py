@@ -31,13 +31,7 @@ KINDS = {
 
 
 def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> View:
-    """Return the page.
-
-    Args:
-        clicks: of which board.
-        hows: the kinds of change that it knows already.
-        live: whether it asks a kernel for what is clicked.
-    """
+    """Return the page of a board that knows some kinds of change; a live one asks a kernel for what is clicked."""
     tokens = clicks.tokens(hows[0])
     if len(tokens) > LONGEST:
         raise InputError(f"A board shows prompts of at most {LONGEST} tokens; these have {len(tokens)}. Use click().")

@@ -20,8 +20,7 @@ from headwater.options import checked_count, checked_kind, checked_name
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
 from headwater.stats.resample import Bootstrap, percentile_interval
-from headwater.views.interactive import interactive, page_around
-from headwater.views.lines import rounded
+from headwater.views.interactive import interactive, page_around, rounded
 from headwater.views.page import drawn, picture, table_of, text_of
 
 LARGEST = 200

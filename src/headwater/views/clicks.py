@@ -37,8 +37,6 @@ HOWS = {
     "mean": ("noise", "mean"),
 }
 """What a board offers to do, as `direction=` and `values=` of `hw.patch`."""
-CELLS = ("resid_pre", "attn_out", "mlp_out")
-"""The sites whose cells a board shows, where the model has them."""
 HEADS, EDGES = "z", "pattern"
 TOP = 8
 """How many answers are listed, before and after together."""

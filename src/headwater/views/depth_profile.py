@@ -12,8 +12,7 @@ from headwater.figures.depth_profile import AVERAGE, DEPTH_COLORS, DEPTH_MARKS, 
 from headwater.likelihood.profile import DepthProfile
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
-from headwater.views.interactive import interactive, packed
-from headwater.views.lines import line_of, rounded
+from headwater.views.interactive import interactive, line_of, packed, rounded
 
 QUESTIONS = 1500
 """Questions whose words and tokens are in a page; beyond them its boxes have dots that open nothing."""

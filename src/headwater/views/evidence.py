@@ -16,8 +16,7 @@ from headwater.causes.results import Evidence
 from headwater.figures.evidence import MAPS, ROLE_LOOKS, title_of
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
-from headwater.views.interactive import interactive, packed
-from headwater.views.lines import line_of, rounded
+from headwater.views.interactive import interactive, line_of, packed, rounded
 from headwater.views.page import picture
 
 

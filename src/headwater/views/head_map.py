@@ -21,8 +21,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_kind
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
-from headwater.views.interactive import interactive, packed
-from headwater.views.lines import rounded
+from headwater.views.interactive import interactive, packed, rounded
 
 CARDS = 64
 """Heads at most whose cards say what they write: the classified ones first, by their best excess."""

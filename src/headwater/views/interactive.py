@@ -1,6 +1,7 @@
 """An interactive view: a page with its numbers, the script that draws them, and the picture shown without it.
 
-1. Numbers go into the page as base64 of deflated bytes, all else as JSON that no text can break out of.
+1. Numbers go into the page as base64 of deflated bytes, all else as JSON that no text can break out of. Lines with
+   their intervals against one number are charts that the page's switches choose among.
 2. The script draws on canvas and puts texts in as text. It may reach for nothing outside: the page says so to the
    browser (content security policy), and a notebook shows it in a frame of its own (`headwater.runs.view.View`).
 3. Below stands what every view has: what the result reports, its figure as a picture, and its summary. The script hides
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from headwater.errors import InputError
 from headwater.runs.result import Result
@@ -100,3 +103,40 @@ def page_around(
 def asset(name: str) -> str:
     """Return a file of `assets/`: a script or a style of our own, put into the page whole."""
     return files("headwater.views").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+DIGITS = 7
+"""Of a number in a page; those shown have fewer."""
+
+
+def line_of(
+    rows: pd.DataFrame,
+    columns: tuple[str, str, str, str],
+    *,
+    name: str,
+    look: tuple[str, str],
+    dashed: bool = False,
+    control: bool = False,
+    count: str | None = None,
+) -> dict[str, object]:
+    """Return one line as the script draws it.
+
+    Args:
+        rows: its points.
+        columns: the names of where each is, its value, and the ends of its interval.
+        name: what the line is called.
+        look: colour and mark.
+        dashed: whether it is drawn with dashes.
+        control: whether it is one: drawn in grey, and left beside a line that is looked at alone.
+        count: the column that says over how many each is.
+    """
+    at, *values = columns
+    held = {key: rounded(rows[column]) for key, column in zip(("value", "low", "high"), values, strict=True)}
+    line = {"name": name, "color": look[0], "shape": look[1], "dashed": dashed, "control": control}
+    counted = {} if count is None else {"count": rounded(rows[count])}
+    return line | {"at": rows[at].tolist()} | held | counted
+
+
+def rounded(numbers: pd.Series | np.ndarray) -> list[float | None]:
+    """Return numbers as JSON has them: to seven digits, and None where there is none."""
+    return [float(f"{one:.{DIGITS}g}") if math.isfinite(one) else None for one in map(float, numbers)]

@@ -44,13 +44,7 @@ code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
 
 
 def page_of(title: str, body: str, run: RunRecord | None = None) -> str:
-    """Return a page with a heading and, where there is a run, a line at its end that says what made it.
-
-    Args:
-        title: text.
-        body: HTML.
-        run: of any of the results shown.
-    """
+    """Return a page of HTML with a heading and, where there is a run, a line at its end that says what made it."""
     foot = f"<footer>{text_of(made_by(run))}</footer>" if run is not None else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -65,10 +59,10 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=True)
 
 
-def short_of(text: str, begins: int = 26, ends: int = 18) -> str:
+def short_of(text: str) -> str:
     """Return a text on one line: whole, or how it begins and how it ends, where prompts of one kind differ."""
     line = " ".join(text.split())
-    return line if len(line) <= begins + ends + 3 else f"{line[:begins]} … {line[-ends:]}"
+    return line if len(line) <= 47 else f"{line[:26]} … {line[-18:]}"
 
 
 def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:

@@ -10,8 +10,7 @@ from headwater.pathways.modes import MODES
 from headwater.pathways.trace import Pathways
 from headwater.runs.result import VIEWS
 from headwater.runs.view import View
-from headwater.views.interactive import interactive
-from headwater.views.lines import line_of
+from headwater.views.interactive import interactive, line_of
 
 
 @VIEWS.add(Pathways)

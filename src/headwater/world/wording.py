@@ -17,7 +17,6 @@ from headwater.errors import InputError
 from headwater.options import checked_several, shown
 
 Span = tuple[int, int]
-QUESTION_SETS = ("properties", "paraphrased", "natural", "multi_hop")
 
 
 @dataclass(frozen=True)

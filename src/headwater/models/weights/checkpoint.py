@@ -406,10 +406,10 @@ def refuse_pointer(file: Path) -> None:
             raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")
 
 
-def one_line(error: BaseException, most: int = 300) -> str:
+def one_line(error: BaseException) -> str:
     """An exception's message in one line, cut where it goes on for long."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[:most] + " ..."
+    return text if len(text) <= 300 else text[:300] + " ..."
 
 
 def first_line(error: BaseException) -> str:

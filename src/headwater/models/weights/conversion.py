@@ -136,10 +136,7 @@ def only_block(config: Any) -> Any:
 def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
     """Build a model without its unembedding that has the first block only, as transformers builds it.
 
-    Args:
-        config: of the whole model.
-        read: reads one tensor of its checkpoint by name.
-        like: the device and dtype of the result.
+    Tensors come from `read` by name, and go to the device and dtype of `like`.
 
     Returns:
         the model; its embedding is one row of zeros.

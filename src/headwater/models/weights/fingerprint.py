@@ -131,7 +131,8 @@ class KnownWeights:
 
     def _behaviour(self) -> str:
         """What `behaviour` says of the config, computed again where the config differs from last time."""
-        config = getattr(self._model, "config", None) if self._is_supported else self._raw.cfg
+        is_supported = hasattr(self._raw, "original_model") and family_named(self._shape.architecture) is not None
+        config = getattr(self._model, "config", None) if is_supported else self._raw.cfg
         # to_diff_dict makes a config of defaults to compare with at every call; this config as a string is cheaper.
         held = type(config), str(vars(config))
         if held != self._config[0]:
@@ -141,10 +142,6 @@ class KnownWeights:
     @property
     def _model(self) -> Any:
         return getattr(self._raw, "original_model", self._raw)
-
-    @property
-    def _is_supported(self) -> bool:
-        return hasattr(self._raw, "original_model") and family_named(self._shape.architecture) is not None
 
 
 def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
