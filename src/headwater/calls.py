@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError, Interrupted, did_you_mean
 from headwater.foreign_names import hint_for
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,6 +37,10 @@ def checked_call(function: F) -> F:
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            raise Interrupted(f"{function.__name__} was interrupted.") from None
         except (RuntimeError, TypeError, ValueError):
             for name, value in (*zip(names, args, strict=False), *options.items()):
                 if flaw := _flaw(value):

@@ -161,7 +161,7 @@ def states_at(
         shared = shared if float((found - whole).abs().max()) <= tolerance else 0
     else:
         shared = 0
-    with progress_bar(progress, total=len(tokens), desc="States", unit="row") as bar:
+    with progress_bar(progress, len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):
             states[:, rows] = run(rows, shared, start)
             bar.update(len(rows))
