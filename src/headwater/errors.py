@@ -92,6 +92,7 @@ def did_you_mean(asked: object, valid: Iterable[str], shown: int = 3) -> str:
         word, small = asked[:LONGEST_WORD], {name.casefold(): name for name in names}
         near = difflib.get_close_matches(word, names, n=shown, cutoff=0.6)
         near = near or [small[one] for one in difflib.get_close_matches(word.casefold(), small, n=shown, cutoff=0.6)]
+        near = near or [name for name in names if len(word) > 2 and word.casefold() in name.casefold()][:shown]
     if near:
         return f" Did you mean {' or '.join(repr(name) for name in near)}?"
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

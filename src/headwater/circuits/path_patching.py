@@ -68,7 +68,7 @@ from headwater.patching.summaries import summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import Result, table_html, whole_summary
 
 
 def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[str, Indices]:
@@ -192,7 +192,7 @@ class PathEffects(ByMetric, Result):
 
         Returns:
             A row per metric and path, the largest first: what names it, `examples, mean, low, high, p_value, q_value`.
-            Interval and p are NaN for one example.
+            One example has no interval and no p.
         """
         parts = []
         for metric in self.metrics:
@@ -202,7 +202,7 @@ class PathEffects(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
-        said, summary = [], self.summary()
+        said, summary = [], whole_summary(self)
         for metric in self.metrics:
             rows = self.table[self.table["metric"] == metric]
             named = [name for name in self.coordinates if name != "metric"]

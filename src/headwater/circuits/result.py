@@ -28,7 +28,7 @@ from headwater.patching.summaries import summarize
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import Result, table_html, whole_summary
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.significance import most_of_a_share
 
@@ -159,8 +159,7 @@ class EdgeEffects(ByMetric, Result):
 
         Returns:
             A row per metric and edge, the largest first: what names it, `examples, mean, low, high, p_value`. The mean
-            is that of effects, or of estimates where the method gives no effects; interval and p are NaN for one
-            example.
+            is that of effects, or of estimates where the method gives no effects; one example has no interval and no p.
         """
         parts, values = [], self._values
         for m, metric in enumerate(self.metrics):
@@ -173,7 +172,7 @@ class EdgeEffects(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the strongest edge of each metric, how many are beyond rounding, and what the method leaves open."""
-        said, summary = [], self.summary()
+        said, summary = [], whole_summary(self)
         what = "effect" if self.is_exact else "estimate"
         for m, metric in enumerate(self.metrics):
             means = _means(self._values)[:, m]

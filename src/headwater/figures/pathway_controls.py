@@ -39,7 +39,7 @@ from headwater.pathways.modes import MODES
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, whole_summary
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -205,7 +205,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
         found: what `refusals` gave.
         ax: where to draw; default: a new figure.
     """
-    rows = found.summary()
+    rows = whole_summary(found)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with style(ax):
         if ax is None:

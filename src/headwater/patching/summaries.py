@@ -83,6 +83,13 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     return summary.astype({name: table[name].dtype for name in coordinates})
 
 
+def strongest_first(summary: pd.DataFrame) -> pd.DataFrame:
+    """Order the rows of each metric by the size of their mean; those without one come last."""
+    metrics = pd.factorize(summary["metric"])[0] if "metric" in summary else np.zeros(len(summary))
+    order = np.lexsort((-summary["mean"].abs().fillna(-1.0).to_numpy(), metrics))
+    return summary.iloc[order].reset_index(drop=True)
+
+
 def over_draws(part: pd.DataFrame) -> pd.DataFrame:
     """Return a cell with the draws of each example averaged; of one example alone, with its draws as they are.
 

@@ -34,6 +34,7 @@ from headwater.patching.summaries import (
     note_of_gaps,
     note_of_lengths,
     strongest,
+    strongest_first,
     summarize,
 )
 from headwater.runs.analysis import Run
@@ -93,11 +94,11 @@ class Sweep(Result):
             seed: of the bootstrap and the permutations.
 
         Returns:
-            A row per cell and metric: its coordinates, `examples` (how many have this cell), `mean, low, high,
-            p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the cells with
-            q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself, not adjusted.
-            With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. Interval and p are NaN for one
-            example. `attrs["notes"]` keeps what was warned of.
+            A row per cell and metric, the largest first: its coordinates, `examples` (how many have this cell), `mean,
+            low, high, p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the
+            cells with q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself, not adjusted.
+            With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. One example has neither
+            interval nor p. `attrs["notes"]` keeps what was warned of.
 
         Raises:
             InputError: there is no such column or way to normalize.
@@ -108,7 +109,7 @@ class Sweep(Result):
         """
         measure = measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)
-        summary = summarize(self.table, self.coordinates, measure, level, seed)
+        summary = strongest_first(summarize(self.table, self.coordinates, measure, level, seed))
         summary.attrs["notes"] = notes
         return summary
 
