@@ -29,13 +29,14 @@ def checked_call(function: F) -> F:
     parameters = signature.parameters.values()
     names = [one.name for one in parameters]
     known = [name for name in names if name != "self"]
+    called = "model" if function.__name__ == "__call__" else function.__name__
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         for name in () if takes_any else options:
             if name not in known:
-                here, hint = f"{function.__name__} has no option {name}=", hint_for(function.__name__, name)
+                here, hint = f"{called} has no option {name}=", hint_for(called, name)
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)

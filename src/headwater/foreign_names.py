@@ -104,7 +104,6 @@ RUN = {
     "return_type": "logits come back; hw.token_statistics(model, texts) has log-probabilities",
     "stop_at_layer": "it is called stop_at=",
     "input_ids": "the first argument is inputs: texts, or token ids",
-    "attention_mask": "model.tokenize(ids, mask=attention_mask) is an input",
     "names_filter": "model.cache(texts, sites=...) keeps activations",
     "output_hidden_states": "model.cache(texts, residual=True) keeps the residual stream",
     "output_attentions": "model.cache(texts, attention=True) keeps the patterns",

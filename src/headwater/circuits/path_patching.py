@@ -64,7 +64,7 @@ from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
 from headwater.patching.replacements import Replacement, ValueName
-from headwater.patching.summaries import summarize
+from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -215,6 +215,7 @@ class PathEffects(ByMetric, Result):
                 f"{row['receiver']}{where}: {said_number(row['mean'], row['low'], row['high'])}, over {n} "
                 f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} are beyond what rounding makes ({floor:.1e})."
             )
+        said += edited_run(self.run.options)
         said.append(f"Senders reach receivers {WAYS[self.through]}.")
         said.append("Effects of paths that share a part count it more than once: they do not add up to a whole.")
         return said
@@ -323,7 +324,7 @@ def path_patch(
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits.
         through: `direct`: what senders write reaches receivers unchanged; `mlps`: also by way of the MLPs between them,
             which are recomputed. All other heads give what they gave in either case.
-        direction: `noise` edits the clean run, `denoise` the corrupted one.
+        direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
         values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
             over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
             `corrupted`.

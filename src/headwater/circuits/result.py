@@ -24,7 +24,7 @@ from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
-from headwater.patching.summaries import summarize
+from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
@@ -189,6 +189,7 @@ class EdgeEffects(ByMetric, Result):
             said += self._said_of_the_rest(m, metric)
         if not self.is_exact:
             said.append(f"These are estimates ({self.method}), not runs with the edge changed.")
+        said += edited_run(self.run.options)
         said.append("Effects of edges in series count the same path more than once: they do not add up to a whole.")
         return said
 

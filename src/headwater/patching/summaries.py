@@ -239,6 +239,15 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     return said
 
 
+def edited_run(options: Mapping[str, Any]) -> list[str]:
+    """Say which run of each pair was edited; nothing where there are no pairs."""
+    corrupted = options.get("prompts", (None, None))[1] or options.get("corruption")
+    if "direction" not in options or not corrupted:
+        return []
+    edited = "corrupted" if options["direction"] == "denoise" else "clean"
+    return [f"The {edited} run was edited (direction={options['direction']!r})."]
+
+
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
     named = (

@@ -28,6 +28,7 @@ from headwater.patching.summaries import (
     Swept,
     chosen_rows,
     claim_on,
+    edited_run,
     grid_axes,
     grid_of,
     measure_of,
@@ -96,7 +97,7 @@ class Sweep(Result):
         Returns:
             A row per cell and metric, the largest first: its coordinates, `examples` (how many have this cell), `mean,
             low, high, p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the
-            cells with q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself, not adjusted.
+            cells with q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself.
             With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. One example has neither
             interval nor p. `attrs["notes"]` keeps what was warned of.
 
@@ -206,6 +207,7 @@ class Sweep(Result):
         said = [sentence for part in parts for sentence in strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:
             said.append("These effects are linear estimates from gradients, not runs with the edit.")
+        said += edited_run(self.run.options)
         return [*said, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
 
     def _equal_sets(self) -> list[str]:
