@@ -270,8 +270,9 @@ class Evidence(Result):
             head = f"head {_head(row)}" if pd.notna(row["layer"]) else f"{row['heads']} heads, mean"
             said.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")
         for row in self.cost.to_dict("records"):
+            heads = f" ({row['heads']})" if row["heads"] else ""
             said.append(
-                f"Silenced at the last position, {row['what']} ({row['heads']}): costs {row['cost']:.2f} logits "
+                f"Silenced at the last position, {row['what']}{heads}: costs {row['cost']:.2f} logits "
                 f"({row['low']:.2f} to {row['high']:.2f})."
             )
         return [*said, self.verdict]

@@ -112,7 +112,7 @@ class LayerPredictions(Result):
         """Return from which layer on the last layer's choice is seen, and how much is lost by reading earlier."""
         layers = whole_summary(self)
         examples, places = self.table["example"].nunique(), int(layers["places"].iloc[-1])
-        said = [f"{places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)} were read."]
+        said = [f"Read: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
         differs = layers.loc[layers["agrees"] < 0.5, "layer"]
         since = layers.loc[layers["layer"] > (differs.max() if len(differs) else -1)].iloc[0]
         said.append(

@@ -331,7 +331,7 @@ def _task(
             f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
             "positions='last'."
         )
-        if len(given) == len(states.layers):
+        if states.site == "given" and len(given) == len(states.layers) > 1:
             hint = " An array of three axes is `layer row feature`: transpose(0, 1) makes it so of `row layer feature`."
         elif len(given) != n_groups:
             hint = " Give a label for each row."
