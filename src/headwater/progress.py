@@ -33,12 +33,13 @@ class Lines:
     """
 
     def __init__(self, total: int | None, desc: str, unit: str):
-        self.total, self.desc, self.unit, self.n = total, desc, unit.strip().removesuffix("s"), 0
+        self.total, self.desc, self.unit = total, desc, unit.strip().removesuffix("s")
+        self.n: float = 0
         self._begun = self._said = time.monotonic()
         self._over = threading.Event()
         threading.Thread(target=self._speak, daemon=True).start()
 
-    def update(self, n: int = 1) -> None:
+    def update(self, n: float = 1) -> None:
         """Count what was done, and say so unless the last line is recent."""
         self.n += n
         now = time.monotonic()
