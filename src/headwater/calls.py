@@ -42,8 +42,8 @@ def checked_call(function: F) -> F:
             return function(*args, **options)
         except Interrupted:
             raise
-        except KeyboardInterrupt:
-            raise Interrupted(f"{function.__name__} was interrupted.") from None
+        except KeyboardInterrupt as error:
+            raise Interrupted(f"{called} was interrupted{f': {error}' if str(error) else ''}.") from None
         except (RuntimeError, TypeError, ValueError):
             if misfit := _misfit(function, signature, args, options):
                 raise InputError(misfit) from None
