@@ -117,7 +117,7 @@ def test_targets_of_several_tokens_are_told_apart_on_the_command_line(run, check
     assert "--multi-token takes the first token of a word, --distinguishing another: give one." in noise
 
 
-def test_progress_goes_to_stderr_and_only_where_that_is_a_terminal(run, checkpoint, suite, monkeypatch):
+def test_bars_go_to_stderr_and_only_where_that_is_a_terminal(run, checkpoint, suite, monkeypatch):
     _, printed, noise = run("heads", checkpoint("llama"), "--relations", suite)
     assert "layer/s" not in noise + printed
     assert "\r" not in noise + printed

@@ -25,7 +25,7 @@ from headwater.pathways.token_map import probe_map
 from headwater.reference.published import Reproduction, compared
 from headwater.runs.figure_options import checked_size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import DRAWINGS, VIEWS, Result
+from headwater.runs.result import DRAWINGS, VIEWS, Result, whole_summary
 from headwater.runs.view import FITTING, View
 from tests import chance
 from tests.fuzzing import flipped
@@ -151,6 +151,8 @@ def test_a_summary_is_a_small_table_and_a_report_is_sentences(results, kind):
     summary, said = results[kind].summary(), results[kind].report()
     assert isinstance(summary, pd.DataFrame)
     assert 1 <= len(summary) <= max(30, len(results[kind].table))
+    assert summary.notna().any().all()
+    assert set(summary) <= set(whole_summary(results[kind]))
     assert all(isinstance(name, str) and name.replace("_", "a").isalnum() for name in summary.columns)
     assert isinstance(said, list)
     assert said
@@ -159,6 +161,18 @@ def test_a_summary_is_a_small_table_and_a_report_is_sentences(results, kind):
         assert sentence[-1] in ".;!?)", sentence
         assert " nan" not in sentence, sentence
     assert results[kind].findings()["model"] == results[kind].run.model
+
+
+def test_what_is_ranked_has_the_strongest_rows_first_by_metric(results):
+    sweep = hw.patch(
+        hw.load(), *PROMPTS, sites=["resid_pre", "z"], progress=False,
+        metric=[hw.logit_difference(" Paris", " Rome"), hw.probability(" Paris")],
+    )  # fmt: skip
+    assert sweep.summary()["metric"].drop_duplicates().tolist() == ["logit_difference", "probability"]
+    for result in (sweep, results[hw.DirectAttribution], results[hw.EdgeEffects], results[hw.PathEffects]):
+        summary = result.summary()
+        for _, part in summary.groupby("metric") if "metric" in summary else [("", summary)]:
+            assert part["mean"].abs().is_monotonic_decreasing
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)

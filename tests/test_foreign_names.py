@@ -1,5 +1,6 @@
 """Names and options of other libraries: what is said of them exists, and none of them is one of headwater's."""
 
+import copy
 import functools
 import importlib
 import inspect
@@ -26,16 +27,17 @@ def test_what_is_said_of_other_names_exists(llama):
     for part in re.findall(r"\bmodel\.(\w+)", text):
         assert hasattr(llama, part)
     for part in re.findall(r"\bresult\.(\w+)", text):
-        assert hasattr(Result, part)
+        assert hasattr(Result, part) or part in Result.__annotations__
 
 
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
     functions = {"load": hw.load, **{name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks")}}
+    owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache}
     for place, name in HINTS:
         if place in functions:
             assert name not in inspect.signature(functions[place]).parameters
         else:
-            assert name not in dir(hw if place == "package" else hw.HookedModel)
+            assert name not in dir(owners[place])
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,39 @@ def test_the_class_of_models_says_what_to_use():
         _ = hw.HookedModel.genrate
     with pytest.raises(AttributeError, match="type object 'HookedModel' has no attribute '__array__'"):
         _ = hw.HookedModel.__array__
+
+
+def test_a_result_says_where_its_rows_and_tensors_are():
+    model, quiet = embedded(), {"progress": False}
+    sweep = hw.patch(model, " the cat", sites="z", layers=[0], values="zero", metric=hw.probability(" a"), **quiet)
+    cache = model.cache(" the cat", sites="z", layers=[0], **quiet)
+    for result, name, said in (
+        (sweep, "df", r"A Sweep has no 'df': its rows are a pandas table, result\.table\."),
+        (sweep, "tabel", r"A Sweep has no 'tabel'\. Did you mean 'table'"),
+        (sweep, "nonsense", r"A Sweep has no 'nonsense'; dir\(\) of it lists its names\."),
+        (cache, "items", r"A Cache has no 'items': a tensor is cache\['resid_post', 3\]"),
+    ):
+        assert not hasattr(result, name)
+        with pytest.raises(AttributeError, match=said):
+            getattr(result, name)
+    assert copy.deepcopy(sweep).report() == sweep.report()
+
+
+def test_an_argument_that_is_missing_or_too_much_is_named_with_what_it_is(llama):
+    for call, said in (
+        (lambda: hw.patch(llama, " cat", " dog", sites="z"), r"patch needs metric=: one or more of `hw\.logit_diff"),
+        (
+            lambda: hw.logit_difference(5),
+            r"logit_difference needs wrong=: it is called as logit_difference\(correct, w",
+        ),
+        (
+            lambda: hw.compare_heads(llama, llama),
+            r"compare_heads: too many .*; it is called as compare_heads\(models, op",
+        ),
+        (lambda: llama(input_ids=[[1]]), r"model has no option input_ids=\. Did you mean 'input'"),
+    ):
+        with pytest.raises(InputError, match=said):
+            call()
 
 
 def test_an_option_of_elsewhere_says_what_to_use(llama):

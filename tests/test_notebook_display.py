@@ -1,6 +1,8 @@
 """What a notebook shows of an object: one line, and a small table of text that cannot break the page."""
 
 import re
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -52,6 +54,35 @@ def test_relations_show_as_one_line_each():
     for relation in hw.load_relations():
         assert repr(relation).startswith(f"Relation({relation.name}: {len(relation.pairs):,} pairs, ")
         assert "\n" not in repr(relation)
+
+
+CELLS = """
+import signal
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell()
+shell.run_line_magic("colors", "NoColor")
+shell.run_cell("import headwater as hw\\nfrom headwater.calls import checked_call")
+for cell in (
+    "def mine(names):\\n    return hw.load_relations(names)",
+    "mine('no_such_relation')",
+    "hw.pach",
+    "@checked_call\\ndef endless():\\n    signal.raise_signal(signal.SIGINT)",
+    "import signal\\nendless()",
+):
+    print("---")
+    shell.run_cell(cell)
+"""
+
+
+def test_a_notebook_shows_of_an_error_the_callers_lines_and_the_message_and_of_an_interruption_one_line():
+    run = subprocess.run([sys.executable, "-c", CELLS], check=True, capture_output=True, text=True)
+    _, _, mistake, typo, _, interrupted = run.stdout.split("---\n")
+    lines = [line.strip() for line in mistake.splitlines() if not line.strip().startswith(("File ", "^"))]
+    assert lines[:-1] == ["mine('no_such_relation')", "return hw.load_relations(names)"]
+    assert lines[-1].startswith("InputError: The relations folder no_such_relation does not exist")
+    assert typo.strip().splitlines()[1:] == ["    hw.pach", typo.strip().splitlines()[-1]]
+    assert "UnknownNameError: module 'headwater' has no attribute 'pach'. Did you mean 'patch'" in typo
+    assert interrupted.strip() == "KeyboardInterrupt: endless was interrupted."
 
 
 def test_a_misspelt_name_of_the_package_is_answered_with_the_nearest():

@@ -271,7 +271,7 @@ def embedded():
     return load()
 
 
-def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(embedded, monkeypatch, tmp_path, capsys):
+def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(embedded, monkeypatch, tmp_path, caplog):
     methods = ("logit_min", "probe")
     asked = {"sample": 60, "methods": methods, "seeds": 1, "controls": False, "max_new_tokens": 30}
     numbers = {"detection": {"probing": {"natural": 0.25}}, "mode": {"natural": 0.125}}
@@ -279,9 +279,9 @@ def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(em
     monkeypatch.setattr(pathways, "published_numbers", lambda kind: Published("here", {"me": shape | numbers}))
     monkeypatch.setattr(pathways, "PRACTICE", (22, 24))
     found = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
-    said = capsys.readouterr().err
-    assert re.search(r"60 questions take about .* on this machine: answers .*, pathways .*; what the", said)
-    lines = [line.split()[1].rstrip(":") for line in said.splitlines() if ": done in" in line]
+    assert re.search(r"60 questions take about .* on this machine: answers .*, pathways .*; what the", caplog.text)
+    lines = [line.split(":")[0] for line in caplog.messages if ": done in" in line]
+    caplog.clear()
     assert lines == list(pathways.PARTS)
     parts = {name: kind.load(tmp_path / "out" / name) for name, kind in pathways.PARTS.items()}
     answered = parts["answers"]
@@ -297,12 +297,12 @@ def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(em
     assert np.isnan(table.loc["logits min", "published"])
     again = pathways.reproduce_pathways(embedded, "natural", published="me", out=tmp_path / "out", **asked)
     pd.testing.assert_frame_equal(again.table, found.table)
-    assert "take about" not in capsys.readouterr().err
+    assert "take about" not in caplog.text
     with pytest.raises(InputError, match="'question' was not published"):
         pathways.reproduce_pathways(embedded, "natural", methods=("question",))
 
 
-def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_call_does(monkeypatch, capsys):
+def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_call_does(monkeypatch, caplog):
     clock, run = [0.0], Run(None)
     monkeypatch.setattr(reproduction_steps.time, "perf_counter", lambda: clock[0])
 
@@ -315,19 +315,19 @@ def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_ca
     steps = reproduction_steps.timed_steps(run, make, 1000, "things")
     assert steps.expected == {"piece": 5 + 2 * 1000}  # the first call alone took 100 seconds more
     make(steps, range(1000))
-    assert capsys.readouterr().err.splitlines() == [
-        "headwater: 1,000 things take about 33 minutes on this machine: piece 33 minutes.",
-        "headwater: piece: done in 33 minutes of about 33 minutes.",
+    assert caplog.messages == [
+        "timing 12 of 1,000 things ...",
+        "1,000 things take about 33 minutes on this machine: piece 33 minutes.",
+        "piece: done in 33 minutes of about 33 minutes.",
     ]
 
     assert reproduction_steps.timed_steps(run, make, 1000, "things", sets=4).expected == {"piece": 4 * 5 + 2 * 1000}
-    capsys.readouterr()
 
     def refuse(steps, places):
         raise InputError("Nothing can be timed.")
 
     assert reproduction_steps.timed_steps(run, refuse, 1000, "things").expected == {}
-    assert "cannot be told: Nothing can be timed." in capsys.readouterr().err
+    assert "cannot be told: Nothing can be timed." in caplog.text
 
 
 def hand_graph(folder):

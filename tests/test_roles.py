@@ -140,7 +140,7 @@ def test_ablations_take_roles_of_prompts_of_any_length(model):
     )  # fmt: skip
     summary = sweep.summary()
     assert summary["examples"].unique().tolist() == [4]
-    assert summary["role"].tolist() == ["subject"] * 3 + ["end"] * 3
+    assert summary["role"].value_counts().to_dict() == {"subject": 3, "end": 3}
     assert "position" not in summary
     assert summary.attrs["notes"] == []
 
@@ -278,7 +278,7 @@ def test_a_run_of_other_roles_is_another_run(model, tmp_path):
     again = hw.patch(model, CLEAN, CORRUPTED, positions=ROLES, **options)
     assert again.table["role"].unique().tolist() == ["subject", "end"]
     loaded = hw.Sweep.load(tmp_path / "run")
-    assert loaded.summary()["role"].unique().tolist() == ["subject", "end"]
+    assert set(loaded.summary()["role"]) == {"subject", "end"}
     with pytest.raises(hw.HeadwaterError, match="another run"):
         hw.patch(model, CLEAN, CORRUPTED, positions={"city": SUBJECTS, "end": "last"}, **options)
 

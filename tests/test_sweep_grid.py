@@ -69,7 +69,7 @@ def test_roles_that_not_all_prompts_have_stand_with_their_number(sweep):
     few = Sweep(rows.reset_index(drop=True), sweep.run, sweep.tokens)
     labels = [tick.get_text() for tick in few.plot().get_xticklabels()]
     assert labels == ["subject (n = 1)", "end (n = 2)"]
-    assert few.summary().set_index(["layer", "role"])["examples"].loc[0].tolist() == [1, 2]
+    assert few.summary().set_index(["layer", "role"])["examples"].loc[0].to_dict() == {"subject": 1, "end": 2}
     plt.close("all")
 
 

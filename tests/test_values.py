@@ -288,7 +288,7 @@ def looks_ahead(activation, other, place):
         ("resid_pre", lambda a, o, p: a[:, :4], InterventionError, r"returned \(1, 4\) in torch.float32"),
         ("resid_pre", lambda a, o, p: a.double(), InterventionError, "in torch.float64"),
         ("resid_pre", lambda a, o, p: None, InterventionError, "returned a NoneType"),
-        ("resid_pre", lambda a: a, InputError, r"function given as values \(function\) failed: TypeError"),
+        ("resid_pre", lambda a: a, InputError, r"called as function\(activation, other, place\), failed: TypeError"),
         ("pattern", looks_ahead, InterventionError, "later key"),
         ("pattern", hw.noise(0.1), InputError, "cannot be added to attention patterns"),
         ("resid_pre", torch.ones(5), InputError, r"tensor given as values is \(5,\); for resid_pre here it can be"),

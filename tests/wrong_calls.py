@@ -2,9 +2,9 @@
 
 Run as `python -m tests.wrong_calls [--few] NAME ...`, in a process of its own: the suite's import hook checks
 annotations where a user's process does not. For each public function there is one call that works; each of its
-arguments in turn is replaced by each of `WRONG`. With `--few` a call meets one half of `FEW`, the next call the other
-half: its arguments share them out, and each meets at least one. What comes back should be a result, or a HeadwaterError
-of one readable message; anything else is printed.
+arguments in turn is left out, where it is needed, and replaced by each of `WRONG`. With `--few` a call meets one half
+of `FEW`, the next call the other half: its arguments share them out, and each meets at least one. What comes back
+should be a result, or a HeadwaterError of one readable message; anything else is printed.
 """
 
 from __future__ import annotations
@@ -115,22 +115,38 @@ def readable(error: hw.HeadwaterError) -> bool:
 def complaints(
     function: Callable[..., Any], given: dict[str, Any], values: Sequence[str], apart: int
 ) -> Iterator[tuple[str, str, str]]:
-    """Replace each argument of a call in turn by values so far apart; yield argument, value, what went wrong."""
-    names = [
-        argument.name
+    """Replace each argument of a call in turn by values so far apart; yield argument, value, what went wrong.
+
+    Of a call that is checked, each argument that it needs is left out first, and one more given than it takes.
+    """
+    parameters = [
+        argument
         for argument in inspect.signature(function).parameters.values()
         if argument.kind in (argument.POSITIONAL_OR_KEYWORD, argument.KEYWORD_ONLY) and argument.name != "ax"
     ]
-    apart = min(apart, len(names))
-    for index, argument in enumerate(names):
+    tried: list[tuple[str, str, Callable[[], Any]]] = []
+    if hasattr(function, "is_checked"):
+        needed = [argument.name for argument in parameters if argument.default is argument.empty]
+        for name in needed:
+            without = {other: value for other, value in given.items() if other != name}
+            tried.append((name, "left out", partial(function, **without)))
+        tried.append(("all", "too many", partial(function, *range(len(parameters) + 1))))
+    apart = min(apart, len(parameters))
+    for index, argument in enumerate(parameters):
         for label in values[index % apart :: apart]:
-            try:
-                function(**given | {argument: WRONG[label]()})
-            except hw.HeadwaterError as error:
-                if not readable(error):
-                    yield argument, label, f"unreadable: {str(error)[:300]}"
-            except Exception as error:
-                yield argument, label, f"{type(error).__name__}: {str(error)[:200]} [{place_of(error)}]"
+            wrong = given | {argument.name: WRONG[label]()}
+            tried.append((argument.name, label, partial(function, **wrong)))
+    for name, label, call in tried:
+        try:
+            call()
+        except hw.HeadwaterError as error:
+            if not readable(error):
+                yield name, label, f"unreadable: {str(error)[:300]}"
+        except Exception as error:
+            yield name, label, f"{type(error).__name__}: {str(error)[:200]} [{place_of(error)}]"
+        else:
+            if label in ("left out", "too many"):
+                yield name, label, "was taken"
 
 
 def place_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Public calls: an option that a function does not have, and an argument that nothing can read, are one line each.
+"""Public calls: what a function does not take, what it lacks, and an argument that nothing can read, are one line each.
 
 `@checked_call` is written at each function that a room offers; results, models and circuits check their public methods.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
-from headwater.errors import InputError, did_you_mean
+from headwater.errors import InputError, Interrupted, did_you_mean
 from headwater.foreign_names import hint_for
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,20 +25,28 @@ def checked_call(function: F) -> F:
     """Let a public function or method say which option was meant, and which of its arguments cannot be read."""
     if hasattr(function, "is_checked"):
         return function
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     names = [one.name for one in parameters]
     known = [name for name in names if name != "self"]
+    called = "model" if function.__name__ == "__call__" else function.__name__
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         for name in () if takes_any else options:
             if name not in known:
-                here, hint = f"{function.__name__} has no option {name}=", hint_for(function.__name__, name)
+                here, hint = f"{called} has no option {name}=", hint_for(called, name)
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)
+        except Interrupted:
+            raise
+        except KeyboardInterrupt as error:
+            raise Interrupted(f"{called} was interrupted{f': {error}' if str(error) else ''}.") from None
         except (RuntimeError, TypeError, ValueError):
+            if misfit := _misfit(function, signature, args, options):
+                raise InputError(misfit) from None
             for name, value in (*zip(names, args, strict=False), *options.items()):
                 if flaw := _flaw(value):
                     raise InputError(f"{name}= of {function.__name__} {flaw}.") from None
@@ -57,6 +66,33 @@ def checked_calls(kind: C) -> C:
         elif isinstance(member, classmethod | staticmethod):
             setattr(kind, name, type(member)(checked_call(member.__func__)))
     return kind
+
+
+def _misfit(
+    function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> str | None:
+    """Say which arguments of a call are missing, or too many."""
+    parameters = [one for one in signature.parameters.values() if one.name != "self"]
+    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    named += ["option=..."] * any(one.kind is one.KEYWORD_ONLY for one in parameters)
+    as_called = f"it is called as {function.__name__}({', '.join(named)})"
+    try:
+        given = signature.bind_partial(*args, **options).arguments
+    except TypeError as error:
+        return f"{function.__name__}: {error}; {as_called}."
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in several]
+    lacking = next((name for name in needed if name not in given), None)
+    if lacking is None:
+        return None
+    return f"{function.__name__} needs {lacking}=: {_described(function, lacking) or as_called}."
+
+
+def _described(function: Callable[..., Any], argument: str) -> str:
+    """Return what the docstring of a function says first of an argument."""
+    ends = r"[.;]\s|\n *\w+: |\n\n|\Z"
+    found = re.search(rf"(?ms)^ *{argument}: (.+?)(?={ends})", inspect.getdoc(function) or "")
+    return " ".join(found[1].split()) if found else ""
 
 
 def _flaw(value: object) -> str | None:

@@ -2,8 +2,10 @@
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable
-from pathlib import PurePath
+from itertools import takewhile
+from pathlib import Path, PurePath
 
 LONGEST_WORD = 200
 """Of a longer stretch without a space (a name of 5,000 characters, the dump of an array) the beginning is shown."""
@@ -16,6 +18,21 @@ class HeadwaterError(Exception):
 
     def __init__(self, message: str = ""):
         super().__init__(readable(message))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and notebooks show: the caller's lines, and the message."""
+        package, shown = Path(__file__).parent, traceback.extract_tb(self.__traceback__)
+        frames = takewhile(lambda frame: package not in Path(frame.filename).parents, shown)
+        own = [frame for frame in frames if "IPython" not in Path(frame.filename).parts]
+        return [*(text.rstrip() for text in traceback.format_list(own)), f"{type(self).__name__}: {self}"]
+
+
+class Interrupted(KeyboardInterrupt):
+    """A call was interrupted; the message says whether it can be continued."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what IPython and notebooks show: the message alone."""
+        return [f"KeyboardInterrupt: {self}"]
 
 
 class InputError(HeadwaterError):
@@ -38,6 +55,10 @@ class NumericsError(HeadwaterError):
 
 class InterventionError(HeadwaterError):
     """An edit did not take effect, or would have had an effect that was not asked for."""
+
+
+class UnknownNameError(HeadwaterError, AttributeError):
+    """The package, a model or a result has nothing of this name; the message says what to use."""
 
 
 class BeginningWarning(UserWarning):
@@ -65,6 +86,7 @@ def did_you_mean(asked: object, valid: Iterable[str]) -> str:
         word, small = asked[:LONGEST_WORD], {name.casefold(): name for name in names}
         near = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
         near = near or [small[one] for one in difflib.get_close_matches(word.casefold(), small, n=3, cutoff=0.6)]
+        near = near or [name for name in names if len(word) > 2 and word.casefold() in name.casefold()][:3]
     if near:
         return f" Did you mean {' or '.join(repr(name) for name in near)}?"
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

@@ -36,19 +36,24 @@ PACKAGE = {
     "logit_lens tuned_lens LogitLens TunedLens": "hw.lens(model, prompts)",
     "steer steering": "model.generate(prompts, [hw.edit(site, layer, hw.add(vector))])",
     "SAE Transcoder": "hw.load_sae(folder), or hw.features(encode, decode, at=..., layer=...)",
+    "induction_heads find_induction_heads": "hw.attention_behaviour(model)",
     "plot view summary report": "every result has it: result.{name}()",
+    "save load_result load_sweep": "result.save(folder) writes a result, hw.Sweep.load(folder) reads a sweep",
     "load_dataset datasets": "hw.load_questions, hw.load_member_texts and hw.load_relations read data",
 }
 MODEL = {
     "add_hook add_perma_hook": HOOKS_END,
     "reset_hooks remove_all_hook_fns": f"there is nothing to reset: {HOOKS_END}",
-    "blocks": "activations: model.run_with_cache(tokens) or model.cache(...); parameters: model.W_Q ... model.W_O",
+    "blocks layers transformer": "activations: model.run_with_cache(tokens) or model.cache(...); "
+    "parameters: model.W_Q ... model.W_O",
     "W_in": "headwater.models.open_weights(model) has heads and embeddings; MLPs are under model.raw.blocks[layer].mlp",
     "ln_final": "its gain is headwater.models.open_weights(model).final_norm_gain(); its hook ln_final.hook_normalized",
     "unembed": "use model.W_U and model.b_U",
     "embed": "use model.W_E",
     "W_pos": "some families alone learn positions: model.raw.pos_embed.W_pos; rotary ones turn queries and keys",
-    "parameters": "headwater.models.open_weights(model) has them by name, layer by layer",
+    "parameters named_parameters state_dict": "headwater.models.open_weights(model) has them by name, layer by layer",
+    "n_layers n_heads d_model d_head d_mlp d_vocab n_ctx": "model.shape.{name}",
+    "num_layers": "model.shape.n_layers",
     "QK": "multiply model.W_Q[layer, head] @ model.W_K[layer, head].T",
     "OV": "multiply model.W_V[layer, head] @ model.W_O[layer, head]",
     "tokens_to_residual_directions": "use model.W_U[:, token]",
@@ -78,7 +83,7 @@ LOAD = {
     "load_in_8bit load_in_4bit quantization_config": "dtype='bfloat16'; quantized weights are refused",
 }
 GENERATE = {
-    "input": "the first argument is prompts",
+    "input input_ids inputs": "the first argument is prompts",
     "verbose": "progress=False shows no bar",
     "prepend_bos": f"{BEGINS}; otherwise give token ids, model.to_tokens(text, prepend_bos=False).tolist()",
     "stop_at_eos eos_token_id": "a text ends at the model's end token; stop= ends it at texts, too",
@@ -98,6 +103,7 @@ RUN = {
     "prepend_bos": f"{BEGINS}; or give token ids, model.to_tokens(text, prepend_bos=False)",
     "return_type": "logits come back; hw.token_statistics(model, texts) has log-probabilities",
     "stop_at_layer": "it is called stop_at=",
+    "input_ids": "the first argument is inputs: texts, or token ids",
     "names_filter": "model.cache(texts, sites=...) keeps activations",
     "output_hidden_states": "model.cache(texts, residual=True) keeps the residual stream",
     "output_attentions": "model.cache(texts, attention=True) keeps the patterns",
@@ -110,7 +116,22 @@ HOOKS = {
     "bwd_hooks": "model.run(tokens, hooks, grad=True) records gradients",
     "reset_hooks_end clear_contexts": "hooks end with the context",
 }
-TABLES = {"package": PACKAGE, "model": MODEL, "load": LOAD, "generate": GENERATE, "run": RUN, "hooks": HOOKS}
+RESULT = {
+    "df data dataframe to_dataframe results rows head tail shape columns query groupby to_csv iloc loc": "its rows are "
+    "a pandas table, result.table",
+    "fig figure savefig show": "result.plot() draws it, and hw.figures.save_figure(result.plot(), path) writes it",
+}
+CACHE = {"items values numpy shape": "a tensor is cache['resid_post', 3]; cache.keys() lists what there is"}
+TABLES = {
+    "package": PACKAGE,
+    "model": MODEL,
+    "result": RESULT,
+    "Cache": CACHE,
+    "load": LOAD,
+    "generate": GENERATE,
+    "run": RUN,
+    "hooks": HOOKS,
+}
 HINTS = {
     (place, name): hint for place, table in TABLES.items() for names, hint in table.items() for name in names.split()
 }
@@ -120,11 +141,11 @@ def hint_for(place: str, name: str) -> str | None:
     """Return what does here what another library has under a name; None for a name that is not known.
 
     Args:
-        place: where the name was met: "package", "model", or the function that was given it as an option.
+        place: where the name was met: "package", "model", "result", "Cache", or the function whose option it was.
         name: the name.
     """
     hint = HINTS.get((place, name))
-    return hint.format(name=name) if hint and place == "package" else hint
+    return hint.replace("{name}", name) if hint else None
 
 
 def missing(owner: str, place: str, name: str, known: Iterable[str], raw: object = None) -> str:
@@ -143,4 +164,9 @@ def missing(owner: str, place: str, name: str, known: Iterable[str], raw: object
             f" model.raw.{name} is TransformerLens's own, past headwater's checks (docs: Coming from TransformerLens)."
         )
         return f"{here}{f': {hint}' if hint else ''}.{own}"
-    return f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, [one for one in known if one[:1] != '_'])}"
+    near = did_you_mean(name, [one for one in known if one[:1] != "_"])
+    return (
+        f"{here}: {hint}."
+        if hint
+        else f"{here}{f'.{near}' if near.startswith(' Did') else '; dir() of it lists its names.'}"
+    )

@@ -123,7 +123,10 @@ def resolve_indices(values: Any, size: int, axis: str, option: str | None = None
     try:
         given = whole_numbers(values)
     except TypeError:
-        raise InputError(f"{option}={shown(values)} are not whole numbers; they are 0 to {size - 1}.") from None
+        what = f"{option}={shown(values)} are not whole numbers"
+        raise InputError(
+            f"{what}; they are 0 to {size - 1}, or -1 for the last; without {option}= it is all."
+        ) from None
     if outside := [index for index in given if not -size <= index < size]:
         where = f"{option}={shown(given)}: there" if option != f"{axis}s" else "There"
         raise InputError(f"{where} is no {axis} {outside[0]}; they are 0 to {size - 1}.")

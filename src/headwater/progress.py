@@ -1,12 +1,16 @@
-"""Progress bars: one way to open them, so that `progress=` means the same everywhere.
+"""Progress: one way to show it, so that `progress=` means the same everywhere.
 
 A bar needs a terminal, or a notebook that draws it: written into a file or a pipe it would be hundreds of lines that
-overwrite nothing. In a notebook it goes when the work is done, so that a saved notebook holds results alone.
+overwrite nothing. There, work of more than ten seconds writes lines into the log `headwater` of the standard library.
+In a notebook a bar goes when the work is done, so that a saved notebook holds results alone.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
+import time
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tqdm.auto import tqdm
@@ -14,25 +18,84 @@ from tqdm.auto import tqdm
 from headwater.options import checked_flag
 from headwater.waiting import on_terminal
 
+LOG = logging.getLogger("headwater")
+# The root logger's default would drop what `progress=True` asks for; a level that the caller has set remains.
+LOG.setLevel(LOG.level or logging.INFO)
+SOON, SELDOM = 10.0, 60.0
+"""Seconds between two lines: at least so many, at most so many."""
+
+
+class Lines:
+    """What a bar is where none can be drawn: a line after each piece of work, with what is left.
+
+    Lines are at least ten seconds apart, farther in work that has taken longer; after a minute without one a thread
+    writes it.
+    """
+
+    def __init__(self, total: int | None, desc: str, unit: str):
+        self.total, self.desc, self.unit = total, desc, unit.strip().removesuffix("s")
+        self.n: float = 0
+        self._begun = self._said = time.monotonic()
+        self._over = threading.Event()
+        threading.Thread(target=self._speak, daemon=True).start()
+
+    def update(self, n: float = 1) -> None:
+        """Count what was done, and say so unless the last line is recent."""
+        self.n += n
+        now = time.monotonic()
+        if now - self._said >= min(max((now - self._begun) / 10, SOON), SELDOM):
+            self._say()
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._over.set()
+        if kind is None and self._said > self._begun:
+            log(f"{self.desc}: done after {said_time(time.monotonic() - self._begun)}.")
+
+    def _speak(self) -> None:
+        while not self._over.wait(max(self._said + SELDOM - time.monotonic(), 0)):
+            if time.monotonic() - self._said >= SELDOM:
+                self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        took = self._said - self._begun
+        of = f" of {self.total:,}" if self.total else ""
+        left = f", about {said_time(took / self.n * (self.total - self.n))} left" if self.total and self.n else ""
+        log(f"{self.desc}: {self.n:,}{of} {self.unit}s after {said_time(took)}{left}.")
+
+
 if TYPE_CHECKING:
-    Bar: TypeAlias = tqdm[Any]
+    Bar: TypeAlias = tqdm[Any] | Lines
 else:
     Bar = tqdm
 
 
-def progress_bar(progress: bool, *args: Any, **options: Any) -> Bar:
-    """Open a bar of tqdm's with these arguments; it counts without being shown where progress is False.
-
-    It is not shown either where stderr is neither a terminal nor a notebook's.
-    """
-    shown = checked_flag("progress", progress) and (in_notebook() or on_terminal())
+def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **options: Any) -> Bar:
+    """Open a bar of tqdm's with these options, or lines where none can be drawn; nothing where progress is False."""
+    shown = checked_flag("progress", progress)
+    if shown and not is_seen():
+        return Lines(total, desc, unit)
     options.setdefault("leave", not in_notebook())
-    return tqdm(*args, **options | {"disable": not shown})
+    return tqdm(total=total, desc=desc, unit=unit, disable=not shown, **options)
 
 
-def say(progress: bool, text: str, *, anywhere: bool = False) -> None:
-    """Write a line to stderr where a bar would be shown, or `anywhere`."""
-    if checked_flag("progress", progress) and (anywhere or in_notebook() or on_terminal()):
+def say(progress: bool, text: str) -> None:
+    """Write a line where a bar would be shown, or into the log."""
+    if checked_flag("progress", progress):
+        if is_seen():
+            print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        else:
+            log(text)
+
+
+def log(text: str) -> None:
+    """Write a line into the log; to stderr where the caller has not said where logs go."""
+    if LOG.hasHandlers():
+        LOG.info(text)
+    elif LOG.isEnabledFor(logging.INFO):
         print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -41,6 +104,11 @@ def said_time(seconds: float) -> str:
     if seconds < 100:
         return f"{max(seconds, 1):.2g} seconds" if seconds >= 1.5 else "a second"
     return f"{seconds / 3600:,.2g} hours" if seconds > 3600 else f"{seconds / 60:.2g} minutes"
+
+
+def is_seen() -> bool:
+    """Whether what is written is seen as it comes."""
+    return in_notebook() or on_terminal()
 
 
 def in_notebook() -> bool:

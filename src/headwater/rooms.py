@@ -35,15 +35,18 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         if name in homes:
             with nullcontext() if "torch" in sys.modules else announce_if_slow(LIBRARIES):
                 return getattr(importlib.import_module(homes[name]), name)
-        from headwater.errors import did_you_mean
+        from headwater.errors import UnknownNameError, did_you_mean
         from headwater.foreign_names import hint_for
 
         hint = hint_for("package", name)
-        advice = f": {hint}." if hint else f".{did_you_mean(name, {*homes, *modules})}"
+        near = did_you_mean(name, {*homes, *modules})
+        advice = (
+            f": {hint}." if hint else f".{near}" if near.startswith(" Did") else f"; dir({package}) lists its names."
+        )
         # `from package import name` asks for it inside importlib, and would raise an ImportError without the advice.
         if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
             raise ImportError(f"cannot import name {name!r} from {package!r}{advice}", name=package)
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
+        raise UnknownNameError(f"module {package!r} has no attribute {name!r}{advice}")
 
     return load, lambda: sorted({*homes, *shown}), sorted(homes)
 

@@ -15,7 +15,7 @@ from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.resample import Bootstrap, Interval, interval
 from headwater.stats.significance import q_values
 
@@ -116,7 +116,7 @@ class EvidenceSuite(Result):
         `way, share` (a mean over families of the mean over their relations), `difference, low, high`: of the share of
         weights and attention, with a bootstrap interval over families.
         """
-        summary, rows = self.summary(), []
+        summary, rows = whole_summary(self), []
         seed = checked_seed(seed)
         draws = Bootstrap.of(range(len(summary)), seed=seed) if len(summary) else None
         for way in WAYS[1:]:
@@ -135,7 +135,7 @@ class EvidenceSuite(Result):
         ]
         if not len(self.measured):
             return said
-        summary, n = self.summary(), len(self.measured)
+        summary, n = whole_summary(self), len(self.measured)
         first = int((self.measured["rank"] == 1).sum())
         third = int((self.measured["rank"] <= 3).sum())
         said.append(
@@ -270,8 +270,9 @@ class Evidence(Result):
             head = f"head {_head(row)}" if pd.notna(row["layer"]) else f"{row['heads']} heads, mean"
             said.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")
         for row in self.cost.to_dict("records"):
+            heads = f" ({row['heads']})" if row["heads"] else ""
             said.append(
-                f"Silenced at the last position, {row['what']} ({row['heads']}): costs {row['cost']:.2f} logits "
+                f"Silenced at the last position, {row['what']}{heads}: costs {row['cost']:.2f} logits "
                 f"({row['low']:.2f} to {row['high']:.2f})."
             )
         return [*said, self.verdict]

@@ -32,7 +32,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import Result, table_html, whole_summary
 
 if TYPE_CHECKING:
     pass
@@ -97,7 +97,7 @@ class CircuitRuns(ByMetric, Result):
     def report(self) -> list[str]:
         """Return how faithful each circuit is, beside its placebos, and what cannot be told."""
         said = []
-        for row in self.summary().head(8).to_dict("records"):
+        for row in whole_summary(self).head(8).to_dict("records"):
             sentence = (
                 f"{row['circuit']}, {row['edges']:,} edges ({row['edges_on_a_path']:,} on a path): faithfulness "
                 f"{said_number(row['faithfulness'], row['low'], row['high'])} on {row['metric']}, over "

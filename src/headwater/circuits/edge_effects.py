@@ -102,7 +102,7 @@ def edges(
             all.
         receivers: which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
             a kind ("q") or a layer ("q 10"). Default: all.
-        direction: `noise` edits the clean run, `denoise` the corrupted one.
+        direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
         values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
             over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
             `corrupted`.

@@ -64,11 +64,11 @@ from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompt_pair import DirectionName
 from headwater.patching.prompts import Prompts
 from headwater.patching.replacements import Replacement, ValueName
-from headwater.patching.summaries import summarize
+from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import Result, table_html, whole_summary
 
 
 def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[str, Indices]:
@@ -188,7 +188,7 @@ class PathEffects(ByMetric, Result):
 
         Returns:
             A row per metric and path, the largest first: what names it, `examples, mean, low, high, p_value, q_value`.
-            Interval and p are NaN for one example.
+            One example has no interval and no p.
         """
         parts = []
         for metric in self.metrics:
@@ -198,7 +198,7 @@ class PathEffects(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
-        said, summary = [], self.summary()
+        said, summary = [], whole_summary(self)
         for metric in self.metrics:
             rows = self.table[self.table["metric"] == metric]
             named = [name for name in self.coordinates if name != "metric"]
@@ -211,6 +211,7 @@ class PathEffects(ByMetric, Result):
                 f"{row['receiver']}{where}: {said_number(row['mean'], row['low'], row['high'])}, over {n} "
                 f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} are beyond what rounding makes ({floor:.1e})."
             )
+        said += edited_run(self.run.options)
         said.append(f"Senders reach receivers {WAYS[self.through]}.")
         said.append("Effects of paths that share a part count it more than once: they do not add up to a whole.")
         return said
@@ -319,7 +320,7 @@ def path_patch(
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits.
         through: `direct`: what senders write reaches receivers unchanged; `mlps`: also by way of the MLPs between them,
             which are recomputed. All other heads give what they gave in either case.
-        direction: `noise` edits the clean run, `denoise` the corrupted one.
+        direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
         values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
             over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
             `corrupted`.

@@ -24,11 +24,11 @@ from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
-from headwater.patching.summaries import summarize
+from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import Result, table_html, whole_summary
 from headwater.stats.claims import means_of
 from headwater.stats.correlation import pearson, spearman
 from headwater.stats.significance import most_of_a_share
@@ -160,8 +160,7 @@ class EdgeEffects(ByMetric, Result):
 
         Returns:
             A row per metric and edge, the largest first: what names it, `examples, mean, low, high, p_value`. The mean
-            is that of effects, or of estimates where the method gives no effects; interval and p are NaN for one
-            example.
+            is that of effects, or of estimates where the method gives no effects; one example has no interval and no p.
         """
         parts, values = [], self._values
         for m, metric in enumerate(self.metrics):
@@ -174,7 +173,7 @@ class EdgeEffects(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the strongest edge of each metric, how many are beyond rounding, and what the method leaves open."""
-        said, summary = [], self.summary()
+        said, summary = [], whole_summary(self)
         what = "effect" if self.is_exact else "estimate"
         for m, metric in enumerate(self.metrics):
             means = means_of(self._values)[:, m]
@@ -191,6 +190,7 @@ class EdgeEffects(ByMetric, Result):
             said += self._said_of_the_rest(m, metric)
         if not self.is_exact:
             said.append(f"These are estimates ({self.method}), not runs with the edge changed.")
+        said += edited_run(self.run.options)
         said.append("Effects of edges in series count the same path more than once: they do not add up to a whole.")
         return said
 

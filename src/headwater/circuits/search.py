@@ -55,7 +55,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html
+from headwater.runs.result import Result, table_html, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -298,7 +298,7 @@ class CircuitSearch(Result):
 
     def report(self) -> list[str]:
         """Return what is left, how faithful it is beside random circuits, and what was not tried."""
-        row, options = self.summary().to_dict("records")[0], self.run.options
+        row, options = whole_summary(self).to_dict("records")[0], self.run.options
         metric = str(row["metric"]).replace("_", " ")
         rule = "the answer loses" if options["by"] == "signed" else "the metric changes by"
         said = []

@@ -68,7 +68,7 @@ class RunOptions:
     """Folder for tables and figures. An interrupted run, repeated with it, continues. Default: none."""
     as_json: AsJson = False
     quiet: Annotated[Flag, Parameter(alias="-q")] = False
-    """No progress bar."""
+    """No progress."""
 
     @property
     def progress(self) -> bool:

@@ -204,6 +204,7 @@ def edges(
         seed: Of what `screened` draws.
     """
     from headwater.circuits.edge_effects import edges as measure
+    from headwater.runs.result import whole_summary
 
     prompts, metric = pairs.prompts, measured.read()
     found = measure(
@@ -213,7 +214,7 @@ def edges(
     )  # fmt: skip
     files = run.write(found, "edges")
     if run.out is not None:
-        found.summary().to_csv(run.out / "summary.csv", index=False, lineterminator="\n")
+        whole_summary(found).to_csv(run.out / "summary.csv", index=False, lineterminator="\n")
         files.append(str(run.out / "summary.csv"))
     run.report(_edge_summary(found, found.top(SHOWN)) | {"said": found.report(), "files": files}, _show_edges)
 
@@ -324,8 +325,9 @@ def _show_edges(found: dict[str, Any], console: Console) -> None:
 
 def _report(sweep: Sweep, run: RunOptions) -> None:
     from headwater.runs.findings import records_of
+    from headwater.runs.result import whole_summary
 
-    summary = sweep.summary()
+    summary = whole_summary(sweep)
     felt = summary["mean"].abs().sort_values(ascending=False)
     strongest = summary.loc[felt[felt > 0].index].head(10)
     rows = records_of(strongest)

@@ -16,7 +16,7 @@ from headwater.detection.evaluation import NAMES
 from headwater.heads.behaviour import AttentionBehaviour
 from headwater.likelihood.profile import DepthProfile
 from headwater.patching.sweep import Sweep
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 APART = 0.05
 """How far a share or an AUC is from its control, at least, not to be called weak."""
@@ -123,7 +123,7 @@ def _rise(result: DepthProfile, control: str) -> _Rise | None:
 
 def patching(result: Sweep) -> Number:
     """How far the strongest place brings the answer back; the strongest head."""
-    cells = result.summary(value="normalized_effect")
+    cells = whole_summary(result, value="normalized_effect")
     most = cells.groupby("site")["mean"].max()
     return Number(
         f"one place of the residual stream brings {_percent([most['resid_pre']])} of the answer back",
@@ -151,7 +151,7 @@ OTHER_WORD = "another word"
 
 def passing(result: Sweep) -> Number:
     """Between which layers the answer passes to the last token; the layer before, and another word."""
-    cells = result.summary(value="normalized_effect").pivot(index="layer", columns="role", values="mean")
+    cells = whole_summary(result, value="normalized_effect").pivot(index="layer", columns="role", values="mean")
     first, last, control = (cells[name] for name in ("country", "last", OTHER_WORD))
     layer = int(last.index[int((last >= 0.5).argmax())])
     before = max(layer - 1, int(cells.index[0]))
@@ -173,7 +173,7 @@ def strongest_edge(result: EdgeEffects) -> Number:
 
 def circuit(result: CircuitRuns) -> Number:
     """How faithful the circuit is on held-out prompts; random circuits of its shape."""
-    row = result.summary().iloc[0]
+    row = whole_summary(result).iloc[0]
     return Number(
         f"{row['circuit']} alone keep {100 * row['faithfulness']:.0f} % of the logit difference on held-out prompts",
         f"random circuits of the same shape {100 * row['placebo']:.0f} %",
@@ -183,7 +183,7 @@ def circuit(result: CircuitRuns) -> Number:
 
 def induction(result: AttentionBehaviour) -> Number:
     """The strongest induction head; as many keys at random."""
-    best = result.summary().query("behaviour == 'induction'").iloc[0]
+    best = whole_summary(result).query("behaviour == 'induction'").iloc[0]
     return Number(
         f"{best['heads']} heads attend to what followed earlier positions with the same token; head "
         f"{best['layer']}.{best['head']} with {100 * best['score']:.0f} % of its attention",
@@ -246,6 +246,6 @@ def depth_table(result: Result) -> pd.DataFrame:
 
 def patching_table(result: Sweep) -> pd.DataFrame:
     """Return the four strongest cells of each site."""
-    cells = result.summary(value="normalized_effect").dropna(axis=1, how="all")
+    cells = whole_summary(result, value="normalized_effect").dropna(axis=1, how="all")
     order = cells["mean"].abs().sort_values(ascending=False).index
     return cells.loc[order].groupby("site", sort=False).head(4).drop(columns=["metric", "p_value"])

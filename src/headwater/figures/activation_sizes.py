@@ -15,7 +15,7 @@ from torch import Tensor
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.figures.style import DASHED, label, model_title, new_figure, style, ticks, whole_numbers
 from headwater.models.caches.cache import Cache
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, whole_summary
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, FAINT)
 MARKS = ("o", "s", "^", "D", "v")
@@ -33,7 +33,7 @@ def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
         if list(cache.kept) == ["pattern"]:
             return _plot_patterns(cache, ax)
         ax = ax or new_figure(3.4, 2.3).add_subplot()
-        for number, (site, rows) in enumerate(cache.summary().groupby("site", sort=False)):
+        for number, (site, rows) in enumerate(whole_summary(cache).groupby("site", sort=False)):
             colour, mark = COLOURS[number % len(COLOURS)], MARKS[number // len(COLOURS) % len(MARKS)]
             if rows["layer"].isna().all():
                 ax.axhline(rows["rms"].iloc[0], color=colour, linestyle=DASHED, label=label(str(site)))
@@ -42,7 +42,7 @@ def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
                 layers = ordered["layer"].astype(int)
                 ax.plot(layers, ordered["rms"], color=colour, marker=mark, markersize=3.5, label=label(str(site)))
         # A logarithmic axis cannot show zero, the RMS of a site that is zero everywhere.
-        if (cache.summary()["rms"] > 0).all():
+        if (whole_summary(cache)["rms"] > 0).all():
             ax.set_yscale("log")
         whole_numbers(ax.xaxis)
         ax.set_xlabel("Layer")

@@ -16,7 +16,7 @@ from headwater.circuits.curve import CircuitCurve
 from headwater.circuits.search import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED, CircuitSearch
 from headwater.figures.style import label, legend_above, model_title, new_figure, style, ticks
 from headwater.options import checked_name
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, whole_summary
 
 CIRCUIT, PLACEBO, LINE = "#0b5394", "#9a9a9a", "#d0d0d0"
 
@@ -25,7 +25,7 @@ CIRCUIT, PLACEBO, LINE = "#0b5394", "#9a9a9a", "#d0d0d0"
 def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw circuits: what `CircuitRuns.plot` says."""
     table, name = _of_metric(runs.table, metric)
-    summary = runs.summary()
+    summary = whole_summary(runs)
     summary = summary[summary["metric"] == name].reset_index(drop=True)
     with style(ax):
         if ax is None:
@@ -50,7 +50,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
 def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw a curve: what `CircuitCurve.plot` says."""
     table, name = _of_metric(curve.table, metric)
-    summary = curve.summary()
+    summary = whole_summary(curve)
     summary = summary[summary["metric"] == name].sort_values("size")
     with style(ax):
         if ax is None:

@@ -18,7 +18,7 @@ from headwater.errors import InputError
 from headwater.figures.style import label, legend_beside, new_figure, style, ticks, whole_numbers
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.comparison import HeadComparison
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, whole_summary
 
 MARKS = {"gained": "^", "lost": "v", "stronger": "+", "weaker": "_"}
 UNCHANGED = "#cfcfcf"
@@ -79,7 +79,7 @@ def _unchanged(table: pd.DataFrame, first: str, changed: pd.DataFrame) -> pd.Dat
 
 
 def _draw_curves(comparison: HeadComparison) -> Figure:
-    models, summary = comparison.models, comparison.summary()
+    models, summary = comparison.models, whole_summary(comparison)
     figure = new_figure(max(3.6, 0.5 * len(models) + 2.2), 4.0)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     at = range(len(models))

@@ -45,7 +45,7 @@ from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, 
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, whole_summary
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -206,7 +206,7 @@ def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
 @DRAWINGS.add(Refusals)
 def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
     """Draw a row per question set and way to tell the modes, a mark and interval per mode."""
-    rows = found.summary()
+    rows = whole_summary(found)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with style(ax):
         if ax is None:

@@ -41,7 +41,7 @@ from headwater.options import checked_count, checked_name, checked_repeats, one_
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ class HeadAblation(Result):
 
     def report(self) -> list[str]:
         """Return what removing the relation's heads costs, beside random heads and on the controls."""
-        rows = {(row["role"], row["removed"], row["n_heads"]): row for row in self.summary().to_dict("records")}
+        rows = {(row["role"], row["removed"], row["n_heads"]): row for row in whole_summary(self).to_dict("records")}
         n_heads = len(self.heads)
         untouched, without, random, control = (
             rows.get(key)

@@ -51,7 +51,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import Numbers, chance_corrected, excess_p, q_values
 
@@ -107,7 +107,7 @@ class AttentionBehaviour(Result):
     def report(self) -> list[str]:
         """Return which behaviours heads are called by, the strongest heads, and what could not be seen."""
         said = []
-        for on, part in self.summary().groupby("on", sort=False):
+        for on, part in whole_summary(self).groupby("on", sort=False):
             found = [row for row in each_row(part) if row["heads"]]
             named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}{self._heads_by(on, row)}" for row in found)
             said.append(f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called.")

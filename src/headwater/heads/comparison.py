@@ -54,7 +54,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.significance import Numbers, mcnemar_p, q_values
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class HeadComparison(Result):
         return {
             "model": self.run.model,
             "models": self.models,
-            "summary": each_row(self.summary()),
+            "summary": each_row(whole_summary(self)),
             "largest": each_row(largest),
             "words": len(self.words),
             "shared_words": int(self.words["shared"].sum()),
@@ -134,7 +134,7 @@ class HeadComparison(Result):
     def report(self) -> list[str]:
         """Return what changed from the first model to each other, and which change is the largest."""
         first, *others = self.models
-        summary = self.summary()
+        summary = whole_summary(self)
         said = []
         for model in others:
             row = summary[(summary["model"] == model) & (summary["category"] == "any")].iloc[0]

@@ -39,7 +39,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, rounded
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,7 +154,7 @@ class HeadMap(Result):
                 name: int(sum(name in held for held in self.categories["categories"])) for name in CATEGORIES
             },
             "embedding": sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
-            "relations": [as_json(row) for row in each_row(self.summary())],
+            "relations": [as_json(row) for row in each_row(whole_summary(self))],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         } | ({"use": use_counts(self.table)} if self.is_validated else {})
 

@@ -103,10 +103,12 @@ def head_use(
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
     asked = [name for name in called["relation"].unique() if asking.of(name) is not None]
-    for name in progress_bar(progress, asked, desc="Silencing heads", unit="relation"):
-        task = task_prompts(model, known[name], str(asking.of(name)), asking.shots, asking.seed)
-        rows = called[called["relation"] == name]
-        measured.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
+    with progress_bar(progress, len(asked), desc="Silencing heads", unit="relation") as bar:
+        for name in asked:
+            task = task_prompts(model, known[name], str(asking.of(name)), asking.shots, asking.seed)
+            rows = called[called["relation"] == name]
+            measured.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
+            bar.update()
     # NaN stays out: what was not measured is not a test.
     q = q_values(measured["loss_p_value"].to_numpy())
     is_clear = q <= FALSE_DISCOVERY_RATE

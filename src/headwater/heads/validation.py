@@ -43,7 +43,7 @@ from headwater.options import checked_count
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.correlation import fisher_interval, pearson
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class DynamicScores(Result):
             f"{row['sign']}, {row['context']} context: static and dynamic scores of heads correlate by "
             f"{row['pearson']:.2f} (median of {row['relations']} relations, {row['lowest']:.2f} to "
             f"{row['highest']:.2f}); for {row['above_0']} of them the 95 % interval is above 0."
-            for row in self.summary().to_dict("records")
+            for row in whole_summary(self).to_dict("records")
         ]
         unmeasured = int(self.correlations["pearson"].isna().sum())
         if unmeasured:

@@ -42,12 +42,12 @@ from headwater.models.tokens import said_of_chats
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
-from headwater.patching.summaries import summarize
+from headwater.patching.summaries import strongest_first, summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,11 +81,12 @@ class DirectAttribution(Result):
         """Summarize each part over examples: mean, bootstrap interval, and sign-flip permutation p of a zero mean.
 
         Returns:
-            A row per part (and role): its `component, layer, head`, then `examples, mean, low, high, p_value`.
+            A row per part (and role), the largest first: its `component, layer, head`, then `examples, mean, low, high,
+            p_value`.
         """
         named = [*self._roles, *BY["head"]]
         each = self.table.groupby(["example", *named], sort=False, dropna=False)["contribution"].sum().reset_index()
-        return summarize(each, named, "contribution", level, seed)
+        return strongest_first(summarize(each, named, "contribution", level, seed))
 
     @property
     def _roles(self) -> list[str]:
@@ -103,7 +104,7 @@ class DirectAttribution(Result):
         return said
 
     def _findings(self) -> list[str]:
-        parts = self.summary().sort_values("mean", ascending=False)
+        parts = whole_summary(self).sort_values("mean", ascending=False)
         total, examples = self.totals["logit_difference"].mean(), len(self.totals)
         said = [
             f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}: the sum of "

@@ -48,7 +48,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class LayerPredictions(Result):
 
     def report(self) -> list[str]:
         """Return from which layer on the last layer's choice is seen, and how much is lost by reading earlier."""
-        layers = self.summary()
+        layers = whole_summary(self)
         examples, places = self.table["example"].nunique(), int(layers["places"].iloc[-1])
-        said = [f"{places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)} were read."]
+        said = [f"Read: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
         differs = layers.loc[layers["agrees"] < 0.5, "layer"]
         since = layers.loc[layers["layer"] > (differs.max() if len(differs) else -1)].iloc[0]
         said.append(

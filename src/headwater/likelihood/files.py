@@ -45,7 +45,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest, digest_of_file
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +88,7 @@ class ScoredTexts(Result):
             f"{found['windowed']:,} were read in windows."
         ]
         said += [f"Not scored: {count:,} ({note})." for note, count in found["not_scored"].items()]
-        return [*said, *score_sentences(self.summary())]
+        return [*said, *score_sentences(whole_summary(self))]
 
     def findings(self) -> dict[str, Any]:
         """Count the texts, those that could not be scored, and why."""

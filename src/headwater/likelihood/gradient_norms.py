@@ -20,7 +20,7 @@ from headwater.likelihood.statistics import as_unicode, check_texts, first_score
 from headwater.models.hooked import check_model
 from headwater.models.parameter_gradients import parameter_gradient_norms
 from headwater.models.tokens import chats_written, encode
-from headwater.options import checked_flag, checked_several, shown
+from headwater.options import checked_several, shown
 from headwater.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def gradient_norms(
     # All texts before the first run: one that is too long is refused at once.
     ids = [_ids(model, text, index) for index, text in enumerate(listed)]
     means = np.full(len(listed), np.nan)
-    with progress_bar(checked_flag("progress", progress), total=len(listed), desc="Gradients", unit="text") as bar:
+    with progress_bar(progress, len(listed), desc="Gradients", unit="text") as bar:
         for index, tokens in enumerate(ids):
             if scored := range(first_scored(model, tokens), len(tokens)):
                 norms = parameter_gradient_norms(model, tokens, scored, order)

@@ -50,7 +50,7 @@ from headwater.options import (
 from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.discrimination import auc, true_positives
 from headwater.stats.resample import Bootstrap, interval
 
@@ -88,7 +88,7 @@ class Membership(Result):
 
     def report(self) -> list[str]:
         """Return what every score tells, and whether words alone, without the model, tell as much."""
-        rows = each_row(self.summary())
+        rows = each_row(whole_summary(self))
         baseline = next((row for row in rows if row["score"] == BASELINE and math.isfinite(row["auc"])), None)
         said = [
             f"The words of the texts alone, without the model, tell members from non-members with AUC {_auc(baseline)}."

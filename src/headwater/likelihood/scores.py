@@ -25,7 +25,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +75,7 @@ class MemorizationScores(Result):
     def report(self) -> list[str]:
         """Return the medians of the scores, and what they cannot say alone."""
         counted, scored = self.texts["text"].nunique(), self.table.dropna(subset=["value"])["text"].nunique()
-        return [f"{scored:,} of {counted:,} texts have scores.", *score_sentences(self.summary())]
+        return [f"{scored:,} of {counted:,} texts have scores.", *score_sentences(whole_summary(self))]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw Min-K%, Min-K%++ and Gap-K% against K: the median over texts, and the quartiles."""

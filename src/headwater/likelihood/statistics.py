@@ -58,7 +58,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -122,7 +122,7 @@ class TextStatistics(Result):
         said = [f"{scored:,} of {len(self.texts):,} texts have tokens to score."]
         lost = self.texts.loc[self.texts["scored"] == 0, "note"].value_counts()
         said += [f"Not scored: {count:,} ({note})." for note, count in lost.items()]
-        for row in self.summary().tail(1).to_dict("records"):
+        for row in whole_summary(self).tail(1).to_dict("records"):
             at = f" at layer {row['layer']}" if "layer" in row else ""
             said.append(
                 f"The {row['tokens']:,} tokens{at} have a mean log-probability of {row['log_probability']:.2f} nats, "

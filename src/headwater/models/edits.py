@@ -96,14 +96,16 @@ def listed_hooks(hooks: Any) -> list[Any]:
         listed = list(hooks)
     except TypeError:
         raise InputError(
-            f"{shown(hooks)} is not a list of hooks, which are pairs (name, function(activation, hook))."
+            f"{shown(hooks)} is not a list of hooks: give [hw.edit(...)] or [(name, function(activation, hook))]."
         ) from None
     for hook in listed:
         if isinstance(hook, PromptHook):
             continue
         is_pair = isinstance(hook, tuple | list) and len(hook) == 2
         if not is_pair or not isinstance(hook[0], str) or not callable(hook[1]):
-            raise InputError(f"{shown(hook)} is not a hook: give (name of an activation, function(activation, hook)).")
+            raise InputError(
+                f"{shown(hook)} is not a hook: give a list of pairs, [(activation's name, function(activation, hook))]."
+            )
         if isinstance(hook[1], TrustedHook):
             continue
         try:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from headwater.calls import checked_calls
-from headwater.errors import InputError, InterventionError, did_you_mean
+from headwater.errors import InputError, InterventionError, UnknownNameError, did_you_mean
 from headwater.foreign_names import missing
 from headwater.kernels.devices import to_device
 from headwater.models.cache_names import attentions_of, cache_options, reached
@@ -65,7 +65,7 @@ class _WithAdvice(type):
         def __getattr__(cls, name: str) -> Any:
             if name.startswith("_"):
                 raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-            raise AttributeError(missing(f"The class {cls.__name__}", "model", name, dir(cls)))
+            raise UnknownNameError(missing(f"The class {cls.__name__}", "model", name, dir(cls)))
 
 
 @checked_calls
@@ -84,10 +84,10 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             if name.startswith("_") or hasattr(type(self), name):
                 # A property that raised AttributeError ends here, too; asked again, it raises its own.
                 return object.__getattribute__(self, name)
-            raise AttributeError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
+            raise UnknownNameError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
     def __repr__(self) -> str:
-        shape, weights = self.shape, f" ({self.revision})" if self.revision else ""
+        shape, weights = self.shape, f" ({self.revision.split(',')[0]})" if self.revision else ""
         return (
             f"HookedModel({self.name}{weights}: {shape.n_layers} layers × {shape.n_heads} heads, "
             f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"

@@ -80,7 +80,8 @@ class Characters:
         try:
             first, last = whole_number(start), whole_number(stop)
         except TypeError:
-            raise InputError(f"characters({shown(start)}, {shown(stop)}) are not two whole numbers.") from None
+            given = f"characters({shown(start)}, {shown(stop)}) are not two whole numbers"
+            raise InputError(f"{given}; a word is given as it is, positions=' France'.") from None
         if not 0 <= first < last <= len(text):
             raise InputError(f"The characters {first} to {last} are not in a prompt of {len(text)} characters.")
         return list(token_span(offsets, first, last))

@@ -84,9 +84,7 @@ class _Tap(FixedPrefix):
         return self.after[layer]
 
 
-def keys_values(
-    model: Model, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int
-) -> KeysValues:
+def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int) -> KeysValues:
     """Return the keys and values of the first layers for the tokens `before` covers and these, which follow them."""
     if not tokens.shape[1]:
         return before

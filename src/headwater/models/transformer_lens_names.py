@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.calls import checked_calls
+from headwater.calls import checked_call, checked_calls
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import usable_device
 from headwater.models.edits import Hook, HookFunction, read_hook
@@ -96,6 +96,7 @@ class TransformerLensNames(Model):
         """Sizes and settings by TransformerLens's names, such as `n_layers`, `d_vocab`, `act_fn`; read only."""
         return Config(self)
 
+    @checked_call
     def __call__(
         self,
         input: Given,

@@ -101,7 +101,8 @@ def patch(
         over: the axes to run over, of `layer`, `position`, `head`, for `pattern` `key`, and for a dictionary `feature`.
             Default: layer and head where a site has heads, layer and feature of a dictionary, layer and position
             otherwise. What is not run over is patched all at once.
-        direction: `denoise` edits the corrupted run, `noise` the clean one.
+        direction: `denoise` edits the corrupted run, `noise` (the default of `hw.edges` and `hw.path_patch`) the clean
+            one.
         values: `other run`, `zero`, `mean` (over `dataset`: at each position where all prompts are of one length, else
             over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`);
             `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a

@@ -201,6 +201,8 @@ def _layer_of(site: Site, layer: object) -> int:
     """Return the layer of an edit; a dictionary brings its own."""
     own = getattr(site, "layer", None)
     if own is None:
+        if isinstance(layer, list | tuple | range):
+            raise InputError(f"layer={shown(layer)} are several: give one hw.edit for each, all in the list of hooks.")
         return checked_count("layer", layer, least=0)
     if layer is not None and checked_count("layer", layer, least=0) != own:
         raise InputError(f"layer={layer} was given, but {site.name} is a dictionary of layer {own}: give layer=None.")

@@ -104,7 +104,7 @@ def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
     """Yield the states that a plan asks for, before and after the edits, some cells at a time."""
     measuring = _Measuring(plan, WalkRunner)
-    with progress_bar(progress, total=len(plan.cells), desc="prompts", unit="prompt") as bar:
+    with progress_bar(progress, len(plan.cells), desc="prompts", unit="prompt") as bar:
         for examples, cells in waves(plan):
             yield from measuring.parts(examples, cells)
             bar.update(len(cells))

@@ -27,14 +27,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import InputError, InterventionError
+from headwater.errors import InputError, InterventionError, did_you_mean
 from headwater.models.checks import finite_output
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
-from headwater.options import checked_name, checked_seed, shown
+from headwater.options import checked_seed, shown
 from headwater.patching.corruption import BATCH
 from headwater.patching.edits import Place, ReplacementSpec
 from headwater.patching.prompt_pair import PromptPair
@@ -235,8 +235,14 @@ def replacement_spec(values: object) -> ReplacementSpec:
         return ReplacementSpec("tensor", {"tensor": checked_tensor("values", values)})
     if callable(values) and not isinstance(values, type):
         return ReplacementSpec("function", {"function": values})
-    kind = checked_name("values", values, tuple(name for name, row in VALUES.items() if not row.needs))
-    return ReplacementSpec(kind, {})
+    kinds = tuple(name for name, row in VALUES.items() if not row.needs)
+    if not isinstance(values, str) or values not in kinds:
+        near = did_you_mean(values, kinds)
+        raise InputError(
+            f"values={shown(values)} is not one of {', '.join(kinds)}, nor hw.add(direction), hw.scale(factor), "
+            f"hw.noise(std), a tensor or a function.{near if near.startswith(' Did') else ''}"
+        )
+    return ReplacementSpec(values, {})
 
 
 def build_replacement(

@@ -83,6 +83,13 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     return summary.astype({name: table[name].dtype for name in coordinates})
 
 
+def strongest_first(summary: pd.DataFrame) -> pd.DataFrame:
+    """Order the rows of each metric by the size of their mean; those without one come last."""
+    metrics = pd.factorize(summary["metric"])[0] if "metric" in summary else np.zeros(len(summary))
+    order = np.lexsort((-summary["mean"].abs().fillna(-1.0).to_numpy(), metrics))
+    return summary.iloc[order].reset_index(drop=True)
+
+
 def over_draws(part: pd.DataFrame) -> pd.DataFrame:
     """Return a cell with the draws of each example averaged; of one example alone, with its draws as they are.
 
@@ -224,6 +231,15 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
             "would, and the strongest of many is overestimated.".replace("_", " ")
         )
     return said
+
+
+def edited_run(options: Mapping[str, Any]) -> list[str]:
+    """Say which run of each pair was edited; nothing where there are no pairs."""
+    corrupted = options.get("prompts", (None, None))[1] or options.get("corruption")
+    if "direction" not in options or not corrupted:
+        return []
+    edited = "corrupted" if options["direction"] == "denoise" else "clean"
+    return [f"The {edited} run was edited (direction={options['direction']!r})."]
 
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:

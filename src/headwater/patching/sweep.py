@@ -28,12 +28,14 @@ from headwater.patching.summaries import (
     Swept,
     chosen_rows,
     claim_on,
+    edited_run,
     grid_axes,
     grid_of,
     measure_of,
     note_of_gaps,
     note_of_lengths,
     strongest,
+    strongest_first,
     summarize,
 )
 from headwater.runs.analysis import Run
@@ -93,11 +95,11 @@ class Sweep(Result):
             seed: of the bootstrap and the permutations.
 
         Returns:
-            A row per cell and metric: its coordinates, `examples` (how many have this cell), `mean, low, high,
-            p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the cells with
-            q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself, not adjusted.
-            With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. Interval and p are NaN for one
-            example. `attrs["notes"]` keeps what was warned of.
+            A row per cell and metric, the largest first: its coordinates, `examples` (how many have this cell), `mean,
+            low, high, p_value`, and `q_value`, adjusted for all cells of the metric (Benjamini and Hochberg): of the
+            cells with q ≤ 0.05 about one in twenty is expected to be chance. Intervals are of each cell by itself.
+            With n prompts p is at least 2 / 2ⁿ: five prompts can give no p below 0.06. One example has neither
+            interval nor p. `attrs["notes"]` keeps what was warned of.
 
         Raises:
             InputError: there is no such column or way to normalize.
@@ -108,7 +110,7 @@ class Sweep(Result):
         """
         measure = measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)
-        summary = summarize(self.table, self.coordinates, measure, level, seed)
+        summary = strongest_first(summarize(self.table, self.coordinates, measure, level, seed))
         summary.attrs["notes"] = notes
         return summary
 
@@ -205,6 +207,7 @@ class Sweep(Result):
         said = [sentence for part in parts for sentence in strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:
             said.append("These effects are linear estimates from gradients, not runs with the edit.")
+        said += edited_run(self.run.options)
         return [*said, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
 
     def _equal_sets(self) -> list[str]:

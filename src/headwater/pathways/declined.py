@@ -42,7 +42,7 @@ from headwater.runs.figure_options import Size
 from headwater.runs.findings import each_row, said_number
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 from headwater.stats.resample import Bootstrap, Interval, interval
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Refusals(Result):
     def report(self) -> list[str]:
         """Return how often each mode is declined, and whether that is more than margin and accuracy."""
         lines = []
-        for row in each_row(self.summary()):
+        for row in each_row(whole_summary(self)):
             name, answers = row["dataset"], int(row["answers"])
             if not math.isfinite(row["difference"]):
                 lines.append(f"{name}, modes by {row['split_by']}: one mode has no answer; nothing can be compared.")

@@ -332,9 +332,11 @@ def _task(
             f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
             "positions='last'."
         )
-        raise InputError(
-            f"{len(given)} labels were given for {states.rows} rows of states.{hint * (len(given) == n_groups)}"
-        )
+        if states.site == "given" and len(given) == len(states.layers) > 1:
+            hint = " An array of three axes is `layer row feature`: transpose(0, 1) makes it so of `row layer feature`."
+        elif len(given) != n_groups:
+            hint = " Give a label for each row."
+        raise InputError(f"{len(given)} labels were given for {states.rows} rows of states.{hint}")
     wrong = [i for i, label in enumerate(given) if not is_label(label)]
     if wrong:
         raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")

@@ -155,7 +155,7 @@ def states_at(
         whole, found = run([0], 0, {}), run([0], shared, start)
         tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * float(whole.abs().max())
         shared = shared if float((found - whole).abs().max()) <= tolerance else 0
-    with progress_bar(progress, total=len(tokens), desc="States", unit="row") as bar:
+    with progress_bar(progress, len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):
             states[:, rows] = run(rows, shared, start)
             bar.update(len(rows))

@@ -19,7 +19,7 @@ import pandas as pd
 from headwater.errors import InputError, did_you_mean
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -105,7 +105,7 @@ class Reproduction(Result):
         said += [
             f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared, the largest difference is "
             f"{row['largest_difference']:.4g}; {row['outside']} published lie outside the measured one's interval."
-            for row in self.summary().to_dict("records")
+            for row in whole_summary(self).to_dict("records")
             if row["compared"]
         ]
         return [*said, *self.notes, f"Published numbers: {self.source}"]

@@ -36,7 +36,7 @@ class Steps:
         made = function(*given, progress=self.run.progress, out=self.run.below(name), **options)
         self.took[name] = time.perf_counter() - begun
         expected = f" of about {said_time(self.expected[name])}" if name in self.expected else ""
-        say(self.run.progress, f"{name}: done in {said_time(self.took[name])}{expected}.", anywhere=True)
+        say(self.run.progress, f"{name}: done in {said_time(self.took[name])}{expected}.")
         return made
 
 
@@ -71,7 +71,7 @@ def timed_steps(
                 make(trial, np.linspace(0, items - 1, size).astype(int).tolist())
             took.append(trial.took)
     except InputError as error:
-        say(True, f"how long {items:,} {called} take cannot be told: {error}", anywhere=True)
+        say(True, f"how long {items:,} {called} take cannot be told: {error}")
         return steps
     for name, seconds in took[2].items():
         each = max(seconds - took[1].get(name, seconds), 0.0) / (dozen - few)
@@ -79,5 +79,5 @@ def timed_steps(
     listed = ", ".join(f"{name} {said_time(seconds)}" for name, seconds in steps.expected.items())
     total = said_time(sum(steps.expected.values()))
     kept = "; what the folder holds already is not made again" if run.folder is not None else ""
-    say(True, f"{items:,} {called} take about {total} on this machine: {listed}{kept}.", anywhere=True)
+    say(True, f"{items:,} {called} take about {total} on this machine: {listed}{kept}.")
     return steps

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from headwater.calls import checked_call
+from headwater.errors import Interrupted
 from headwater.options import checked_flag
 from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder, run_pieces
@@ -40,8 +41,8 @@ class Run:
     """Stands before the names of its pieces."""
 
     def bar(self, desc: str, unit: str, total: int | None = None) -> Bar:
-        """Open the bar of a stage; it counts without being shown where the run shows none."""
-        return progress_bar(self.progress, total=total, desc=desc, unit=unit)
+        """Open the bar of a stage; where the run shows none it neither shows nor counts."""
+        return progress_bar(self.progress, total, desc, unit)
 
     def pieces(
         self,
@@ -131,7 +132,7 @@ def run_or_resume(
 
     Raises:
         InputError: with `out`, an option cannot be told from another.
-        KeyboardInterrupt: the call was interrupted; the message says how to continue.
+        Interrupted: the call was interrupted; the message says how to continue.
         RunFolderError: `out` holds another run, or another process writes to it.
     """
     progress = checked_flag("progress", progress)
@@ -142,11 +143,10 @@ def run_or_resume(
         return result_class.load(folder.path)
     try:
         result = compute(Run(record if folder is None else folder.run, folder, progress))
-    # Raised anew as what it was, so that a caller's `except Exception` does not swallow it.
     except KeyboardInterrupt:
         kept = f"The same call with out={str(out)!r} continues from what is kept there."
         nothing = "Nothing was kept; with out=FOLDER a run can be continued."
-        raise KeyboardInterrupt(f"{analysis} was interrupted. {nothing if folder is None else kept}") from None
+        raise Interrupted(f"{analysis} was interrupted. {nothing if folder is None else kept}") from None
     if folder is not None:
         folder.finish(result)
     return result

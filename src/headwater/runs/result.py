@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headwater.calls import checked_calls
-from headwater.errors import InputError, RunFolderError, did_you_mean
+from headwater.errors import InputError, RunFolderError, UnknownNameError, did_you_mean
+from headwater.foreign_names import TABLES, missing
 from headwater.options import checked_path, shown
 from headwater.registry import Registry
 from headwater.runs.figure_options import Size, apply_title_and_size, asking_for, checked_size
@@ -60,6 +61,17 @@ def _printable(report: Callable[..., list[str]]) -> Callable[..., list[str]]:
     return spelled
 
 
+def _legible(summary: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
+    """Leave out of a summary the columns of which nothing is known."""
+
+    @functools.wraps(summary)
+    def known(*args: Any, **options: Any) -> pd.DataFrame:
+        whole = summary(*args, **options)
+        return whole[[name for name in whole if whole[name].notna().any() or not len(whole)]]
+
+    return known
+
+
 class Result:
     """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
 
@@ -73,11 +85,16 @@ class Result:
         super().__init_subclass__(**options)
         # Classes of users too get their calls checked, and their reports made printable.
         checked_calls(cls)
+        if "summary" in vars(cls):
+            cls.summary = _legible(cls.summary)  # type: ignore[method-assign]
         if "report" in vars(cls):
             cls.report = _printable(cls.report)  # type: ignore[method-assign]
 
     def summary(self) -> pd.DataFrame:
-        """Return the few numbers that are worth a glance, one row for each thing that they are about."""
+        """Return the few numbers that are worth a glance, one row for each thing that they are about.
+
+        Columns of which nothing is known, such as the interval of one prompt, are left out.
+        """
         raise NotImplementedError(f"{type(self).__name__} defines no summary().")
 
     def report(self) -> list[str]:
@@ -86,7 +103,7 @@ class Result:
 
     def findings(self) -> dict[str, Any]:
         """Return the numbers of the summary as JSON values, with the model: what the command line prints of a run."""
-        return {"model": self.run.model, "summary": records_of(self.summary())}
+        return {"model": self.run.model, "summary": records_of(whole_summary(self))}
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the result's main figure on `ax`, or on a new figure; nothing is shown or written.
@@ -151,6 +168,15 @@ class Result:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return digest([type(self).__name__, *(getattr(self, field.name) for field in fields if field.name != "run")])
 
+    if not TYPE_CHECKING:  # a type checker would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)
+            place = kind if kind in TABLES else "result"
+            raise UnknownNameError(missing(f"A {kind}", place, name, dir(self)))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"
 
@@ -170,6 +196,12 @@ class Result:
 
 
 AnyResult = TypeVar("AnyResult", bound=Result)
+
+
+def whole_summary(result: Result, **options: Any) -> pd.DataFrame:
+    """Return a summary with all its columns, for what reads them by name."""
+    whole: pd.DataFrame = inspect.unwrap(type(result).summary)(result, **options)
+    return whole
 
 
 def drawn_by(

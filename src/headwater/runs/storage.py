@@ -154,7 +154,8 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunFolderError(f"Cannot make the output folder {path}: {error.strerror}.") from None
+        reason = "it is a file; choose another name" if path.is_file() else error.strerror
+        raise RunFolderError(f"Cannot make the output folder {path}: {reason}.") from None
 
 
 def remove_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from headwater.errors import InputError
 from headwater.figures.circuit import ABOVE, BELOW, layout, lines_of, title_of
 from headwater.figures.style import WAYS
 from headwater.options import checked_count, checked_kind, checked_name
-from headwater.runs.result import VIEWS
+from headwater.runs.result import VIEWS, whole_summary
 from headwater.runs.view import View
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.views.interactive import interactive, page_around, rounded
@@ -123,7 +123,7 @@ def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
     checked_kind("runs", runs, CircuitRuns, "hw.run_circuits(...)")
     named = {name: one for name, one in runs.circuits.items() if 0 < len(one) <= len(numbers)}
     nested = [name for name, one in named.items() if set(one.edges.tolist()) == set(numbers[: len(one)].tolist())]
-    summary = runs.summary()
+    summary = whole_summary(runs)
     rows = summary[summary["circuit"].isin(nested) & (summary["metric"] == summary["metric"].iloc[0])]
     if not len(rows):
         raise InputError(

@@ -160,7 +160,8 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
         matching = [hook for hook, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
     if not matching:
         open_names = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", hook) for hook in known)
-        near = did_you_mean(re.sub(r"^blocks\.\d+\.", "blocks.*.", name), [*SITES, *HOOKS, *open_names])
+        known_names = [*SITES, *HOOKS, *(open_names if "." in name else ())]
+        near = did_you_mean(re.sub(r"^blocks\.\d+\.", "blocks.*.", name), known_names)
         raise InputError(f"{model.name} has no activation named {shown(name)}.{near}")
     places: list[tuple[str, int | None]] = []
     for hook in matching:

@@ -395,7 +395,7 @@ class Cache(Result):
         """Return the activation that a key means, and which of its layers, by their order."""
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         if not isinstance(name, str):
-            raise InputError(f"The cache holds no {shown(name)}: ask for one of cache.keys().")
+            raise InputError(f"The cache holds no {shown(name)}: ask for a site and a layer, as in cache.keys().")
         whole = [kept for kept in self.kept.values() if not kept.is_read]
         for kept in whole:
             hooks = [kept.hook_name(at) for at in kept.places]

@@ -221,20 +221,22 @@ def generate(
         return ended
 
     parts = list(batch.split(checked_count("batch_size", batch_size)))
-    for where, part in progress_bar(progress and len(parts) > 1, parts, desc="Generating", unit="batch"):
-        generated = loop.generate(
-            model,
-            part,
-            max_new_tokens=max_new_tokens,
-            stop=ends.__contains__,
-            hooks=listed,
-            choose=drawn_with(sampling, numbers[where]),
-            wrote=partial(wrote, first=where.start),
-        )
-        lengths = generated.lengths.tolist()
-        tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
-        for number in range(where.start, where.stop):
-            tell(number, whole=True)
+    with progress_bar(progress and len(parts) > 1, len(texts), desc="Generating", unit="text") as bar:
+        for where, part in parts:
+            generated = loop.generate(
+                model,
+                part,
+                max_new_tokens=max_new_tokens,
+                stop=ends.__contains__,
+                hooks=listed,
+                choose=drawn_with(sampling, numbers[where]),
+                wrote=partial(wrote, first=where.start),
+            )
+            lengths = generated.lengths.tolist()
+            tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
+            for number in range(where.start, where.stop):
+                tell(number, whole=True)
+            bar.update(len(lengths))
     found = Texts([text.text for text in texts], tokens, run)
     return (found, tokens) if return_tokens else found
 

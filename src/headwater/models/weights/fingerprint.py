@@ -79,9 +79,7 @@ def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Ten
         64 hexadecimal digits.
     """
     whole = hashlib.sha256(json.dumps([asdict(shape), behaviour(config)], sort_keys=True, default=str).encode())
-    bar = progress_bar(
-        True, desc="Hashing weights", total=total or None, unit=" values", unit_scale=True, delay=2, leave=False
-    )
+    bar = progress_bar(True, total or None, "Hashing weights", unit=" values", unit_scale=True, delay=2, leave=False)
     with bar, ThreadPoolExecutor(THREADS) as pool:
         for part, size in _hashed(pool, tensors):
             whole.update(part)
