@@ -12,6 +12,7 @@ import headwater as hw
 from headwater.figures.style import SIZES, png_of, save_figure
 from tests.made_up import random_map
 from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn
+from tests.real_models import real_folder
 from tests.tiny import CONFIGS, tiny_model, tiny_tokenizer
 
 ENDS = {"clean": " the capital of France is in", "corrupted": " the capital of Italy is in"}
@@ -35,6 +36,11 @@ def model(n_layers, n_heads):
         return hw.load(tiny_model(name), tokenizer=tiny_tokenizer(bos=False))
     finally:
         del CONFIGS[name]
+
+
+@cache
+def smollm2():
+    return hw.load(real_folder("smollm2"))
 
 
 def patched(model, **what):
@@ -65,7 +71,7 @@ RESULTS = {
 
 @cache
 def result(kind, shape):
-    return RESULTS[kind](model(*shape))
+    return RESULTS[kind](smollm2() if shape == "smollm2" else model(*shape))
 
 
 @pytest.mark.diagonal
@@ -80,6 +86,14 @@ def test_nothing_overlaps_or_is_cut_in_a_figure_of_any_size(kind, shape, size):
     width = figure.get_size_inches()[0]
     assert width == size[0] if size else width <= 11
     assert figure.get_tightbbox().width <= width
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore:.* has a chat template")
+@pytest.mark.parametrize("size", [None, COLUMN, PAGE], ids=["as it is", "column", "page"])
+@pytest.mark.parametrize("kind", [kind for kind in RESULTS if kind not in SEVERAL])
+def test_nothing_overlaps_or_is_cut_in_a_figure_of_smollm2(kind, size):
+    assert_all_is_readable(drawn(result(kind, "smollm2").plot(figsize=size)))
 
 
 @pytest.mark.diagonal

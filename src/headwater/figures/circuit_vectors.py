@@ -43,8 +43,8 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
             for sign, offset in zip(SIGNS, (-0.19, 0.19), strict=True):
                 part = table[(table["vector"] == vector) & (table["sign"] == sign)]
                 sides = [part.loc[part["side"] == side, "token"] for side in CIRCUITS[str(first["circuit"])]]
-                lines = (_line(sign, *sides, n) for n in range(TOKENS, 0, -1))
-                line = next((line for line in lines if columns(line) <= room), _line(sign, *sides, 1))
+                lines = (_line(sign, sides, n) for n in range(TOKENS, 0, -1))
+                line = next((line for line in lines if columns(line) <= room), _line(sign, sides, 1))
                 ax.text(
                     widest * 1.06, vector + offset, line, size=SIZE, va="center", in_layout=False,
                     family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
@@ -61,7 +61,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     return ax
 
 
-def _line(sign: str, reads: Iterable[str], writes: Iterable[str], n: int) -> str:
+def _line(sign: str, sides: Iterable[Iterable[str]], n: int) -> str:
     """The first tokens of both sides."""
-    sides = (" ".join(map(shown, islice(side, n))) for side in (reads, writes))
-    return f"{sign.replace('-', '−')}  {'  →  '.join(sides)}"
+    first = (" ".join(map(shown, islice(side, n))) for side in sides)
+    return f"{sign.replace('-', '−')}  {'  →  '.join(first)}"
