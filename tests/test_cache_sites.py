@@ -346,8 +346,8 @@ def test_a_hook_at_copies_that_are_not_made_is_refused_with_what_to_do(llama):
 def test_a_cache_of_patterns_alone_is_drawn_as_attention(llama):
     cache = llama.cache(TEXTS, sites="pattern", layers=[0, 2], heads=[1, 3], **QUIET)
     figure = cache.plot()
-    assert [ax.get_title("left") for ax in figure.axes] == ["0.1", "0.3", "2.1", "2.3"]
-    drawn = [np.asarray(ax.images[0].get_array()) for ax in figure.axes]
+    assert [ax.get_title("left") for ax in figure.axes[:-1]] == ["0.1", "0.3", "2.1", "2.3"]
+    drawn = [np.asarray(ax.images[0].get_array()) for ax in figure.axes[:-1]]
     expected = [cache.example("pattern", layer, 0)[place].numpy() for layer in (0, 2) for place in (0, 1)]
     assert all(np.array_equal(*both) for both in zip(drawn, expected, strict=True))
     ax = plt.figure().add_subplot()
@@ -356,3 +356,18 @@ def test_a_cache_of_patterns_alone_is_drawn_as_attention(llama):
     sizes = llama.cache(TEXTS, sites=["pattern", "z"], layers=[0], **QUIET).plot()
     assert not sizes.images
     plt.close("all")
+
+
+def test_patterns_of_chosen_heads_of_a_text_are_drawn_whatever_else_is_kept(llama):
+    cache = llama.cache(TEXTS, sites=["pattern", "z"], layers=[0, 2], heads=[1, 3], **QUIET)
+    figure = cache.plot(heads=[(2, 3), (0, 1)], example=1)
+    assert [ax.get_title("left") for ax in figure.axes[:-1]] == ["2.3", "0.1"]
+    for ax, (layer, place) in zip(figure.axes, ((2, 1), (0, 0)), strict=False):
+        assert np.array_equal(ax.images[0].get_array(), cache.example("pattern", layer, 1)[place])
+    ax = plt.figure().add_subplot()
+    assert cache.plot(ax, heads=[(2, 3)]).get_title("left").endswith("head 2.3")
+    plt.close("all")
+    with pytest.raises(InputError, match=r"no attention pattern of head \(2, 2\)"):
+        cache.plot(heads=[(2, 2)])
+    with pytest.raises(InputError, match="2 panels"):
+        cache.plot(ax, heads=[(2, 3), (0, 1)])

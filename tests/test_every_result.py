@@ -29,6 +29,7 @@ from headwater.runs.result import DRAWINGS, VIEWS, Result, whole_summary
 from headwater.runs.view import FITTING, View
 from tests import chance
 from tests.fuzzing import flipped
+from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn
 
 CITIZEN = "Q: What is the adjective for {source}?\nA:"
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
@@ -123,6 +124,20 @@ def test_what_draws_a_result_takes_what_its_plot_takes(kind):
     assert all(one in of_plot for one in everywhere)
     assert parameters(DRAWINGS[kind]) == [one for one in of_plot if one not in everywhere]
     assert kind.plot.__doc__
+
+
+NEED_A_PAGE = ("AttentionBehaviour", "DepthProfile", "Evidence")
+"""Results of so many panels that one column of a paper cannot hold them."""
+
+
+@pytest.mark.parametrize("size", [None, COLUMN, PAGE], ids=["as it is", "column", "page"])
+@pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
+def test_all_text_of_every_figure_can_be_read_at_the_sizes_of_papers(results, kind, size):
+    if size == COLUMN and kind.__name__ in NEED_A_PAGE:
+        return
+    figure = drawn(results[kind].plot(figsize=size))
+    assert_all_is_readable(figure)
+    plt.close(figure)
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)

@@ -1,9 +1,11 @@
 """Every function of `hw.figures` that draws takes the title, size and axes that results' plots take."""
 
+import dataclasses
 import inspect
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -36,9 +38,22 @@ def given():
     traced = hw.trace_pathways(model, answered, seeds=2, progress=False)
     profile = made_up_profile(chance.rng())
     listed = {"head_maps": random_map(3, 4), "depth_profiles": profile, "delta_p": traced}
+    doses = {
+        dose: hw.patch(
+            model,
+            answered.table["text"].tolist()[:3],
+            sites="resid_post",
+            over="layer",
+            positions="last",
+            values=hw.add(dose * torch.arange(float(model.shape.d_model))),
+            metric=hw.log_probability(5),
+            progress=False,
+        )
+        for dose in (0, 1)
+    }
     calls = {name: lambda n, one=one: [one] * n for name, one in listed.items()}
     calls["saliency"] = lambda n: [made_up_saliency(model=f"model-{i}") for i in range(n)]
-    alone = {"layer_curves": profile, "token_heat_map": profile}
+    alone = {"layer_curves": profile, "token_heat_map": profile, "dose_response": doses}
     alone |= dict.fromkeys(("flip_rates", "controls", "baselines", "logit_changes", "mode_properties"), traced)
     return calls | {name: lambda n, one=one: one for name, one in alone.items()}
 
@@ -79,6 +94,23 @@ def test_a_single_panel_is_drawn_on_the_axes_given(given, name):
     assert plt.get_fignums() == [figure.number]
     with pytest.raises(InputError, match="figsize= is of a new figure"):
         draw(shown, ax=place, figsize=(3.0, 4.0))
+
+
+def test_a_dose_response_is_the_mean_effect_of_each_dose_by_layer(given):
+    doses = given["dose_response"](1)
+    ax = hw.figures.dose_response(doses)
+    lines = [line for line in ax.lines if line.get_label().startswith("layer ")]
+    expected = [sweep.table.groupby("layer")["effect"].mean() for sweep in doses.values()]
+    assert len(lines) == len(expected[0]) > 1
+    for line in lines:
+        at = [means[int(line.get_label().split()[1])] for means in expected]
+        assert line.get_xdata().tolist() == [0, 1]
+        assert line.get_ydata().tolist() == pytest.approx(at)
+        assert line.get_ydata()[0] == 0 != line.get_ydata()[1]
+    sites = {0: doses[0], 1: dataclasses.replace(doses[1], table=doses[1].table.assign(site="z"))}
+    for wrong, said in (({}, "must map doses"), ({0: 1}, "must be a Sweep"), (sites, "of one site and metric")):
+        with pytest.raises(InputError, match=said):
+            hw.figures.dose_response(wrong)
 
 
 @pytest.mark.parametrize("name", [name for name in SEVERAL if SEVERAL[name] > 1])

@@ -2,24 +2,21 @@
 
 import pickle
 from functools import cache
-from itertools import combinations, pairwise
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 import transformers as tf
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 import headwater as hw
 from headwater.figures.style import SIZES, png_of, save_figure
 from tests.made_up import random_map
+from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn
+from tests.real_models import real_folder
 from tests.tiny import CONFIGS, tiny_model, tiny_tokenizer
 
 ENDS = {"clean": " the capital of France is in", "corrupted": " the capital of Italy is in"}
 SHAPES = [(30, 9), (64, 64)]
-COLUMN, PAGE = (3.25, 2.2), (6.75, 4.0)
 SEVERAL = ("behaviour", "both sites")
 """Results of so many panels that they need a page of a paper."""
 LONG = "some-organization/name-of-a-model-7B-Instruct-v0.3"
@@ -39,6 +36,11 @@ def model(n_layers, n_heads):
         return hw.load(tiny_model(name), tokenizer=tiny_tokenizer(bos=False))
     finally:
         del CONFIGS[name]
+
+
+@cache
+def smollm2():
+    return hw.load(real_folder("smollm2"))
 
 
 def patched(model, **what):
@@ -69,53 +71,7 @@ RESULTS = {
 
 @cache
 def result(kind, shape):
-    return RESULTS[kind](model(*shape))
-
-
-def drawn(plot):
-    """The figure of what was drawn, and all its axes, those of bars too."""
-    figure = plot if isinstance(plot, Figure) else plot.figure
-    figure.canvas.draw()
-    return figure
-
-
-def in_view(axis):
-    low, high = sorted(axis.get_view_interval())
-    return [one for one in axis.get_major_ticks() if low - 1e-9 <= one.get_loc() <= high + 1e-9]
-
-
-def apart(first, second):
-    """How far apart two labels of ticks are that are turned alike, in pixels: of lines of type, across them."""
-    one, other = first.get_window_extent(), second.get_window_extent()
-    turned = np.deg2rad(first.get_rotation() % 180)
-    if turned % (np.pi / 2) < 1e-6:
-        return max(max(one.x0, other.x0) - min(one.x1, other.x1), max(one.y0, other.y0) - min(one.y1, other.y1))
-    (x0, _), (x1, _) = (text.get_transform().transform(text.get_position()) for text in (first, second))
-    return abs(x1 - x0) * np.sin(turned) - first.get_fontsize() * first.figure.dpi / 72
-
-
-def assert_all_is_readable(figure, axes):
-    """No labels of ticks overlap, no two titles, no title a legend; no text lies outside the figure."""
-    hidden = set()
-    for ax in axes:
-        for axis in (ax.xaxis, ax.yaxis):
-            shown = in_view(axis) if ax.axison else []
-            beyond = [tick for tick in axis.get_major_ticks() if tick not in shown]
-            hidden |= {id(label) for tick in beyond for label in (tick.label1, tick.label2)}
-            labels = [label for tick in shown for label in (tick.label1, tick.label2) if label.get_visible()]
-            for one, other in pairwise([label for label in labels if label.get_text()]):
-                assert apart(one, other) > -1, (one, other)
-    texts = [text for ax in axes for text in ax.findobj(Text) if text.get_text() and text.get_visible()]
-    texts += [figure._suptitle] if figure.get_suptitle() else []
-    for text in texts:
-        box = text.get_window_extent()
-        is_within = box.x0 > -1 and box.y0 > -1 and box.x1 < figure.bbox.x1 + 1 and box.y1 < figure.bbox.y1 + 1
-        assert id(text) in hidden or not box.width or is_within, text
-    titles = [text for ax in axes for text in (ax.title, ax._left_title) if text.get_text()]
-    titles += [figure._suptitle] if figure.get_suptitle() else []
-    legends = [ax.get_legend() for ax in axes if ax.get_legend()]
-    for one, other in (*combinations(titles, 2), *((title, legend) for title in titles for legend in legends)):
-        assert not mpl.transforms.Bbox.intersection(one.get_window_extent().padded(-1), other.get_window_extent())
+    return RESULTS[kind](smollm2() if shape == "smollm2" else model(*shape))
 
 
 @pytest.mark.diagonal
@@ -126,10 +82,18 @@ def test_nothing_overlaps_or_is_cut_in_a_figure_of_any_size(kind, shape, size):
     if kind in SEVERAL and size == COLUMN:
         size = PAGE
     figure = drawn(result(kind, shape).plot(figsize=size))
-    assert_all_is_readable(figure, figure.axes)
+    assert_all_is_readable(figure)
     width = figure.get_size_inches()[0]
     assert width == size[0] if size else width <= 11
     assert figure.get_tightbbox().width <= width
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore:.* has a chat template")
+@pytest.mark.parametrize("size", [None, COLUMN, PAGE], ids=["as it is", "column", "page"])
+@pytest.mark.parametrize("kind", [kind for kind in RESULTS if kind not in SEVERAL])
+def test_nothing_overlaps_or_is_cut_in_a_figure_of_smollm2(kind, size):
+    assert_all_is_readable(drawn(result(kind, "smollm2").plot(figsize=size)))
 
 
 @pytest.mark.diagonal

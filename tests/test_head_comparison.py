@@ -249,7 +249,8 @@ def test_what_cannot_be_compared_is_said_in_one_line(changed):
 def test_three_models_are_drawn_as_curves_and_two_as_a_map(changed, comparison):
     two, three = comparison, compared(*changed, changed[0])
     assert two.plot().get_title(loc="left") == "a → b: heads that changed"
-    texts = [text.get_text() for text in two.plot().get_legend().get_texts()]
+    drawn = two.plot()
+    texts = [text.get_text() for text in (drawn.get_legend() or drawn.figure.legends[0]).get_texts()]
     assert texts[0].startswith("classified, unchanged")
     assert {"gained (1)", "lost (1)", "stronger (1)", "weaker (1)"} <= set(texts)
     upper, lower = three.plot().axes

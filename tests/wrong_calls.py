@@ -228,6 +228,10 @@ class Given:
         return hw.patch(self.model, CLEAN, CORRUPTED, sites="resid_pre", metric=METRIC, **QUIET)
 
     @cached_property
+    def by_layer(self) -> Any:
+        return hw.patch(self.model, CLEAN, CORRUPTED, sites="resid_pre", over="layer", metric=METRIC, **QUIET)
+
+    @cached_property
     def claim(self) -> hw.Claim:
         return self.sweep.claim({"layer": 1, "position": 2}, match="site")
 
@@ -333,6 +337,10 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
         "Cache.rows": lambda: (g.cache.rows, {"site": "z", "layer": 1}),
         "Cache.example": lambda: (g.cache.example, {"site": "z", "layer": 1, "example": 0}),
         "Cache.to_frame": lambda: (g.cache.to_frame, {"site": "z", "layer": 1}),
+        "Cache.plot": lambda: (
+            g.model.cache(CLEAN, sites="pattern", **QUIET).plot,
+            {"heads": [(1, 0)], "example": 0},
+        ),
         "Cache.axes": lambda: (g.cache.axes, {"site": "z"}),
         "Cache.save": lambda: (g.cache.save, {"folder": g.folder / "cache"}),
         "load_cache": lambda: (hw.load_cache, {"folder": g.cache.save(g.folder / "cache")}),
@@ -462,6 +470,10 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
                 **QUIET,
             ),
             {"relation": "next", "controls": [], "shots": 3, "draws": 1, "seed": 0},
+        ),
+        "figures.dose_response": lambda: (
+            hw.figures.dose_response,
+            {"sweeps": {0: g.by_layer}, "ax": None, "title": None, "figsize": None},
         ),
         "figures.head_maps": lambda: (
             lambda maps, columns, axes, title, figsize: [

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 import headwater as hw
 from headwater.figures import save_figure
@@ -132,7 +134,23 @@ def permuted() -> hw.Pathways:
     return hw.trace_pathways(hw.load("smollm2"), answers, seeds=1, controls=False)
 
 
+def steered() -> Axes:
+    """Add the difference of two countries at the last token, by dose, to prompts about others."""
+    given, metric = pairs(), hw.logit_difference(" Paris", " Rome")
+    states = model().cache(given["clean"][:2], sites=["resid_post"], layers=[3], positions="last")["resid_post", 3]
+    direction, where = (states[0] - states[1])[-1], {"sites": "resid_post", "over": "layer", "positions": "last"}
+    doses = {
+        dose: hw.patch(
+            model(), given["clean"][2:], **where, layers=[1, 3, 5], values=hw.add(dose * direction), metric=metric
+        )
+        for dose in (-2, -1, 0, 1, 2)
+    }
+    return hw.figures.dose_response(doses)
+
+
 FIGURES: dict[str, Callable] = {
+    "attention": lambda: model().cache(ASK.format("France"), sites=["pattern"]).plot(heads=[(0, 14), (1, 3), (4, 15)]),
+    "steering": steered,
     "evidence": lambda: hw.evidence(hw.load("smollm2"), "country_to_capital"),
     "head_map": lambda: hw.classify_heads(model()),
     "attention_behaviour": lambda: hw.attention_behaviour(model()),
@@ -166,7 +184,9 @@ FIGURES: dict[str, Callable] = {
 def main() -> None:
     """Draw the figures named, or all but those of `real_`."""
     for name in sys.argv[1:] or [name for name in FIGURES if not name.startswith("real_")]:
-        print(*save_figure(FIGURES[name]().plot(), DOCS / "figures" / name, ("png",)), flush=True)
+        made = FIGURES[name]()
+        drawn = made if isinstance(made, Axes | Figure) else made.plot()
+        print(*save_figure(drawn, DOCS / "figures" / name, ("png",)), flush=True)
 
 
 if __name__ == "__main__":

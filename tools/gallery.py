@@ -73,7 +73,8 @@ def _code(made: ast.expr, known: dict[str, ast.stmt], source: str) -> str:
     imports = [node for node in known_imports(source) if used & {one.asname or one.name for one in node.names}]
     parts = ["\n".join(map(ast.unparse, imports)), *parts] if imports else parts
     call = ast.unparse(made.body) if isinstance(made, ast.Lambda) else f"{ast.unparse(made)}()"
-    return "\n\n\n".join([*parts, f"{call}.plot()"])
+    is_drawn = ".plot(" in call or any("hw.figures." in part for part in parts)
+    return "\n\n\n".join([*parts, call if is_drawn else f"{call}.plot()"])
 
 
 def _without_decorators(node: ast.stmt) -> list[ast.AST]:

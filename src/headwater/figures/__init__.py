@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headwater.figures.pathway_modes import logit_changes as logit_changes
     from headwater.figures.pathway_modes import mode_properties as mode_properties
     from headwater.figures.saliency_density import saliency as saliency
+    from headwater.figures.steering import dose_response as dose_response
     from headwater.figures.style import save_figure as save_figure
     from headwater.figures.tokens import token_heat_map as token_heat_map
     from headwater.figures.tokens import token_html as token_html

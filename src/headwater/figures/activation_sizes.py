@@ -2,19 +2,37 @@
 
 What grows through the layers (a residual stream), what stands out (a layer whose numbers are a hundred times its
 neighbours'), and what is nil is seen before anything is fitted on it. What is in no layer is a dashed line. The
-size is the root mean square of a site's numbers. Patterns are those of the first text, query by key, a panel for each
-head of each layer; of many heads their mean, a panel for each layer.
+size is the root mean square of a site's numbers. Patterns are those of one text, query by key, a panel for each head
+chosen, or of each layer; of many heads their mean, a panel for each layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from torch import Tensor
 
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
-from headwater.figures.style import DASHED, label, model_title, new_figure, style, ticks, whole_numbers
+from headwater.errors import InputError
+from headwater.figures.style import (
+    DASHED,
+    cell_ticks,
+    entitle,
+    label,
+    model_title,
+    new_figure,
+    style,
+    whole_numbers,
+)
+from headwater.figures.sweep import shown as written
 from headwater.models.caches.cache import Cache
+from headwater.options import checked_count, checked_several, shown
 from headwater.runs.result import DRAWINGS, whole_summary
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, FAINT)
@@ -24,14 +42,15 @@ MOST_ROWS, MOST_COLUMNS, MOST_TOKENS = 6, 8, 20
 
 
 @DRAWINGS.add(Cache)
-def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
-    """Draw the size of each activation by layer; of a cache of attention patterns alone, the patterns.
-
-    On a given `ax` patterns are one panel, their mean.
-    """
+def plot_cache(
+    cache: Cache, ax: Axes | None = None, *, heads: Sequence[tuple[int, int]] | None = None, example: int = 0
+) -> Axes | Figure:
+    """Draw the size of each activation by layer, or patterns: what `Cache.plot` says."""
+    chosen = None if heads is None else _chosen(cache, heads)
+    example = checked_count("example", example, least=0, most=len(cache.texts) - 1)
     with style(ax):
-        if list(cache.kept) == ["pattern"]:
-            return _plot_patterns(cache, ax)
+        if chosen is not None or list(cache.kept) == ["pattern"]:
+            return _plot_patterns(cache, ax, chosen, example)
         ax = ax or new_figure(3.4, 2.3).add_subplot()
         for number, (site, rows) in enumerate(whole_summary(cache).groupby("site", sort=False)):
             colour, mark = COLOURS[number % len(COLOURS)], MARKS[number // len(COLOURS) % len(MARKS)]
@@ -52,41 +71,71 @@ def plot_cache(cache: Cache, ax: Axes | None = None) -> Axes | Figure:
     return ax
 
 
-def _plot_patterns(cache: Cache, ax: Axes | None) -> Axes | Figure:
-    """Draw the patterns of the first text."""
-    layers = cache.layers
-    by_layer = [cache.example("pattern", layer, 0).float() for layer in layers]
-    title = model_title(cache.run, "attention" + (f" of text 0 of {len(cache.texts)}" if len(cache.texts) > 1 else ""))
-    if ax is not None:
-        _panel(ax, sum(by_layer[1:], by_layer[0]).mean(0) / len(layers), cache, True, True)
-        ax.set_title(f"{title}, mean of {len(layers) * len(cache.heads)} heads" if len(cache.heads) > 1 else title)
-        return ax
-    apart = len(layers) <= MOST_ROWS and len(cache.heads) <= MOST_COLUMNS
-    columns = len(cache.heads) if apart else min(len(layers), MOST_COLUMNS)
-    named = [(f"{layer}.{head}" if apart else f"layer {layer}", maps[place] if apart else maps.mean(0))
-        for layer, maps in zip(layers, by_layer, strict=True)
-        for place, head in enumerate(cache.heads if apart else [None])]  # fmt: skip
+def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
+    """Return heads as pairs, each of them in the cache."""
+    wanted = "pairs (layer, head)"
+    asked = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
+    kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
+    if missing := [one for one in asked if one not in kept]:
+        raise InputError(
+            f"This cache keeps no attention pattern of head {shown(missing[0])}: heads are pairs (layer, head), of "
+            "what model.cache(..., sites='pattern') keeps."
+        )
+    if not asked:
+        raise InputError("heads=[] names no head: give pairs (layer, head).")
+    return asked
+
+
+def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] | None, example: int) -> Axes | Figure:
+    """Draw the patterns of one text."""
+    layers, heads = cache.kept["pattern"].layers, cache.heads
+    maps = {layer: cache.example("pattern", layer, example).float() for layer in layers}
+    title = model_title(cache.run, "attention" + f" in text {example} of {len(cache.texts)}" * (len(cache.texts) > 1))
+    columns = MOST_COLUMNS
+    if chosen is None and ax is None and len(layers) <= MOST_ROWS and len(heads) <= MOST_COLUMNS:
+        chosen, columns = [*product(layers, heads)], len(heads)
+    if chosen is not None:
+        named = [(f"{layer}.{head}", maps[layer][heads.index(head)]) for layer, head in chosen]
+    else:
+        title += f", mean of {len(heads)} heads"
+        named = [(f"layer {layer}", each.mean(0)) for layer, each in maps.items()]
+        if ax is not None:
+            named = [(f"{len(layers)} layers", torch.stack([each for _, each in named]).mean(0))]
+    if ax is not None and len(named) > 1:
+        raise InputError(f"This figure has {len(named)} panels, and ax= holds one: choose one head.")
+    columns = min(columns, len(named))
     rows = -(-len(named) // columns)
-    figure = new_figure(1.0 + 1.3 * max(columns, 2), 0.9 + 1.3 * rows)
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    if ax is None:
+        figure = new_figure(1.4 + 1.3 * max(columns, 2), 0.9 + 1.3 * max(rows, 2 - columns // 2))
+        panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+    else:
+        panels = [ax]
+    tokens = cache.tokens.loc[cache.tokens["example"] == example, "token"].astype(str).tolist()
     for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=False)):
-        _panel(panel, weights, cache, number % columns == 0, number + columns >= len(named))
+        image = _panel(panel, weights, tokens, number % columns == 0, number + columns >= len(named))
         panel.set_title(name, fontsize=7)
     for panel in panels[len(named) :]:
         panel.remove()
-    figure.suptitle(title if apart else f"{title}, mean over {len(cache.heads)} heads")
+    bar = panels[0].figure.colorbar(image, ax=panels[: len(named)], fraction=0.05, pad=0.02, aspect=30)
+    bar.outline.set_visible(False)
+    bar.set_label("Attention")
+    if len(named) == 1:
+        panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
+        return panels[0]
+    entitle(figure, title)
     return figure
 
 
-def _panel(ax: Axes, weights: Tensor, cache: Cache, left: bool, below: bool) -> None:
+def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool) -> AxesImage:
     """Draw one pattern: a row for each query, a column for each key, white for no attention."""
-    ax.imshow(weights.numpy(), cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="none")
-    tokens = cache.tokens.loc[cache.tokens["example"] == 0, "token"].astype(str).tolist()
     named = len(tokens) <= MOST_TOKENS and weights.shape == (len(tokens), len(tokens))
-    for axis, shown, what in ((ax.xaxis, below, "Key"), (ax.yaxis, left, "Query")):
+    for axis, is_outer, what in ((ax.xaxis, below, "Key"), (ax.yaxis, left, "Query")):
         if named:
-            axis.set_ticks(range(len(tokens)), ticks(tokens) if shown else [""] * len(tokens), fontsize=5)
+            look = {"rotation": 90} if what == "Key" else {}
+            cell_ticks(
+                axis, range(len(tokens)), [written(one) if is_outer else "" for one in tokens], fontsize=5, **look
+            )
         else:
             whole_numbers(axis)
-        axis.set_label_text(what if shown else "")
-    ax.tick_params(axis="x", rotation=90 if named else 0)
+        axis.set_label_text(what if is_outer else "")
+    return ax.imshow(weights.numpy(), cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="none")

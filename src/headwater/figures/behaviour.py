@@ -20,7 +20,16 @@ from matplotlib.lines import Line2D
 from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, mark_heads
-from headwater.figures.style import entitle, figure_of, legend_beside, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import (
+    entitle,
+    figure_of,
+    legend_below,
+    legend_beside,
+    model_title,
+    new_figure,
+    style,
+    whole_numbers,
+)
 from headwater.figures.sweep import UNSEEN
 from headwater.heads.attended_keys import BEHAVIOURS
 from headwater.heads.behaviour import NONE as NOT_CALLED
@@ -96,8 +105,7 @@ def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: b
     if len(axes) == 1:
         legend_beside(axes[0], is_alone, **look)
     else:
-        figure = figure_of(axes[0])
-        figure.legend(**look, loc="outside lower center", ncols=max(2, int(figure.bbox_inches.width / 1.4)))
+        legend_below(figure_of(axes[0]), len(look["handles"]), **look)
 
 
 def _labelled(table: pd.DataFrame) -> pd.DataFrame:

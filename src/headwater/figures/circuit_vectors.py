@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
+
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK
-from headwater.figures.style import model_title, new_figure, others, style
+from headwater.figures.style import columns, inches, model_title, new_figure, others, style
 from headwater.figures.sweep import shown
 from headwater.heads.circuit_vectors import CIRCUITS, SIGNS, SingularVectors
 from headwater.runs.result import DRAWINGS
 
 TOKENS = 4
-"""Listed of each side and sign."""
+"""Listed of each side and sign, where there is room."""
+SIZE = 6
+"""Of their type, in points."""
 
 
 @DRAWINGS.add(SingularVectors)
@@ -26,17 +31,18 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
             ax = new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
+        # Beside the bars: two thirds of the width, in letters of their size.
+        room = 72 * 0.64 * inches(ax)[0] / (0.55 * SIZE)
         widest = float(max(values["share"].max(), values["random_share"].max()))
         for vector in vectors:
             for sign, offset in zip(SIGNS, (-0.19, 0.19), strict=True):
                 part = table[(table["vector"] == vector) & (table["sign"] == sign)]
-                sides = [
-                    " ".join(shown(token) for token in part.loc[part["side"] == side, "token"].head(TOKENS))
-                    for side in CIRCUITS[str(first["circuit"])]
-                ]
+                sides = [part.loc[part["side"] == side, "token"] for side in CIRCUITS[str(first["circuit"])]]
+                lines = (_line(sign, sides, n) for n in range(TOKENS, 0, -1))
+                line = next((line for line in lines if columns(line) <= room), _line(sign, sides, 1))
                 ax.text(
-                    widest * 1.06, vector + offset, f"{sign.replace('-', '−')}  {sides[0]}  →  {sides[1]}", size=6,
-                    va="center", family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
+                    widest * 1.06, vector + offset, line, size=SIZE, va="center", in_layout=False,
+                    family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
                 )  # fmt: skip
         ax.set_yticks(vectors, [str(vector) for vector in vectors])
         ax.set_ylim(max(vectors) + 0.6, 0.4)
@@ -48,3 +54,9 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
         circuit = f"what {str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']} does to tokens"
         ax.set_title(model_title(result.run, circuit))
     return ax
+
+
+def _line(sign: str, sides: Iterable[Iterable[str]], n: int) -> str:
+    """The first tokens of both sides."""
+    first = (" ".join(map(shown, islice(side, n))) for side in sides)
+    return f"{sign.replace('-', '−')}  {'  →  '.join(first)}"

@@ -68,9 +68,8 @@ def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.
         _layers(ax, means)
     else:
         _components(ax, means)
-    counted = f" (n = {n:,})" if n > 1 else ""
     total = f"{totals['logit_difference'].mean():+.2f}".replace("-", "−")
-    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total}{counted}"), pad=pad)
+    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total} (n = {n:,})"), pad=pad)
 
 
 def _map(ax: Axes, means: pd.DataFrame) -> None:

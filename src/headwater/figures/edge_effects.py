@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from headwater.circuits.graph import Nodes
 from headwater.circuits.path_patching import PathEffects
 from headwater.circuits.result import EdgeEffects
-from headwater.figures.style import WAYS, cell_ticks, label, model_title, new_figure, style, ticks
+from headwater.figures.style import WAYS, cell_ticks, inches, label, model_title, new_figure, style, ticks
 from headwater.runs.result import DRAWINGS
 
 DIVERGING = "RdBu_r"
@@ -68,15 +68,17 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
     names = [nodes.name(int(index)) for index in present]
     layers = nodes.layer[present]
     begins = [i for i in range(len(present)) if i == 0 or layers[i] != layers[i - 1]]
-    line = ax.axvline if axis == "x" else ax.axhline
+    is_x = axis == "x"
+    line = ax.axvline if is_x else ax.axhline
+    # Of many layers as thin as leaves the cells between them to be seen.
+    width = min(0.4, 2.4 * inches(ax)[0 if is_x else 1] / len(begins))
     for i in begins[1:]:
-        line(i - 0.5, color=LINE, linewidth=0.4)
+        line(i - 0.5, color=LINE, linewidth=width)
     kept = [float(i) for i in range(len(names))]
     if len(names) > MOST_TICKS:
         ends = [*begins[1:], len(present)]
         kept = [(begin + end - 1) / 2 for begin, end in zip(begins, ends, strict=True)]
         names = [names[begin] if layers[begin] < 0 else f"layer {layers[begin]}" for begin in begins]
-    is_x = axis == "x"
     cell_ticks(ax.xaxis if is_x else ax.yaxis, kept, names, rotation=90 if is_x else 0)
 
 

@@ -19,12 +19,14 @@ from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PINK, PURPLE
 from headwater.errors import InputError
 from headwater.figures.style import (
     LINES_ARE,
+    cell_ticks,
     checked_place,
     entitle,
     legend_beside,
     model_title,
     new_figure,
     style,
+    ticks,
     whole_numbers,
 )
 from headwater.runs.result import DRAWINGS
@@ -64,7 +66,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
             rows = suite.ways[(suite.ways["way"] == way) & suite.ways["share"].notna()]
             _shares(ax, rows["relation"].map(place), rows, way, with_lines=way == NAMED)
         families = suite.table.set_index("relation")["family"]
-        ax.set_yticks(range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
+        cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
         ax.set(ylim=(-0.7, len(order) - 0.3), xlim=(min(-0.05, ax.get_xlim()[0]), 1.05))
         ax.set_xlabel(f"Share of the largest effect ({LINES_ARE.removeprefix('lines: ')} of weights and attention)")
         ax.set_title(model_title(suite.run, "do weights name the cause?"))
@@ -151,11 +153,12 @@ def _when(when: pd.DataFrame, ax: Axes) -> None:
 def _cost(cost: pd.DataFrame, ax: Axes) -> None:
     rows, y = cost.iloc[::-1], range(len(cost))
     both = list(zip(rows["what"], rows["heads"], strict=True))
-    names = [f"{what}\n{heads}" if heads else what for what, heads in both]
+    # Heads silenced together are named line by line above.
+    names = [what if not heads or "," in heads else f"{what} {heads}" for what, heads in both]
     colors = [FAINT if what.startswith("random") else BLUE if what in OURS else ORANGE for what, _ in both]
     ax.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
     ax.scatter(rows["cost"], y, c=colors, s=14)
     ax.axvline(0, color=FAINT, lw=0.6)
-    ax.set_yticks(y, names)
+    cell_ticks(ax.yaxis, y, ticks(names))
     ax.set_xlabel("Logits lost")
     ax.set_title("what silencing costs")

@@ -74,7 +74,8 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
         bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.04, pad=0.01)
         bar.outline.set_visible(False)
         bar.set_label("Probability")
-        ax.set_title(model_title(result.run, "top token of each layer"))
+        texts = result.table["example"].nunique()
+        ax.set_title(model_title(result.run, "top token of each layer" + f", text {example} of {texts}" * (texts > 1)))
     return ax
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
-from headwater.figures.style import legend_above, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import cell_ticks, legend_above, model_title, new_figure, style, whole_numbers
 from headwater.likelihood.files import ScoredTexts
 from headwater.likelihood.formulas import SCORES
 from headwater.likelihood.members import BASELINE, Membership
@@ -82,7 +82,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
             ax.hlines(y[where], table["auc_low"][where], table["auc_high"][where], colors=color, linewidths=1)
             ax.plot(table["auc"][where], y[where], mark, color=color, markersize=3.5)
         ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle="--")
-        ax.set_yticks(y, [f"{name}, no model" if name == BASELINE else name for name in names])
+        cell_ticks(ax.yaxis, y, [f"{name}, no model" if name == BASELINE else name for name in names])
         ax.set_ylim(len(names) - 0.4, -0.6)
         most = table[["members", "nonmembers"]].max()
         level = membership.run.options["level"]

@@ -69,7 +69,7 @@ SPELLED = f"ΔP: the question's exact words severed; {BANDS_ARE}"
 MOST_SETS = 4
 PANEL = (2.9, 2.3)
 LINE = 0.17
-ROOMY: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 2.0, "title_fontsize": 7}
+ROOMY: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 2.0, "title_fontsize": 7, "borderpad": 0.1}
 
 
 @checked_call
@@ -131,7 +131,8 @@ def delta_p(
         said = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
         below = LINE * (len(names) + said) + 0.1
         figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
-        halves: Any = figure.subfigures(2, 1, height_ratios=(PANEL[1] * rows, below))
+        height = (size or figure.get_size_inches())[1]
+        halves: Any = figure.subfigures(2, 1, height_ratios=(max(height - below, below), below))
         panels, legend = halves
         axes = panels.subplots(rows, columns, squeeze=False).ravel()
         for spare in axes[len(shown) :]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK
 from headwater.errors import InputError
-from headwater.figures.style import entitle, label, model_title, style
+from headwater.figures.style import entitle, label, model_title, new_figure, style
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
 
@@ -28,18 +27,15 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Fig
     if table.empty:
         raise InputError(f"Nothing to draw: no number of {reproduction.run.model} was both published and measured.")
     panels = list(table.groupby("quantity", sort=False))
-    rows = -(-len(panels) // COLUMNS)
+    columns, rows = min(COLUMNS, len(panels)), -(-len(panels) // COLUMNS)
     with style(ax):
-        figure, axes = plt.subplots(
-            rows, min(COLUMNS, len(panels)), figsize=(2.3 * min(COLUMNS, len(panels)), 2.4 * rows), squeeze=False
-        )
-        for place, panel in enumerate(axes.flat):
+        figure = new_figure(2.3 * columns, 2.4 * rows)
+        for place, panel in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
             if place < len(panels):
                 _panel(panel, *panels[place])
             else:
                 panel.set_axis_off()
         entitle(figure, model_title(reproduction.run, "measured and published"))
-        figure.tight_layout()
     return figure
 
 

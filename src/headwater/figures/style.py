@@ -292,7 +292,7 @@ class Readable(FixedLocator):
         letter, turned = label.get_fontsize(), np.deg2rad(label.get_rotation() % 180)
         # A turned label, or one at the y axis, needs the height of a line; another one at the x axis needs the width of
         # the longest name.
-        needed = 1.25 * letter / (np.sin(turned) if is_x else 1.0) if turned or not is_x else np.inf
+        needed = 1.2 * letter / (np.sin(turned) if is_x else 1.0) if turned or not is_x else np.inf
         if is_x:
             needed = min(needed, letter * (0.64 * self.longest + 0.6))
         steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
@@ -317,21 +317,33 @@ def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
     options = {"alignment": "left", "handlelength": 1.2, "handletextpad": 0.3, "columnspacing": 1.0} | options
     figure = figure_of(ax)
     if is_alone:
-        box = ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, **options).get_window_extent()
+        legend = ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0), borderaxespad=0.0, **options)
+        box = legend.get_window_extent()
         if box.width < 0.36 * figure.bbox.width and box.height < 0.85 * figure.bbox.height:
             return
+        legend.remove()
+        legend_below(figure, 4, labelspacing=0.3, **options)
+        return
     below = 3.4 * mpl.rcParams["axes.labelsize"] / mpl.rcParams["legend.fontsize"]
     place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": below}
-    _fitting(ax, 4, figure.bbox.width if is_alone else None, labelspacing=0.3, **place | options)
+    _fitting(ax, 4, labelspacing=0.3, **place | options)
 
 
-def _fitting(ax: Axes, columns: int, room: float | None = None, **options: Any) -> Legend:
-    """Give axes a legend in as many columns as their width or `room` allows, so many at most."""
+def legend_below(figure: Figure, columns: int, **options: Any) -> None:
+    """Put the legend below all panels of a figure, in so many columns or as many as there is room for."""
+    _fitting(figure, columns, loc="outside lower center", **options)
+
+
+def _fitting(of: Axes | Figure, columns: int, **options: Any) -> Legend:
+    """Give axes or a figure a legend in as many columns as their width allows, so many at most."""
+    room = (1.1 if isinstance(of, Axes) else 0.98) * of.get_window_extent().width
     while True:
-        legend: Legend = ax.legend(ncols=columns, **options)
-        if columns == 1 or legend.get_window_extent().width <= (room or 1.1 * ax.get_window_extent().width):
+        legend: Legend = of.legend(ncols=columns, **options)
+        if columns == 1 or legend.get_window_extent().width <= room:
             return legend
         columns -= 1
+        if isinstance(of, Figure):
+            legend.remove()
 
 
 def figure_of(plot: Axes | Figure) -> Figure:

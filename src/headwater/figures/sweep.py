@@ -134,15 +134,22 @@ def _alone(part: pd.DataFrame, name: Any, sweep: Sweep, fixed: dict[str, object]
     if site in TITLES or sweep.run.analysis not in DONE:
         return _seen(part, name, fixed)
     estimated = ", estimated" if sweep.engine == AttributionRunner.name else ""
-    return f"{site} {DONE[sweep.run.analysis]}{estimated}{_seen(part, name, fixed).removeprefix(site)}"
+    return f"{site} {DONE[sweep.run.analysis]}{estimated}{_noise(sweep)}{_seen(part, name, fixed).removeprefix(site)}"
 
 
 def _of_what(sweep: Sweep) -> str:
     """What all panels of a sweep show."""
     if sweep.engine == AttributionRunner.name:
-        return "effect of patching, estimated from gradients"
+        return f"effect of patching, estimated from gradients{_noise(sweep)}"
     way = f" {WAYS[sweep.run.options['direction']]}" if "direction" in sweep.run.options else ""
-    return {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(sweep.run.analysis, "effects")
+    seen = {"patch": f"effect of patching{way}", "ablate": "effect of ablation"}.get(sweep.run.analysis, "effects")
+    return f"{seen}{_noise(sweep)}"
+
+
+def _noise(sweep: Sweep) -> str:
+    """The noise of causal tracing, if that made the corrupted runs."""
+    noise = sweep.run.options.get("corruption")
+    return f", noise {noise['std']:.2g} in {noise['samples']:,} draws" if noise else ""
 
 
 def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
@@ -196,7 +203,7 @@ def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
 
 def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, object]) -> None:
     axes = panel_axes(part, fixed)
-    label = _value_label(str(name[1]), measure)
+    label = metric_label(str(name[1]), measure)
     if len(axes) == 2:
         _heat_map(ax, part, axes, measure, label, sweep)
     elif len(axes) == 1 and axes[0] in NAMED:
@@ -215,7 +222,8 @@ def _seen(part: pd.DataFrame, name: Any, fixed: dict[str, object]) -> str:
     axes = panel_axes(part, fixed)
     settings = f", {name[2]}" if len(name) > 2 else ""
     settings += "".join(f", {LABELS[axis].lower()} {index}" for axis, index in fixed.items())
-    settings += "".join(f", {over}" for over in (part["values"].unique() if "values" in part.columns else ()))
+    for column, before in (("values", ""), ("window", "window ")):
+        settings += "".join(f", {before}{one}" for one in (part[column].unique() if column in part.columns else ()))
     band = "; 95 %" if axes == ["set"] else "; band: 95 %" if len(axes) == 1 else ""
     counted = f" (n = {_counts(part, axes)}{band})" if part["example"].nunique() > 1 else ""
     return f"{TITLES.get(name[0], name[0])}{settings}{counted}"
@@ -337,7 +345,8 @@ def _shared_tokens(part: pd.DataFrame, sweep: Sweep) -> tuple[str, ...] | None:
     )
 
 
-def _value_label(metric: str, measure: str) -> str:
+def metric_label(metric: str, measure: str) -> str:
+    """Return the name of an axis of effects on a metric."""
     name = metric.replace("_", " ").replace("kl ", "KL ")
     kinds = {"effect": "Effect", "ratio of means": "Mean effect / mean gap,"}
     return f"{kinds.get(measure, 'Normalized effect')} on {name}"

@@ -85,7 +85,7 @@ def _break_lines(ax: Any) -> None:
     """Break the title where the next panel or the figure ends, labels where their axes do."""
     for place in (ax.title, ax._left_title, ax._right_title):
         _break(place, _to_the_right, ax)
-    _break(ax.xaxis.label, _share, ax, "width", 1.15)
+    _break(ax.xaxis.label, _around, ax)
     _break(ax.yaxis.label, _share, ax, "height", 1.05)
 
 
@@ -95,6 +95,13 @@ def _to_the_right(ax: Any) -> float:
     level = [one.get_window_extent() for one in ax.figure.axes if one is not ax and one.get_subplotspec()]
     ends = [one.x0 for one in level if one.x0 > box.x1 and one.y0 < box.y1 and box.y0 < one.y1]
     return float(min([box.x1 + 0.8 * (end - box.x1) for end in ends] or [ax.figure.bbox.x1]) - box.x0)
+
+
+def _around(ax: Any) -> float:
+    """The pixels that a label below axes has: a little more than they are wide, as far as the figure reaches."""
+    box, page = ax.get_window_extent(), ax.figure.bbox
+    middle = (box.x0 + box.x1) / 2
+    return float(min(1.15 * box.width, 1.96 * min(middle - page.x0, page.x1 - middle)))
 
 
 def _share(of: Any, side: str, share: float) -> float:

@@ -12,7 +12,7 @@ long, `cache[site, layer]` is `batch head query key`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -350,12 +350,28 @@ class Cache(Result):
             lines.append(f"{kept.name}{layers}: {' '.join(self.axes(kept.name))}, {kept.dtype}.")
         return lines
 
-    def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw how large the numbers of each activation are, by layer; of attention patterns alone, the patterns.
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        heads: Sequence[tuple[int, int]] | None = None,
+        example: int = 0,
+        title: str | None = None,
+        figsize: Size | None = None,
+    ) -> Axes | Figure:
+        """Draw how large activations are, by layer; of chosen heads, or where nothing else is kept, attention patterns.
 
-        Patterns are those of the first text, a panel for each head (of many heads, their mean for each layer).
+        Args:
+            ax: where to draw; default: a new figure. Where no head is chosen, it shows the mean of all patterns.
+            heads: pairs (layer, head), a panel each; default: all that are kept, of many the mean of each layer.
+            example: the text whose patterns are drawn.
+            title: in place of the figure's own.
+            figsize: width and height of a new figure, in inches.
+
+        Raises:
+            InputError: a head is not in the cache, or there is no such text; or `ax` was given for several heads.
         """
-        return self._drawn(ax, title, figsize)
+        return self._drawn(ax, title, figsize, heads=heads, example=example)
 
     def digest(self) -> str:
         """Name this cache in the record of a run that starts from it: by what made it, or else by all it holds."""
