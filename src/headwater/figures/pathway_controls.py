@@ -32,10 +32,10 @@ from headwater.figures.style import (
     ticks,
     whole_numbers,
 )
-from headwater.pathways.declined import Refusals
 from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
+from headwater.pathways.refusal_rates import Refusals
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
