@@ -352,7 +352,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
 
 
 def said_of_gaps(table: pd.DataFrame) -> str | None:
-    """Say of how many prompts the gap is no more than rounding, if of any."""
+    """Say of how many prompts the gap is not more than rounding, if of any."""
     alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
     for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]

@@ -45,11 +45,11 @@ class Section:
     found: str = ""
     """The number, in a few words."""
     control: str = ""
-    """What it is held against."""
+    """What it is compared with."""
     weak: bool = False
-    """Whether what was found does not stand out from its control."""
+    """Whether what was found does not differ from its control."""
     is_on_top: bool = True
-    """Whether what was found stands among the first lines of the page, or is folded below them."""
+    """Whether what was found is among the first lines of the page, or is folded below them."""
     view: View | None = None
     """What can be looked into, shown in place of the first figure."""
     beside: tuple[str, View] | None = None

@@ -18,7 +18,7 @@ from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
 
 SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
-"""By question: what is measured, and what it is held against."""
+"""By question: what is measured, and what it is compared with."""
 
 
 @checked_call

@@ -60,7 +60,7 @@ class HeadAblation(Result):
     """What `ablate_heads` returns.
 
     Attributes:
-        table: a row per run: `task` (the relation asked for), `role` ("relation" or "control"), `removed` ("none",
+        table: a row per run: `task` (the relation requested), `role` ("relation" or "control"), `removed` ("none",
             "relation heads" or "random heads"), `draw` (of the random heads, else 0), `n_heads` removed, `accuracy`,
             `logit_difference`, `items`.
         heads: the relation's heads in the order of their removal: `layer, head, score`.
@@ -312,7 +312,7 @@ def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataF
 
 
 def _control_names(controls: str | Sequence[str], known: Sequence[str]) -> list[str]:
-    """The control relations that were asked for, each one of the map's."""
+    """The control relations requested, each one of the map's."""
     return [checked_name("controls", name, known) for name in one_or_several(controls)]
 
 

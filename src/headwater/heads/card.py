@@ -56,7 +56,7 @@ class HeadCard:
     "suppresses", "copies", or empty), `score, expected, excess, q_value`; of a validated map also `loss`,
     its interval `loss_low, loss_high`, and `used`."""
     writes: pd.DataFrame | None
-    """What `HeadMap.salient` returns; None where no sources were asked for."""
+    """What `HeadMap.salient` returns; None where no sources were requested."""
     behaviour: pd.DataFrame | None
     """The head's rows of the table given, the strongest first; None without one."""
 

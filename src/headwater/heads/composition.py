@@ -64,7 +64,7 @@ class Composition(Result):
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return the ten pairs of each kind that stand out most from chance: the largest `z`."""
+        """Return the ten pairs of each kind that differ most from chance: the largest `z`."""
         strongest = self.table.sort_values(["kind", "z"], ascending=[True, False]).groupby("kind", sort=False).head(10)
         return strongest.reset_index(drop=True)
 

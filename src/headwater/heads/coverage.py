@@ -20,7 +20,7 @@ def relation_coverage(
     """Count the pairs of each relation that survive a tokenizer.
 
     Args:
-        relations: what stands for relations (`load_relations`); a row each, in their order.
+        relations: what represents relations (`load_relations`); a row each, in their order.
         tokenizer: the model's tokenizer.
         multi_token: None drops a word of several tokens; "first" keeps its first token, "distinguishing" of targets
             the first that no other target has.

@@ -80,7 +80,7 @@ class UseOptions:
         return cls(template, shots, checked_repeats("draws", draws), seed)
 
     def of(self, relation: str) -> str | None:
-        """Return what asks for a relation; None for one that is not asked for."""
+        """Return what asks for a relation; None for one that is not requested."""
         return self.template.get(relation) if isinstance(self.template, Mapping) else self.template
 
 
@@ -98,7 +98,7 @@ def head_use(
 
     Returns:
         A frame with the index of `table` and the columns `COLUMNS`: NaN where a head was not called or its relation not
-        asked for, and, but for the accuracy of 0, where no item of it was answered.
+        requested, and, but for the accuracy of 0, where no item of it was answered.
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))

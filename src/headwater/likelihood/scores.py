@@ -230,7 +230,7 @@ def prefixed_statistics(
     Args:
         model: the model.
         texts: the texts.
-        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what stands
+        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what is
             between them and a text.
         precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
         batch_size: texts in one run of the model.

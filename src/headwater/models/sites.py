@@ -225,7 +225,7 @@ class Sites(Registry[str, Site]):
     """The sites by name; a hook of TransformerLens is answered with the site that it belongs to."""
 
     def unknown(self, name: object) -> str:
-        """Return the sentence that says that there is no such site, with the one whose hook was asked for."""
+        """Return the sentence that says that there is no such site, with the one whose hook was requested."""
         parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(?:\w+\.)?(hook_\w+)", name) if isinstance(name, str) else None
         site = next((row for row in self.values() if parts and row.hook.endswith(f".{parts[2]}")), None)
         if parts is None or site is None:

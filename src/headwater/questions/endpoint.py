@@ -71,7 +71,7 @@ class ChatEndpoint:
 
     @property
     def identity(self) -> str:
-        """What stands for it in the record of a run: never its key."""
+        """What represents it in the record of a run: never its key."""
         return f"{self.model} at {self.url}"
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -140,7 +140,7 @@ class ChatEndpoint:
 
 
 def json_object(text: str) -> dict[str, object] | None:
-    """Return the first JSON object in a text, whatever stands around it."""
+    """Return the first JSON object in a text, whatever is around it."""
     for start in re.finditer(r"\{", text):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, start.start())
@@ -167,7 +167,7 @@ class FailureLimit:
                 failures.append(error)
                 return False, None
 
-        if workers == 1:  # nothing is asked behind what fails
+        if workers == 1:  # nothing is asked after what fails
             said = [one(thing) for thing in things]
         else:
             with ThreadPoolExecutor(max_workers=workers) as pool:

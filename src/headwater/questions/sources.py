@@ -1,4 +1,4 @@
-"""Questions with their accepted answers, and where in the question its exact tokens stand.
+"""Questions with their accepted answers, and where in the question its exact tokens are.
 
 A question file is one of the public sets in its own format (`formats`), or a plain table: JSON lines, a JSON array,
 CSV, TSV or parquet. In a plain table `question` and `answers` must be there; the other columns may be.

@@ -9,7 +9,7 @@ A model with a chat template is asked as published: the published messages of sy
 the system has that message at the head of the user's. A base model, of which none was published, gets the raw prompt
 and answers in a line.
 
-The other three ways in which the publication asks, behind the questions that a question builds on, have its messages
+The other three ways in which the publication asks, after the questions that a question builds on, have its messages
 too (`predecessors`); their published numbers are not held here.
 """
 

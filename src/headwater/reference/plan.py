@@ -122,7 +122,7 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
         runs: the folder below which the commands leave their runs; finished ones are read there.
 
     Raises:
-        InputError: `runs` is no path.
+        InputError: `runs` is not a path.
     """
     below = checked_path("runs", runs)
     return tuple(line for kind in _LINES for line in _LINES[kind](below, kind))

@@ -3,7 +3,7 @@
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
 as `run.json`, with the size and SHA-256 of each file, and of itself; `load` reads them back. Tensors in parts
 (`headwater.runs.shards`) are files in a folder of their field's name, which carry their hash and are not read until
-they are asked for.
+they are requested.
 """
 
 from __future__ import annotations
