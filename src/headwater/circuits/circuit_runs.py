@@ -373,7 +373,7 @@ def said_of_discovery(run: RunRecord) -> list[str]:
     some = ", ".join(map(str, shared[:8]))
     return [
         f"{len(shared)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
-        "chosen on: what is said of these is not a test."
+        "chosen on: for these this is not a test."
     ]
 
 

@@ -30,7 +30,7 @@ class Number(NamedTuple):
     found: str
     control: str = ""
     weak: bool = False
-    """Whether the two are not apart."""
+    """Whether the number is indistinguishable from its control."""
 
 
 def heads(result: Result) -> Number:

@@ -57,8 +57,8 @@ class Section:
 
 
 LEGEND = (
-    '<p class="asks">Each line is a number of this run and, after it, the control that it is held against. '
-    "<em>Weak</em>: the two are not apart.</p>"
+    '<p class="asks">Each line is a number of this run and, after it, its control. '
+    "<em>Weak</em>: indistinguishable from the control.</p>"
 )
 
 
@@ -121,7 +121,7 @@ def _entry(number: int, section: Section) -> str:
 
 
 def _found(section: Section) -> str:
-    """Return the number and, beside it, its control, with a word where the two are not apart."""
+    """Return the number and, beside it, its control, with a word where it is indistinguishable."""
     if not section.found:
         return ""
     weak = "<em>weak:</em> " if section.weak else ""

@@ -192,7 +192,7 @@ COMPANIONS = (
     (
         "controls",
         _figure("controls"),
-        "The knockout beside its controls: as many random question tokens, on the rows that have as many; another "
+        "The knockout and its controls: as many random question tokens, on the rows that have as many; another "
         "subject; the answer alone.",
     ),
 )
@@ -210,7 +210,7 @@ STEPS = {
     "answers": Step(
         "What the model answers",
         "Four sets of questions about the world the model was trained on, answered greedily; an answer is wrong when "
-        "no accepted answer stands in it.",
+        "it contains no accepted answer.",
         "Share of the questions answered rightly and wrongly.",
         _answers,
         number=of.answers,

@@ -54,7 +54,7 @@ def baselines(
             ax.set_xlabel("AUC")
         axes[0][0].set_ylabel("wrong answers")
         axes[1][0].set_ylabel("Q-anchored")
-        entitle(figure, f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})")
+        entitle(figure, f"{model_title(pathways.run, 'probes and baselines')} ({LINES_ARE})")
     return apply_title_and_size(figure, title, size)
 
 

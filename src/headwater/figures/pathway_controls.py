@@ -127,7 +127,7 @@ def controls(
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
         _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}")
-        return entitled(figure, axes, pathways, "ΔP beside controls", title)
+        return entitled(figure, axes, pathways, "ΔP and controls", title)
 
 
 def panels(

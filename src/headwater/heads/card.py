@@ -89,7 +89,7 @@ class HeadCard:
         if called.empty:
             return "It is called for no relation that the running model could use it for."
         if measured.empty:
-            return "The running model was not asked for what it is called for, or answers none of it."
+            return "The running model was not tested on what it is called for, or answers none of it."
         is_used = measured["used"].astype(bool)
         used = ", ".join(measured.loc[is_used, "relation"].map(plain_text))
         others = ", ".join(

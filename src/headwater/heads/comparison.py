@@ -299,7 +299,7 @@ def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
         ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (one, other))
         if ours != theirs:
             raise InputError(
-                f"{name} has {theirs}, {first} has {ours}: a head of one is no head of the other. Compare models of "
+                f"{name} has {theirs}, {first} has {ours}: their heads do not correspond. Compare models of "
                 "one shape; classify_heads scores each by itself."
             )
 

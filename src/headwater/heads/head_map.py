@@ -345,7 +345,7 @@ class HeadMap(Result):
 def checked_map(head_map: object) -> HeadMap:
     """Return a head map."""
     if not isinstance(head_map, HeadMap):
-        raise InputError(f"head_map={shown(head_map)} is no head map: give what hw.classify_heads returns.")
+        raise InputError(f"head_map={shown(head_map)} is not a head map: give what hw.classify_heads returns.")
     return head_map
 
 

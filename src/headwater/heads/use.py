@@ -151,11 +151,11 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
         said.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
     if counts["unanswered"]:
         said.append(
-            "Whether heads are used cannot be said where the whole model answers no item: "
+            "Whether heads are used is unknown where the whole model answers no item: "
             f"{', '.join(counts['unanswered'])}. Give a template= that it understands."
         )
     if counts["not_asked"]:
-        said.append(f"{counts['not_asked']} more of the relations that have heads were not asked for.")
+        said.append(f"{counts['not_asked']} more of the relations that have heads were not tested.")
     return said
 
 

@@ -126,7 +126,7 @@ class LayerPredictions(Result):
         if np.isfinite(layers["first"].iloc[-1]):
             row = layers.iloc[-1]
             said.append(
-                f"At the last layer the token asked for is the first choice at {row['first']:.0%} of the positions, "
+                f"At the last layer the requested token is the first choice at {row['first']:.0%} of the positions, "
                 f"and its median rank is {row['rank']:.0f}."
             )
         said.append(

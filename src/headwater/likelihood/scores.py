@@ -372,7 +372,7 @@ def _means_like(
         else [min(len(other.texts), len(contents))]
     )
     if len(differing):
-        told = {"lowercased": "the lowercased texts", "prefixed": "the same texts behind a prefix"}
+        told = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
         wanted = told.get(name, "the same texts")
         raise InputError(
             f"The statistics given as {name}= are not of {wanted}: they differ from text {differing[0]} on."

@@ -355,7 +355,7 @@ def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
     """Look sites up by name, whatever the model; a site, such as features of a dictionary, is taken as it is."""
     wanted = one_or_several(names)
     if not wanted:
-        raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
+        raise InputError(f"No site was requested. Valid: {', '.join(SITES)}.")
     by_name: dict[str, Site] = {}
     for site in (one if isinstance(one, Site) else SITES[one] for one in wanted):
         if by_name.setdefault(site.name, site) is not site:

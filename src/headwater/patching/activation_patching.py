@@ -151,7 +151,7 @@ def patch(
             dataset=dataset, seed=seed, batch_size=batch_size, engine=engine, progress=progress, out=out,
         )  # fmt: skip
     if sites is None:
-        raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
+        raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
 
     # An iterator would be empty at the second look.
     over, from_layer, sites_asked = materialize(over), materialize(from_layer), sites_named(sites, model)

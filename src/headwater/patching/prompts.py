@@ -231,7 +231,7 @@ def refuse_other_order(queries: Mapping[str, AlignedSpan], keys: Mapping[str, Al
             if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):
                 raise InputError(
                     f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {example} and not in the "
-                    "other, where its weight is 0. Give pairs in which they stand in one order."
+                    "other, where its weight is 0. Give pairs in which they have one order."
                 )
 
 

@@ -181,7 +181,7 @@ class OtherRun(Replacement):
         super().__init__(inputs)
         if inputs.pair.other is None:
             raise InputError(
-                "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "
+                "Values from the other run were requested, but there are no corrupted prompts. Give them, or "
                 "values='zero', 'mean' or 'resample'; a file of pairs is given as a pathlib.Path."
             )
 
@@ -327,7 +327,7 @@ class Mean(_OfDataset):
             )
         if one_length and len({prompt.ids for prompt in pool}) == 1:
             raise InputError(
-                f"values='mean' was asked for over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
+                f"values='mean' was requested over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
                 "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
         self.mean_over = "examples" if one_length else "tokens"

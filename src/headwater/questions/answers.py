@@ -321,7 +321,7 @@ def _check_words(questions: Questions) -> None:
         first = int(rows.index[0])
         others = "" if len(questions.datasets) == 1 else " Answer it apart from the others."
         raise InputError(
-            f"None of the {len(rows):,} questions of {name!r} says where its subject and property stand, beginning "
+            f"None of the {len(rows):,} questions of {name!r} says where its subject and property are, beginning "
             f"with row {first + 1} ({table['id'][first]}: {table['question'][first]!r}).{others} Give the columns "
             "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
             f"{columns_found({str(column): None for column in table}, *SPAN_COLUMNS)}"

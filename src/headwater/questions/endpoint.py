@@ -60,7 +60,7 @@ class ChatEndpoint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise InputError(f"url={shown(self.url)} is no address: it must begin with http:// or https://.")
+            raise InputError(f"url={shown(self.url)}is not an address: it must begin with http:// or https://.")
         if not isinstance(self.model, str) or not self.model:
             raise InputError(f"model={shown(self.model)} must be the endpoint's name of a model: a text.")
         checked_count("tries", self.tries)
@@ -176,7 +176,7 @@ class FailureLimit:
             self._unheard = 0 if heard else self._unheard + 1
         if self._unheard >= SILENT:
             raise InputError(
-                f"Nothing replied {self._unheard} times in a row: {failures[-1]} What was said before is kept where "
+                f"Nothing replied {self._unheard} times in a row: {failures[-1]} Earlier replies are kept where "
                 "out= names a folder: the same call goes on from there."
             )
         return [found for _, found in said]

@@ -213,7 +213,7 @@ def _span(where: str, name: str, part: Any, question: str) -> Span:
     if isinstance(part, str):
         found = find_words(question, part)
         if found is None:
-            raise InputError(f"{where}: {name} {part!r} does not stand in the question {question!r}.")
+            raise InputError(f"{where}: {name} {part!r} does not occur in the question {question!r}.")
         return found
     # `type is int`, since True is an int and no place.
     is_pair = isinstance(part, list) and len(part) == 2 and all(type(place) is int for place in part)

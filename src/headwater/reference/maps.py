@@ -122,7 +122,7 @@ OWN_TASK = "The ablations ask for a relation's targets in headwater's own words,
 PRACTICE = 60
 """Pairs of a relation that are timed."""
 IN_SENTENCES = ("correlations", "correlation")
-LONGER = ("multi_token", "correlation behind sources of several tokens")
+LONGER = ("multi_token", "correlation after sources of several tokens")
 """What correlations are called in the published numbers, and in the table."""
 REMOVALS = {
     "accuracy": ("none", "before"),

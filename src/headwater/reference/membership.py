@@ -125,8 +125,8 @@ BEST_K = (
     "Where no K is named, the published number is that of the K that did best on these texts, and so is the measured."
 )
 BLIND = (
-    "Members and non-members of WikiMIA differ by date, and word counts alone tell them apart (Das et al. 2024): an "
-    "AUC is no proof of memorization. `hw.membership` shows the baseline of words."
+    "Members and non-members of WikiMIA differ by date, and word counts alone separate them (Das et al. 2024): an "
+    "AUC does not prove memorization. `hw.membership` shows the baseline of words."
 )
 
 

@@ -44,7 +44,7 @@ LIMITS = {
     "pathways": (
         "prompt, label rule and draw of 2,000 + 2,000 questions are not stated in full; rules name the exact words in "
         "place of GPT-4o",
-        "0 numbers: the publication lists the model, but its numbers are not held here",
+        "0 numbers: the publication lists the model, but its numbers are not in this package",
     ),
     "memorization": ("answers are greedy; published ones were sampled at temperature 1 and judged by GPT-4 (--judge)",),
     "membership": (

@@ -324,7 +324,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
     known = file_names(cls)
     if not isinstance(manifest, dict):
         raise RunFolderError(
-            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
+            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it is not known whether its files are "
             "the ones the run wrote. Delete the folder and run again."
         )
     # A table that lies there beside the manifest would be read as if the run had written it.

@@ -90,7 +90,7 @@ def question_templates(relations: Sequence[str]) -> dict[str, str]:
     names = checked_several("relations", relations, "a list of the names of relations")
     for name in names:
         if not isinstance(name, str) or not name:
-            raise InputError(f"relations={shown(names)}: {shown(name)} is no name of a relation.")
+            raise InputError(f"relations={shown(names)}: {shown(name)}is not the name of a relation.")
     asked = {name: wording_of(name).questions["properties"][0] for name in names}
     return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in asked.items()}
 
