@@ -13,7 +13,7 @@
 # 2026). Since such a split always *looks* like two groups, the same is done with as many random question tokens, and
 # one mode within each relation is tested against two.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 
 # %%
 import headwater as hw
@@ -50,7 +50,7 @@ pathways.auc.query("best").groupby("dataset")[["auc", "auc_after_knockout", "auc
 pathways.controls_at_best.query("group == 'all'").round(3).head(5)
 
 # %% [markdown]
-# Is there more behind the probe than knowing which relations are hard? And does anything beyond an undecided logit
+# Does the probe know more than which relations are hard? And does anything beyond an undecided logit
 # predict the mode?
 #
 # One population or two? A split by a threshold makes two groups of any population, and relations of different
@@ -93,7 +93,7 @@ figure = pathways.plot()
 # **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within
 # relations, where as many random question tokens do much less than E_Q, and where the mode is predicted better
 # than by −|logit|. Where these fail, ΔP by mode is what any single population would show: that modes keep their
-# distance under another fit's probe is no evidence, since both probes read the same states. The dip test is
+# distance under another fit's probe is not evidence, since both probes read the same states. The dip test is
 # strict; with few answers to a relation it finds two modes only when they lie far apart. The embedded model
 # answers in one or two words and is small; on a large model run the same cells with
 # `token="exact_answer_last"`.

@@ -13,7 +13,7 @@
 # right. Every answer is measured with coefficients of the probe that were not fitted on its question: a probe is surer
 # of what it has seen, which makes a peak near 0 out of nothing. The density over examples is the figure.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 
 # %%
 import headwater as hw
@@ -84,7 +84,7 @@ print(f"elsewhere; the logit's, {wide.groupby(sure)['logit'].median().pipe(lambd
 _ = saliency.plot()
 
 # %% [markdown]
-# **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC stands at the
+# **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC is at the
 # top. If the peak near 0 stays under the `logit` target, saturation is not its reason. Where saliency and knockout do
 # not agree in rank, as here, one of the two measures something other than flow, and neither may be read as the other.
 # The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="mean"`) are choices: a picture that depends on

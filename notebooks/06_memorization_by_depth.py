@@ -10,9 +10,9 @@
 # **Method.** Min-K% is the mean log-probability of the least likely 20 % of tokens (Shi et al., ICLR 2024), here of
 # the accepted answer given the question, averaged over each graph's questions of a depth. Answers are scored 1 to 5,
 # and discrepancies between neighbouring depths follow DepthQA (Ko et al., EMNLP 2024). Lengths, shuffled words and,
-# since the corpus of this model is known, the true number of times a fact was told, serve as controls.
+# since the corpus of this model is known, the true number of times a fact is in the corpus, serve as controls.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 
 # %%
 import headwater as hw
@@ -53,7 +53,7 @@ HTML(hw.figures.token_html(profile, deepest))
 by_layer = hw.memorization(model, graph, layers="all", controls=False)
 _ = hw.figures.layer_curves(by_layer)
 # %% [markdown]
-# ## Where the truth is known: does Min-K% follow what was told?
+# ## Where the truth is known: does Min-K% follow the corpus?
 # Nobody knows what a large model was trained on. Here the corpus is counted.
 
 # %%
@@ -62,7 +62,7 @@ from scipy.stats import spearmanr
 single = profile.table.query("depth == 1").dropna(subset=["min_k_0.2", "popularity"])
 for score in ("loss", "min_k_0.2", "min_k++_0.2"):
     r = spearmanr(single[score], single["popularity"])
-    print(f"{score}: Spearman {r.statistic:.2f} with the times a fact was told, over {len(single)} questions")
+    print(f"{score}: Spearman {r.statistic:.2f} with the frequency of a fact, over {len(single)} questions")
 
 # %% [markdown]
 # ## Result
@@ -82,5 +82,5 @@ _ = profile.plot()
 # %% [markdown]
 # **What would change one's mind.** If the difference between depths went away among questions of the same length, or
 # were the same with shuffled words, it would be about form, not memory. If Min-K% did not follow the number of times a
-# fact was told here, where that is known, there would be no reason to read it so elsewhere. And a likelihood given the
+# fact is in this corpus, which is known, there would be no reason to read it so elsewhere. And a likelihood given the
 # question (`span="answer"`) is also how surely the model answers: `span="question"` asks about the question itself.

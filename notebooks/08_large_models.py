@@ -10,7 +10,7 @@
 # their published shapes; commands are written out, not run. Times are given only where they were measured, with the
 # machine.
 #
-# **Result and what would change one's mind** stand at the end.
+# **Result and what would change one's mind** are at the end.
 #
 # ## Memory, computed
 # *Classifying heads* streams a checkpoint: at a time it holds the embedding and unembedding and one layer's value and
@@ -152,7 +152,7 @@ axes = running["two cores, hours"].sort_values().plot(kind="barh", logx=True, fi
 _ = axes.set(title="Pathways of 4,000 questions, estimated", xlabel="hours on two cores", ylabel="")
 
 # %% [markdown]
-# **Result.** Memory is no obstacle to classifying the heads of any of these models, and on two cores it takes minutes.
+# **Result.** Memory does not prevent classifying the heads of any of these models, and on two cores it takes minutes.
 # Pathways of a 1B model take a night on two cores; from 3B on they need a GPU, and 70B needs two.
 #
 # **What would change one's mind.** These are estimates from shapes and from measurements with random weights; none of

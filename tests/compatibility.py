@@ -177,14 +177,24 @@ def pythons() -> str:
     return "\n".join(lines)
 
 
-def table() -> str:
-    """The table, in Markdown."""
-    lines = ["| model | from its folder | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+def rows() -> dict[str, tuple[str, ...]]:
+    """What is right and what is refused, by model: from its folder, then the columns."""
+    found = {}
     for name in (*TINY, *CONFIGS, *TAIL):
         config = config_of(name).get_text_config(decoder=True)
-        cells = [_cell(name, column) for column in COLUMNS]
         folder = "yes" if config.model_type in FAMILIES and _cell(name, "heads") == "right" else "refused"
-        lines.append(f"| {name} | {folder} | " + " | ".join(cells) + " |")
+        found[name] = (folder, *(_cell(name, column) for column in COLUMNS))
+    return found
+
+
+def table() -> str:
+    """The table, in Markdown: a line for all models with the same results, most models first."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows().items():
+        alike.setdefault(cells, []).append(name)
+    lines = ["| from its folder | " + " | ".join(COLUMNS) + " | models |", "|---" * (len(COLUMNS) + 2) + "|"]
+    for cells, names in sorted(alike.items(), key=lambda one: -len(one[1])):
+        lines.append(f"| {' | '.join(cells)} | {', '.join(names)} |")
     return "\n".join(lines)
 
 
@@ -225,15 +235,15 @@ def families() -> dict[str, str]:
     return said
 
 
-def families_told() -> str:
+def families_text() -> str:
     """What `families` says, in Markdown."""
     said, rows = families(), {*TINY, *CONFIGS, *TAIL}
     unwrapped = [family for family, why in said.items() if why.startswith("refused at load: TransformerLens")]
     others = [f"{family} ({why})" for family, why in said.items() if why not in rows and family not in unwrapped]
     return (
         f"transformers {version('transformers')} has {len(said)} families with a causal language model. "
-        f"{sum(why in rows for why in said.values())} have a row above. {len(unwrapped)} are refused at load, because "
-        f"TransformerLens does not wrap them: {', '.join(unwrapped)}. Without a row: {', '.join(others)}."
+        f"{sum(why in rows for why in said.values())} are in the table. {len(unwrapped)} are refused at load, because "
+        f"TransformerLens does not wrap them: {', '.join(unwrapped)}. Not in the table: {', '.join(others)}."
     )
 
 
@@ -251,7 +261,7 @@ def page(text: str) -> str:
     parts = (
         (PYTHONS_BEGIN, pythons(), PYTHONS_END),
         (BEGIN, table(), END),
-        (FAMILIES_BEGIN, families_told(), FAMILIES_END),
+        (FAMILIES_BEGIN, families_text(), FAMILIES_END),
     )
     for begin, filled, end in parts:
         before, after = text.split(begin)[0], text.split(end)[1]

@@ -30,7 +30,7 @@ from headwater.heads.composition import composition_scores
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relation_tokens import relation_coverage
 from headwater.heads.validation import dynamic_scores
-from headwater.pathways.declined import refusals
+from headwater.pathways.refusal_rates import refusals
 from headwater.pathways.token_map import probe_map
 from tests.real_models import real_folder
 from tests.tiny import WORDS, tiny_model, tokenizer_of

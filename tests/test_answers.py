@@ -351,7 +351,7 @@ def test_when_nothing_is_left_the_causes_are_named(monkeypatch):
     scripted(monkeypatch, {"cat": "\n"})
     with pytest.raises(InputError, match=r"No question is left of 2: 2 empty answer"):
         hw.answer(model, asked(("cat A", "x"), ("cat B", "x")), progress=False)
-    with pytest.raises(InputError, match=r"None of the 2 questions of .* says where its subject and property stand"):
+    with pytest.raises(InputError, match=r"None of the 2 questions of .* says where its subject and property are"):
         hw.answer(model, asked(("cat A", "x"), ("cat B", "x"), subject=[[], []]), progress=False)
     renamed = asked(("cat A", "x"), subject=[[]], subjekt=["cat"])
     with pytest.raises(InputError, match=r"Columns found: dataset, .* Is 'subjekt' meant to be 'subject'\?"):

@@ -231,10 +231,10 @@ def test_answers_in_the_data_count_behind_other_questions_only_where_they_are_as
 
 def test_the_report_says_what_questions_are_asked_with(model, tmp_path):
     sentences = {way: profile_of(model, small_graph(tmp_path), predecessors=way).report()[0] for way in PREDECESSORS}
-    assert "stand behind" not in sentences["none"]
-    assert re.search("stand behind .* accepted answers", sentences["gold"])
-    assert re.search("stand behind .* own answers", sentences["predicted"])
-    assert re.search("stand behind a conversation", sentences["multi-turn"])
+    assert "above depth" not in sentences["none"]
+    assert re.search("follow .* accepted answers", sentences["gold"])
+    assert re.search("follow .* own answers", sentences["predicted"])
+    assert re.search("follow a conversation", sentences["multi-turn"])
 
 
 def test_an_interrupted_conversation_goes_on_where_it_stopped(model, tmp_path, monkeypatch):

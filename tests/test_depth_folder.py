@@ -47,7 +47,7 @@ def test_a_folder_of_questions_alone_is_a_graph_without_edges(nodes, tmp_path):
     assert len(graph) == graph.table["group"].nunique() == len(rows["questions"])
     assert not graph.table["predecessors"].map(len).any()
     assert graph.notes == (
-        "no nodes file: every question stands alone, without edges",
+        "no nodes file: no question has edges",
         "no answers of a model",
         "no scores of a judge",
     )

@@ -20,7 +20,7 @@ from headwater.heads.ablation import ablate_heads
 from headwater.heads.circuit_vectors import singular_vectors
 from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
-from headwater.pathways.declined import refusals
+from headwater.pathways.refusal_rates import refusals
 from headwater.pathways.token_map import probe_map
 from headwater.reference.published import Reproduction, compared
 from headwater.runs.figure_options import checked_size

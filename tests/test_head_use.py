@@ -130,7 +130,7 @@ def test_relations_that_are_not_asked_for_and_maps_without_called_heads_are_said
     some = heads.validate(model, **ASK | {"template": TEMPLATES[1], "relations": [CAPITAL]})
     pd.testing.assert_frame_equal(some.table, found.table)
     assert found.table.loc[found.table["accuracy"].notna(), "relation"].unique().tolist() == ["capital"]
-    assert found.report()[-1] == "1 more of the relations that have heads were not asked for."
+    assert found.report()[-1] == "1 more of the relations that have heads were not tested."
     nothing = dataclasses.replace(heads, table=heads.table.assign(implemented=False, suppressed=False))
     found = nothing.validate(model, **ASK)
     assert found.table[[*COLUMNS]].isna().all(axis=None)

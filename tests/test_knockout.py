@@ -239,7 +239,7 @@ def test_edges_outside_a_sliding_window_are_reported_and_not_shown_as_no_effect(
     prompt = random_prompt(16)
     options = {"block": ("last", (1, 3)), "metric": hw.logit_difference(5, 9), "progress": False}
     if family == "mistral":
-        with pytest.raises(InterventionError, match="No layer asked for can see"):
+        with pytest.raises(InterventionError, match="No requested layer can see"):
             hw.knockout(model, [prompt], **options)
         return
     with pytest.warns(UserWarning, match="outside the sliding window"):

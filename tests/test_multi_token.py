@@ -99,6 +99,6 @@ def test_they_stand_beside_the_published_ones(model, datasets, monkeypatch):
     found = maps.reproduce_maps(model, datasets, multi_token=True, **asked).table
     rows = found[found["quantity"].str.contains("several tokens")].set_index("quantity")
     assert len(rows) == 4
-    assert rows.at["correlation behind sources of several tokens, score with context", "published"] == 0.25
+    assert rows.at["correlation after sources of several tokens, score with context", "published"] == 0.25
     without = maps.reproduce_maps(model, datasets, **asked).table
     assert not without["quantity"].str.contains("several tokens").any()

@@ -6,8 +6,8 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.pathways.declined import Refusals, rates, refusals
 from headwater.pathways.effects import halves
+from headwater.pathways.refusal_rates import Refusals, rates, refusals
 from headwater.pathways.token_map import probe_map
 from headwater.probes.linear import fit_linear
 from headwater.questions.states import MAP_TOKENS, PROBE_TOKENS, map_positions, probe_positions, states_at

@@ -327,7 +327,7 @@ def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_ca
         raise InputError("Nothing can be timed.")
 
     assert reproduction_steps.timed_steps(run, refuse, 1000, "things").expected == {}
-    assert "cannot be told: Nothing can be timed." in caplog.text
+    assert "is unknown: Nothing can be timed." in caplog.text
 
 
 def hand_graph(folder):

@@ -104,7 +104,7 @@ def test_the_command_lists_the_plan_on_a_page_and_runs_nothing(run, tmp_path):
     assert len(printed.splitlines()) < 80
     assert "262.8 GiB" in printed
     assert printed.count("headwater figure ") == 4
-    assert "its numbers are not held here" in printed
+    assert "its numbers are not in this package" in printed
     code, printed, _ = run("reproduce", "--plan", "--json")
     assert code == 0
     assert len(json.loads(printed)["lines"]) == len(LINES)

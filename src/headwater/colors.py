@@ -1,4 +1,4 @@
-"""Colours of what is drawn: told apart by colour-blind readers, and always with a shape or a line style beside them."""
+"""Colours of what is drawn: distinct for colour-blind readers, and always with a shape or a line style beside them."""
 
 from collections.abc import Iterable
 

@@ -54,7 +54,7 @@ class NumericsError(HeadwaterError):
 
 
 class InterventionError(HeadwaterError):
-    """An edit did not take effect, or would have had an effect that was not asked for."""
+    """An edit did not take effect, or would have had an effect that was not requested."""
 
 
 class UnknownNameError(HeadwaterError, AttributeError):

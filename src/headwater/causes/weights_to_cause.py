@@ -58,7 +58,7 @@ from headwater.runs.analysis import Run, run_or_resume
 LEADERS = 30
 """Of a suite, so many heads are measured on the second half, the strongest on the first, beside all that are named."""
 OTHERS = 8
-"""So many further relations, for the baselines, where one alone is asked for."""
+"""So many further relations, for the baselines, where one alone is requested."""
 MOST_DRAWS = 10_000
 
 
@@ -141,7 +141,7 @@ def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) 
 def _measure(
     model: HookedModel, tokenized: Sequence[TokenRelation], n: int, options: Mapping[str, Any], seed: int, run: Run
 ) -> Evidence | EvidenceSuite:
-    """Do what the first lines of this file say; the first `n` relations are those that were asked for."""
+    """Do what the first lines of this file say; the first `n` relations are those requested."""
     tried, reasons = {}, dict[int, str]()
     for number, tokens in enumerate(tokenized):
         template = options["template"] if number < n else "auto"

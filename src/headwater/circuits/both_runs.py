@@ -199,7 +199,7 @@ class Exchanged:
         self._mean: Tensor | None = None
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:
-        """Return what stands for each sender's output in a prompt of some length."""
+        """Return what represents each sender's output in a prompt of some length."""
         if isinstance(self.source, Zero):
             shape = self.model.shape
             size = (len(self.graph.senders), length, shape.d_model)
@@ -260,7 +260,7 @@ class BothRuns:
         plan: pairs of prompts and metrics.
         example: which pair.
         weights: the model's, opened once for all pairs.
-        exchanged: what stands for the other run, where that is not a run of the other prompt.
+        exchanged: what represents the other run, where that is not a run of the other prompt.
         sloped: whether gradients in the base run will be taken: at `sloped_names`.
 
     Attributes:

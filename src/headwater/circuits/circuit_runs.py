@@ -352,7 +352,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
 
 
 def said_of_gaps(table: pd.DataFrame) -> str | None:
-    """Say of how many prompts the gap is no more than rounding, if of any."""
+    """Say of how many prompts the gap is not more than rounding, if of any."""
     alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
     for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]
@@ -373,7 +373,7 @@ def said_of_discovery(run: RunRecord) -> list[str]:
     some = ", ".join(map(str, shared[:8]))
     return [
         f"{len(shared)} of the {len(run.options['prompts'][0])} prompts ({some}) are among those that a circuit was "
-        "chosen on: what is said of these is not a test."
+        "chosen on: for these this is not a test."
     ]
 
 

@@ -105,7 +105,7 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
 
 NEAR = 1e-4
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
-"""What a batch of circuits may hold: more runs out of the processor's caches and is no faster."""
+"""What a batch of circuits may hold: more runs out of the processor's caches and is not faster."""
 ALL = slice(None)
 
 

@@ -7,7 +7,7 @@ m is the mean of the metric over prompts when the circuit runs alone (`hw.run_ci
 others have each edge of C with probability 1/2. A complete circuit does what the model does whatever is taken out of
 both; in a minimal one every edge matters once some others are gone.
 
-Beside each stands its control. Beside completeness: random circuits of the circuit's shape (`Circuit.placebos`), each
+Beside each is its control. Beside completeness: random circuits of the circuit's shape (`Circuit.placebos`), each
 less as many edges of its own. Beside minimality (Shi et al. 2024): edges drawn from outside and put into the circuit,
 with the kinds and layers of the circuit's own; what an edge is needed for has to be more than what these come to.
 """

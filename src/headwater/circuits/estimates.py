@@ -128,7 +128,7 @@ class Slopes:
 
     @property
     def _rows(self) -> slice:
-        """The rows of what is held that are of this pair: the other run may be after the base run."""
+        """The rows of what is kept that are of this pair: the other run may be after the base run."""
         return slice(len(self.shares))
 
     def _logits_recorded(self, held: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
@@ -174,7 +174,7 @@ class Slopes:
         return totals
 
     def _gradients(self, m: int) -> dict[str, Tensor]:
-        """The gradients of one metric at everything that was held."""
+        """The gradients of one metric at everything that was kept."""
         metric, names = self.runs.plan.metrics[m].name, [n for n in self.held if n != hook_name("resid_pre", 0)]
         more = m + 1 < len(self._totals)
         gradients = torch.autograd.grad(

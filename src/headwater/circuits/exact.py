@@ -49,7 +49,7 @@ from headwater.patching.edits import LOGITS
 from headwater.patching.whole_runs import TILE_TOKENS
 
 MOST_ROWS = 1 << 20
-"""Rows at once, whatever was asked for."""
+"""Rows at once, whatever was requested."""
 Reaching: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
 """By layer, what each sender changes in what its heads read and in what its MLP reads, `sender position d_model`."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
@@ -411,7 +411,7 @@ class ResidualChange:
     def at(self, layer: int) -> tuple[Float[Tensor, "set position d_model"], Float[Tensor, "set position d_model"]]:
         """Return the changes that a layer's heads read, and those that its MLP reads; of `n_layers`, what logits read.
 
-        Layers are best asked for in ascending order: one below the last starts the walk again.
+        Layers are best requested in ascending order: one below the last starts the walk again.
         """
         if layer < self._layer:
             self._start()

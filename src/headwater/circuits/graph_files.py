@@ -184,7 +184,7 @@ def _real(sources: list[str], targets: list[str]) -> torch.Tensor:
 
 
 def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """EAP-IG's names of senders, and by its names of receivers the receiver and how many such stand for it."""
+    """EAP-IG's names of senders, and by its names of receivers the receiver and how many such represent it."""
     group = graph.n_heads // graph.n_kv_heads
     heads = range(graph.n_heads)
     sources, targets = ["input"], {}

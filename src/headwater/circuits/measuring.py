@@ -43,14 +43,14 @@ from headwater.patching.replacements import Replacement, Resample, build_replace
 KEPT_FLOATS = 1 << 29
 """About how many numbers the runs of pairs may hold that are kept between batches."""
 ROUNDING = 32
-"""Rounding makes at most so many times the type's precision of the largest logit: what is below is no gap."""
+"""Rounding makes at most so many times the type's precision of the largest logit: what is below is not a gap."""
 TOLERANCE = 1e-3
 """How far the full circuit may be from the clean run, as a part of the largest logit that is read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What was asked for, resolved: pairs, metrics, and what lies outside of circuits."""
+    """What was requested, resolved: pairs, metrics, and what lies outside of circuits."""
 
     plan: Plan
     source: Replacement | None

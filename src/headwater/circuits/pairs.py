@@ -143,7 +143,7 @@ def _refuse_moved(by_role: Mapping[str, AlignedSpan], base: Prompt, other: Promp
         if span.base != span.other and other is not None:
             raise InputError(
                 f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {example} and {list(span.other)} "
-                f"of the other. What senders add is exchanged position by position: give pairs in which roles stand at "
+                f"of the other. What senders add is exchanged position by position: give pairs in which roles are at "
                 f"the same positions.\n{side_by_side(base, other)}"
             )
 

@@ -1,6 +1,6 @@
 """What `hw.edges` found: effects and estimates of edges by example and metric, and what can be asked of them.
 
-The numbers are in tensors, an edge in a column; tables are made of them when they are asked for.
+The numbers are in tensors, an edge in a column; tables are made of them when they are requested.
 
 A result with several metrics, of which a figure shows one.
 """
@@ -120,7 +120,7 @@ class EdgeEffects(ByMetric, Result):
 
         Its columns: `example, sender, sender_layer, sender_head, receiver, receiver_layer, receiver_head, position,
         metric, effect, estimate, normalized_effect, clean, corrupted, floor`.
-        Where positions were named by role, `role` stands in place of `position`.
+        Where positions were named by role, `role` replaces `position`.
         `receiver_head` counts key-value heads for k and v; numbers that do not apply are `<NA>`. `normalized_effect` is
         the effect as a part of the gap between the base run and the other, and `floor` what rounding alone makes of it.
 

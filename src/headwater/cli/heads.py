@@ -39,7 +39,7 @@ class LongTargets:
     """What becomes of targets of several tokens; without these options they are left out."""
 
     multi_token: Flag = False
-    """Let the first token stand for a word of several, instead of leaving it out."""
+    """Let the first token represent a word of several, instead of leaving it out."""
     distinguishing: Flag = False
     """Score a target of several tokens by the first that no other target of its relation has, instead of leaving it
     out."""

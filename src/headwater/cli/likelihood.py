@@ -125,7 +125,7 @@ def read_judge(given: str | None) -> str | EndpointJudge | None:
 
 
 def _layers(text: str) -> Any:
-    """Read the layers asked for: a word, or numbers with commas between them."""
+    """Read the layers requested: a word, or numbers with commas between them."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
 

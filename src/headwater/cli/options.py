@@ -1,7 +1,7 @@
 """The options that several commands take.
 
 A command is a function: its parameters are the options, its docstring is the help (cyclopts reads both). A parameter
-whose type is a dataclass here stands for the options that its fields are. Importing these files imports no torch.
+whose type is a dataclass here represents the options that its fields are. Importing these files imports no torch.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class MetricOptions:
 
 
 def changed(options: Any) -> list[str]:
-    """Return which of the options that an object stands for were given another value than their default."""
+    """Return which of the options that an object represents were given another value than their default."""
     names = [one.name for one in fields(options) if getattr(options, one.name) != one.default]
     return [f"--{name.replace('_', '-')}" for name in names]
 

@@ -51,7 +51,7 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
         runs: With --plan: the folder whose finished runs are counted.
     """
     if not plan:
-        raise InputError("Nothing is asked for: name maps, pathways, memorization or membership, or give --plan.")
+        raise InputError("Nothing was requested: name maps, pathways, memorization or membership, or give --plan.")
     from headwater.reference.plan import DATA, LIMITS, figure_commands, reproduction_plan
 
     lines = [asdict(line) for line in reproduction_plan(runs)]

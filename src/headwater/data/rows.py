@@ -145,7 +145,7 @@ def refuse_repeated(where: object, names: Iterable[object]) -> None:
 
 
 def read_parquet(path: Path) -> pd.DataFrame:
-    """Read a parquet file without what pandas noted in it: a damaged note is no damage to the data."""
+    """Read a parquet file without what pandas noted in it: a damaged note does not damage the data."""
     try:
         with pq.ParquetFile(path) as file:
             refuse_repeated(path, file.schema_arrow.names)

@@ -57,7 +57,7 @@ def refuse_half_characters(text: str) -> None:
 
 
 class JsonDocument:
-    """A JSON file that knows on which line its parts stand."""
+    """A JSON file that knows on which line its parts are."""
 
     _space = re.compile(r"[ \t\n\r]*")
     _decoder = json.JSONDecoder()

@@ -1,4 +1,4 @@
-"""What the page shows of each result: one number beside what it is held against, and a small table."""
+"""What the page shows of each result: one number beside what it is compared with, and a small table."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ QUESTION = "question"
 
 
 class Number(NamedTuple):
-    """What was found, and what it is held against."""
+    """What was found, and what it is compared with."""
 
     found: str
     control: str = ""
     weak: bool = False
-    """Whether the two are not apart."""
+    """Whether the number is indistinguishable from its control."""
 
 
 def heads(result: Result) -> Number:

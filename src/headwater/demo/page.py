@@ -45,11 +45,11 @@ class Section:
     found: str = ""
     """The number, in a few words."""
     control: str = ""
-    """What it is held against."""
+    """What it is compared with."""
     weak: bool = False
-    """Whether what was found does not stand out from its control."""
+    """Whether what was found does not differ from its control."""
     is_on_top: bool = True
-    """Whether what was found stands among the first lines of the page, or is folded below them."""
+    """Whether what was found is among the first lines of the page, or is folded below them."""
     view: View | None = None
     """What can be looked into, shown in place of the first figure."""
     beside: tuple[str, View] | None = None
@@ -57,8 +57,8 @@ class Section:
 
 
 LEGEND = (
-    '<p class="asks">Each line is a number of this run and, after it, the control that it is held against. '
-    "<em>Weak</em>: the two are not apart.</p>"
+    '<p class="asks">Each line is a number of this run and, after it, its control. '
+    "<em>Weak</em>: indistinguishable from the control.</p>"
 )
 
 
@@ -121,7 +121,7 @@ def _entry(number: int, section: Section) -> str:
 
 
 def _found(section: Section) -> str:
-    """Return the number and, beside it, its control, with a word where the two are not apart."""
+    """Return the number and, beside it, its control, with a word where it is indistinguishable."""
     if not section.found:
         return ""
     weak = "<em>weak:</em> " if section.weak else ""

@@ -154,13 +154,13 @@ REAL_STEPS = {
     ),
     "attention": Step(
         "What heads attend to",
-        "Random tokens, said twice: previous token, duplicate token, induction and others, each against as many keys "
-        "at random.",
+        "Random tokens, repeated once: previous token, duplicate token, induction and others, each against as many "
+        "random keys.",
         "Heads by what they attend to.",
         _attention,
         is_on_top=False,
         number=of.induction,
-        beside=("A sentence that is said twice, head by head", _repeated),
+        beside=("A repeated sentence, head by head", _repeated),
     ),
     "chat": Step(
         "Where a chat answer can be changed",

@@ -59,11 +59,11 @@ class Step:
     number: Callable[[Any], of.Number] | None = None
     table: Callable[[Any], pd.DataFrame] | None = None
     leads: Sequence[str] = ()
-    """How the sentences begin that stand above the figure. Default: with each question set, or all of them."""
+    """How the sentences begin that are above the figure. Default: with each question set, or all of them."""
     concludes: bool = False
     """Whether the last sentence is the one to begin with."""
     is_on_top: bool = True
-    """Whether its number stands among the five lines on top of the page; the others are folded below them."""
+    """Whether its number is among the five lines on top of the page; the others are folded below them."""
     view: Callable[[Seen, Any], View | None] | None = None
     """What can be looked into, in place of the result's own view; the figure where that is None."""
     beside: tuple[str, Callable[[Seen, Any], View]] | None = None
@@ -192,7 +192,7 @@ COMPANIONS = (
     (
         "controls",
         _figure("controls"),
-        "The knockout beside its controls: as many random question tokens, on the rows that have as many; another "
+        "The knockout and its controls: as many random question tokens, on the rows that have as many; another "
         "subject; the answer alone.",
     ),
 )
@@ -210,7 +210,7 @@ STEPS = {
     "answers": Step(
         "What the model answers",
         "Four sets of questions about the world the model was trained on, answered greedily; an answer is wrong when "
-        "no accepted answer stands in it.",
+        "it contains no accepted answer.",
         "Share of the questions answered rightly and wrongly.",
         _answers,
         number=of.answers,

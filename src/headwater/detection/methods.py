@@ -242,7 +242,7 @@ def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tup
     """Refuse methods that there are not."""
     listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
     if not listed:
-        raise InputError("No detection method was asked for.")
+        raise InputError("No detection method was requested.")
     for method in listed:
         if not isinstance(method, str) or method not in known:
             raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(method, known)}")

@@ -1,6 +1,6 @@
 """What a cache keeps: how large activations are by layer, on a logarithmic scale; of attention alone, its patterns.
 
-What grows through the layers (a residual stream), what stands out (a layer whose numbers are a hundred times its
+What grows through the layers (a residual stream), what differs (a layer whose numbers are a hundred times its
 neighbours'), and what is nil is seen before anything is fitted on it. What is in no layer is a dashed line. The
 size is the root mean square of a site's numbers. Patterns are those of one text, query by key, a panel for each head
 chosen, or of each layer; of many heads their mean, a panel for each layer.

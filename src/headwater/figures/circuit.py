@@ -110,7 +110,7 @@ def lines_of(circuit: Circuit) -> list[Drawn]:
 
 
 def layout(graph: Graph, lines: list[Drawn]) -> dict[int, Place]:
-    """Return where each node stands: a column for the heads of a layer and one for its MLP, where they take part."""
+    """Return where each node is: a column for the heads of a layer and one for its MLP, where they take part."""
     nodes = sorted({node for line in lines for node in (line.source, line.target)})
     logits = len(graph.senders)
     columns: dict[tuple[int, int], list[int]] = {}

@@ -36,10 +36,10 @@ from headwater.figures.style import (
     ticks,
     whole_numbers,
 )
-from headwater.pathways.declined import Refusals
 from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.mean_effects import ALL
 from headwater.pathways.modes import MODES
+from headwater.pathways.refusal_rates import Refusals
 from headwater.pathways.swap import ANSWER_ONLY, RANDOM_SWAP, SWAP
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
@@ -133,7 +133,7 @@ def controls(
             ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.xaxis.set_major_locator(MaxNLocator(4))
         _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}")
-        return entitled(figure, axes, pathways, "ΔP beside controls", title)
+        return entitled(figure, axes, pathways, "ΔP and controls", title)
 
 
 def panels(
@@ -225,7 +225,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
 
 
 SHOWN = {WRONG: (PROBE, RELATION, RELATION_ANSWER, SPANS), ANY_MODE: (AWARE, MARGIN, BY_LOGIT)}
-"""By question: what is measured, and what it is held against."""
+"""By question: what is measured, and what it is compared with."""
 
 
 @checked_call
@@ -261,7 +261,7 @@ def baselines(
             ax.set_xlabel("AUC")
         axes[0][0].set_ylabel("wrong answers")
         axes[1][0].set_ylabel("Q-anchored")
-        entitle(figure, f"{model_title(pathways.run, 'probes beside baselines')} ({LINES_ARE})")
+        entitle(figure, f"{model_title(pathways.run, 'probes and baselines')} ({LINES_ARE})")
     return apply_title_and_size(figure, title, size)
 
 

@@ -63,7 +63,7 @@ SPLIT_BY = {
     CROSSED: "modes by another probe",
     RANDOM_SPLIT: "modes by random tokens (control)",
 }
-"""What a title says of how the modes are told apart."""
+"""What a title says of how the modes are distinguished."""
 COUNTED = "examples in this mode at l*, the probe's best layer"
 SPELLED = f"ΔP: the question's exact words severed; {BANDS_ARE}"
 MOST_SETS = 4
@@ -188,7 +188,7 @@ def _axis_name(value: str, as_published: bool) -> str:
 
 
 def default_split(pathways: Pathways) -> str:
-    """Return how modes are told apart where nobody chose: as published where that was traced, else at l*."""
+    """Return how modes are distinguished where nobody chose: as published where that was traced, else at l*."""
     return PER_LAYER if (pathways.curves["split_by"] == PER_LAYER).any() else BEST_LAYER
 
 

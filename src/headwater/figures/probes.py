@@ -47,7 +47,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
     with style(ax):
         if ax is not None:
             _panel(found, sets[0], ax)
-            ax.set_title(model_title(found.run, f"wrong answers told by probes, {label(sets[0])}"))
+            ax.set_title(model_title(found.run, f"wrong answers detected by probes, {label(sets[0])}"))
             return ax
         tokens = found.table["token"].nunique()
         across = min(2, len(sets))
@@ -62,7 +62,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         for spare in axes[len(sets) :]:
             spare.set_axis_off()
         figure.colorbar(image, ax=axes, label="AUC")
-        entitle(figure, model_title(found.run, f"wrong answers told by probes of {found.run.options['site']}"))
+        entitle(figure, model_title(found.run, f"wrong answers detected by probes of {found.run.options['site']}"))
     return figure
 
 

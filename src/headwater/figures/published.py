@@ -37,7 +37,7 @@ MODEL_NAMES = {
 
 
 def is_published(style: str) -> bool:
-    """Whether the published style is asked for."""
+    """Whether the published style is requested."""
     return checked_name("style", style, STYLES) == "published"
 
 

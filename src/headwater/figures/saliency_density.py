@@ -1,7 +1,7 @@
 """Densities of saliency, as published (Luo et al. 2026, Fig. 1): one panel per model, each with its own scales.
 
 A question set has its colour and mark; S(E_Q→E_A) is drawn solid and filled, S(E_Q→*) dashed and hatched: no pair is
-told apart by colour alone. The published form has neither hatches nor marks, and other colours: light blue and light
+distinguished by colour alone. The published form has neither hatches nor marks, and other colours: light blue and light
 green for S(E_Q→E_A) of the first and the second set, light orange and light red for S(E_Q→*).
 The densities are scipy's `gaussian_kde`, reflected at 0: saliency has no values below it, and a density that leaks
 there would hide the very peak at 0 that the figure is about. An axis ends just beyond the 98th percentile of its widest
@@ -85,7 +85,7 @@ def saliency(
 
     Args:
         results: what `hw.saliency` gave, for one or more models; runs of one model share its panel.
-        target: `cross_entropy` or `logit`; default: what the first run asked for.
+        target: `cross_entropy` or `logit`; default: what the first run requested.
         datasets: which question sets; default: all.
         log_scale: a logarithmic axis (densities of the logarithm; zeros are left out and counted), where the bulk of
             the values would be crushed against 0.

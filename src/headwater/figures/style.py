@@ -69,16 +69,16 @@ def ticks(names: Iterable[str], most: int = LONGEST) -> list[str]:
     """Return names of the data as tick labels, each of `most` characters at most.
 
     A longer name keeps its beginning and ends in "…". Names that would then read alike lose their middle instead, so
-    that what tells them apart at their ends can be read.
+    that their different ends can be read.
     """
     listed = [" ".join(name.split()) for name in names]
     shortened = [name if len(name) <= most else f"{name[: most - 1].rstrip()}…" for name in listed]
     alike = {name for name, times in Counter(shortened).items() if times > 1}
     end = (most - 1) // 2
-    told_apart = [f"{name[: most - 1 - end].rstrip()}…{name[-end:].lstrip()}" for name in listed]
+    with_their_ends = [f"{name[: most - 1 - end].rstrip()}…{name[-end:].lstrip()}" for name in listed]
     return [
         label(longer if short in alike and short != name else short)
-        for name, short, longer in zip(listed, shortened, told_apart, strict=True)
+        for name, short, longer in zip(listed, shortened, with_their_ends, strict=True)
     ]
 
 

@@ -190,7 +190,7 @@ def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
 
 
 def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
-    """The axes a panel runs over; roles, where there are several, stand for positions and keys."""
+    """The axes a panel runs over; roles, where there are several, represent positions and keys."""
     held = [name for name in LABELS if name in part.columns and name not in fixed]
     for role, tokens in ROLES.items():
         if role in part.columns and part[role].notna().any():

@@ -60,7 +60,7 @@ class HeadAblation(Result):
     """What `ablate_heads` returns.
 
     Attributes:
-        table: a row per run: `task` (the relation asked for), `role` ("relation" or "control"), `removed` ("none",
+        table: a row per run: `task` (the relation requested), `role` ("relation" or "control"), `removed` ("none",
             "relation heads" or "random heads"), `draw` (of the random heads, else 0), `n_heads` removed, `accuracy`,
             `logit_difference`, `items`.
         heads: the relation's heads in the order of their removal: `layer, head, score`.

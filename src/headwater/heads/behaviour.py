@@ -69,7 +69,7 @@ SEQUENCES_PER_PIECE = 64
 MOST_NAMED = 5
 """Of the heads that are called by a behaviour the report names so many."""
 NUMBERS_AT_ONCE = 2**22
-"""How many numbers of the bootstrap are held at a time."""
+"""How many numbers of the bootstrap are kept at a time."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -234,7 +234,7 @@ def attention_behaviour(
 
 
 def _embedding_of(model: HookedModel, embedding: str | None) -> str:
-    """Return what heads from layer 1 on read for a token: as asked for, or as published; raw where there is no MLP."""
+    """Return what heads from layer 1 on read for a token: as requested, or as published; raw where there is no MLP."""
     if embedding is not None:
         return checked_name("embedding", embedding, KINDS)
     return published_embedding(model.shape) if model.shape.d_mlp else "raw"

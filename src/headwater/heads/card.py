@@ -56,7 +56,7 @@ class HeadCard:
     "suppresses", "copies", or empty), `score, expected, excess, q_value`; of a validated map also `loss`,
     its interval `loss_low, loss_high`, and `used`."""
     writes: pd.DataFrame | None
-    """What `HeadMap.salient` returns; None where no sources were asked for."""
+    """What `HeadMap.salient` returns; None where no sources were requested."""
     behaviour: pd.DataFrame | None
     """The head's rows of the table given, the strongest first; None without one."""
 
@@ -89,7 +89,7 @@ class HeadCard:
         if called.empty:
             return "It is called for no relation that the running model could use it for."
         if measured.empty:
-            return "The running model was not asked for what it is called for, or answers none of it."
+            return "The running model was not tested on what it is called for, or answers none of it."
         is_used = measured["used"].astype(bool)
         used = ", ".join(measured.loc[is_used, "relation"].map(plain_text))
         others = ", ".join(

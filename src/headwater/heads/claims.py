@@ -33,7 +33,7 @@ from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_o
 CLAIMED = "claimed"
 MOST_PLACEBOS = 1000
 REDRAWS = 20
-"""So many draws for each random set that is wanted; a small model has fewer sets than are asked for."""
+"""So many draws for each random set that is wanted; a small model has fewer sets than are requested."""
 
 
 @checked_call

@@ -83,7 +83,7 @@ def classify_heads(
             of Llama-3.1-70B. Heads of layer 0 read the raw embedding.
         progress: show a progress bar over layers.
         out: a folder for the result. It keeps finished layers: an interrupted call, repeated, goes on from there.
-        multi_token: by default words of several tokens fall out. "first" lets the first token stand for a word,
+        multi_token: by default words of several tokens fall out. "first" lets the first token represent a word,
             "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
         norm_gain: fold the gain of each layer's own norm into what its heads read, and that of the final norm into W_U;
             left out by default, as published.

@@ -206,7 +206,7 @@ def compare_heads(
         threshold: the chance-corrected score from which on a head implements a relation.
         embedding: what heads from layer 1 on read for a token, as in `classify_heads`; by default "auto", which is
             decided on the first model.
-        multi_token: by default words of several tokens fall out. "first" lets the first token stand for a word,
+        multi_token: by default words of several tokens fall out. "first" lets the first token represent a word,
             "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
         norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
         device: where checkpoints are scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
@@ -299,7 +299,7 @@ def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
         ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (one, other))
         if ours != theirs:
             raise InputError(
-                f"{name} has {theirs}, {first} has {ours}: a head of one is no head of the other. Compare models of "
+                f"{name} has {theirs}, {first} has {ours}: their heads do not correspond. Compare models of "
                 "one shape; classify_heads scores each by itself."
             )
 

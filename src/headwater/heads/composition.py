@@ -64,7 +64,7 @@ class Composition(Result):
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
-        """Return the ten pairs of each kind that stand out most from chance: the largest `z`."""
+        """Return the ten pairs of each kind that differ most from chance: the largest `z`."""
         strongest = self.table.sort_values(["kind", "z"], ascending=[True, False]).groupby("kind", sort=False).head(10)
         return strongest.reset_index(drop=True)
 
@@ -82,7 +82,7 @@ class Composition(Result):
             )
         return [
             *said,
-            "Trained heads share directions of the residual stream: to stand out of chance is not yet a path.",
+            "Trained heads share directions of the residual stream: a score above chance is not yet a path.",
         ]
 
     def plot(
@@ -229,7 +229,7 @@ def _rows(kind: str, earlier: int, writer: _Side, layer: int, reader: _Side) -> 
 
 def _table(parts: Sequence[dict[str, np.ndarray]], kinds: Sequence[str]) -> pd.DataFrame:
     if not parts:
-        raise InputError("A model of one layer has no head behind another: there is nothing to compose.")
+        raise InputError("A model of one layer has no head after another: there is nothing to compose.")
     table = pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
     order = table["kind"].map({kind: place for place, kind in enumerate(kinds)})
     return table.iloc[np.argsort(order.to_numpy(), kind="stable")].reset_index(drop=True)

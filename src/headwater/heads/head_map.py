@@ -186,15 +186,15 @@ class HeadMap(Result):
 
         The accuracy on a relation when the head writes nothing at the last position, beside that when another head
         writes nothing; see `heads.use` for the test. A head that only looks as if it did something is not used, and
-        some heads harm what they seem to do: `loss` is below 0. Where the map lets one token stand for several, the
+        some heads harm what they seem to do: `loss` is below 0. Where the map lets one token represent several, the
         model is asked for that token, after those before it.
 
         Args:
             model: the model that was classified.
             relations: what `classify_heads` was given, if it was given relations, or some of them: then these alone are
-                asked for.
+                requested.
             template: what asks for a target, with one `{source}` after a space; or a mapping from relations to such
-                texts, and then only these relations are asked for.
+                texts, and then only these relations are requested.
             shots: examples in front of each question.
             draws: how many other heads are silenced, one at a time, for each.
             seed: of examples, other heads and intervals.
@@ -202,7 +202,7 @@ class HeadMap(Result):
 
         Returns:
             This head map with more columns in its `table`, among them `used`, which `plot` draws as rings. They are NaN
-            (`used` is NA) where a head is not called, its relation is not asked for, or the whole model answers no item
+            (`used` is NA) where a head is not called, its relation is not requested, or the whole model answers no item
             of it; `report` names these relations.
 
         Raises:
@@ -247,7 +247,7 @@ class HeadMap(Result):
 
         Raises:
             ModelError: the model cannot be opened by its name, or it or the behaviour is of another one.
-            InputError: the head does not exist, or the behaviour is no such table.
+            InputError: the head does not exist, or the behaviour is not such a table.
         """
         layer, head = head_named(layer, head, self._sizes)
         sources, targets = checked_count("sources", sources, least=0), checked_count("targets", targets)
@@ -345,7 +345,7 @@ class HeadMap(Result):
 def checked_map(head_map: object) -> HeadMap:
     """Return a head map."""
     if not isinstance(head_map, HeadMap):
-        raise InputError(f"head_map={shown(head_map)} is no head map: give what hw.classify_heads returns.")
+        raise InputError(f"head_map={shown(head_map)} is not a head map: give what hw.classify_heads returns.")
     return head_map
 
 

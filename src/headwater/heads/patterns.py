@@ -106,7 +106,7 @@ def heads_of(layers: Sequence[int], n_heads: int) -> pd.DataFrame:
 
 
 def rows_at_once(model: HookedModel, length: int) -> int:
-    """Return how many sequences of a length are run at once: one layer's pattern and what is made of it are held."""
+    """Return how many sequences of a length are run at once: one layer's pattern and what is made of it are kept."""
     return max(1, PATTERN_FLOATS // ((3 * model.shape.n_heads + 3 * len(BEHAVIOURS)) * length**2))
 
 

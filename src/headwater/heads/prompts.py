@@ -41,7 +41,7 @@ class TaskPrompts:
 
     batch: Batch
     accepted: tuple[tuple[int, ...], ...]
-    """The accepted target tokens of each row; of targets of several tokens those that stand for them, all after the
+    """The accepted target tokens of each row; of targets of several tokens those that represent them, all after the
     same tokens, which the prompt ends with."""
     foil: Int[Tensor, "row"]
     """A target of another item that is not accepted here: what the logit difference is taken against."""
@@ -74,7 +74,7 @@ def relations_of(
         model: the model of the map.
         head_map: the map.
         relations: what `classify_heads` was given.
-        multi_token: what stands for words of several tokens; by default only items of single tokens are taken, also
+        multi_token: what represents words of several tokens; by default only items of single tokens are taken, also
             where the map took others.
         some: whether a part of the map's relations will do, where `relations` are given.
     """
@@ -153,7 +153,7 @@ def checked_templates(templates: str | Sequence[str]) -> list[str]:
 def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots: int, seed: int) -> TaskPrompts:
     """Ask for each item's target, after some other items with theirs.
 
-    A target of several tokens is asked for by the one that stands for it: the prompt ends with those before it, of the
+    A target of several tokens is asked for by the one that represents it: the prompt ends with those before it, of the
     item's first target where there are several.
 
     Args:
@@ -194,7 +194,7 @@ def _words_of_items(model: HookedModel, tokens: TokenRelation) -> list[tuple[str
 
 
 def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of each item the tokens before the one that stands for its first target, and the tokens accepted after them."""
+    """Of each item the tokens before the one that represents its first target, and the tokens accepted after them."""
     if not tokens.words:
         yield from (((), standing) for standing in tokens.targets)
         return

@@ -10,10 +10,10 @@ would count evidence that is none:
 
 A relation is used when at least 30 pairs survive.
 
-`multi_token` says what stands for words of several tokens. "first" is their first token; many begin alike, and then it
+`multi_token` says what represents words of several tokens. "first" is their first token; many begin alike, and then it
 says little of the word. "distinguishing" is for targets alone, sources stay single tokens: the first token of the
 target that is in no target which the item does not accept ("York" of "New York" beside "New Delhi", however each is
-cut), and, outside copying relations, not the source's own token. A target of one token stands for itself; a target
+cut), and, outside copying relations, not the source's own token. A target of one token represents itself; a target
 without such a token falls out.
 
 The same relations so mean different items on different models; `relation_coverage` counts what survives of each.
@@ -129,7 +129,7 @@ def shared_relations(
 
 
 def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
-    """Return the tokens of each word as they stand inside a sentence: after a space, without special tokens.
+    """Return the tokens of each word as they are inside a sentence: after a space, without special tokens.
 
     A tokenizer that itself begins every text with a space (SentencePiece's dummy prefix) is given the bare word. A word
     with a piece that the vocabulary lacks has no tokens.
@@ -150,19 +150,19 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RelationWords:
-    """The tokens of a relation's words, and which of a target's tokens stand for it."""
+    """The tokens of a relation's words, and which of a target's tokens represent it."""
 
     tokens: Mapping[str, Sequence[int]]
     holders: Mapping[int, set[str]] | None
     """Of each token the targets that hold it; None where only targets of one token are taken."""
 
     def of_target(self, target: str, accepted: Sequence[str], own: Sequence[int]) -> Sequence[int]:
-        """Return the token that stands for a target, or those of it, or none, where no single one does.
+        """Return the token that represents a target, or those of it, or none, where no single one does.
 
         Args:
             target: the word.
             accepted: all targets of its item.
-            own: tokens that stand for no target: those of the source, outside copying relations.
+            own: tokens that represent no target: those of the source, outside copying relations.
         """
         ids = self.tokens[target]
         if self.holders is None or len(ids) < 2:
@@ -214,7 +214,7 @@ def _targets(
 
 
 def _why_not(word: str, words_of: RelationWords, *, is_target: bool) -> str:
-    """Say why no single token stands for a word."""
+    """Say why no single token represents a word."""
     if not (ids := words_of.tokens[word]):
         return f"{word!r} is not in the vocabulary"
     if is_target and words_of.holders is not None:
@@ -229,7 +229,7 @@ def relation_coverage(
     """Count the pairs of each relation that survive a tokenizer.
 
     Args:
-        relations: what stands for relations (`load_relations`); a row each, in their order.
+        relations: what represents relations (`load_relations`); a row each, in their order.
         tokenizer: the model's tokenizer.
         multi_token: None drops a word of several tokens; "first" keeps its first token, "distinguishing" of targets
             the first that no other target has.

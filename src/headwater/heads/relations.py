@@ -143,12 +143,12 @@ Relations: TypeAlias = (
     | Sequence[str | Path | Relation | pd.DataFrame | Sequence[Any]]
     | None
 )
-"""What stands for relations; see `load_relations`."""
+"""What represents relations; see `load_relations`."""
 
 
 @checked_call
 def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
-    """Return relations: those of a folder in the order of their names, or what else stands for relations.
+    """Return relations: those of a folder in the order of their names, or what else represents relations.
 
     Args:
         relations: a folder with a file per relation, as the module describes; one such file, or a CSV or TSV file with

@@ -61,7 +61,7 @@ def salient_operations(
         `target, target_id`, `logit`.
 
     Raises:
-        InputError: the head or the embedding does not exist, or less than one token is asked for.
+        InputError: the head or the embedding does not exist, or less than one token is requested.
     """
     table = salient_of_heads(
         weights,

@@ -146,7 +146,7 @@ class LayerScores:
     """`permutation_moments` of the hits, NaN where the score is below `null_from`; None without a null model."""
     suppression_moments: Float[Tensor, "head relation moment"] | None = None
     hits: Bool[Tensor, "sign head item"] | None = None
-    """Whether each item hits, and whether it is suppressed; None where single items were not asked for."""
+    """Whether each item hits, and whether it is suppressed; None where single items were not requested."""
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
@@ -478,7 +478,7 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tu
     """Return the expected scores, p-values and q-values of both signs, [sign, layer, head, relation].
 
     No p is below one over the number of orders of the distinct sources: so few sources can be shuffled in no more ways.
-    A hit of which no moments were asked for has none of the three, and counts as p = 1 in the q-values of the others.
+    A hit of which no moments were requested has none of the three, and counts as p = 1 in the q-values of the others.
     """
     observed = np.stack([scores["score"], scores["suppression"]])
     if "moments" not in scores:

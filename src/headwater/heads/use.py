@@ -80,7 +80,7 @@ class UseOptions:
         return cls(template, shots, checked_repeats("draws", draws), seed)
 
     def of(self, relation: str) -> str | None:
-        """Return what asks for a relation; None for one that is not asked for."""
+        """Return what asks for a relation; None for one that is not requested."""
         return self.template.get(relation) if isinstance(self.template, Mapping) else self.template
 
 
@@ -98,7 +98,7 @@ def head_use(
 
     Returns:
         A frame with the index of `table` and the columns `COLUMNS`: NaN where a head was not called or its relation not
-        asked for, and, but for the accuracy of 0, where no item of it was answered.
+        requested, and, but for the accuracy of 0, where no item of it was answered.
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
@@ -153,11 +153,11 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
         said.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
     if counts["unanswered"]:
         said.append(
-            "Whether heads are used cannot be said where the whole model answers no item: "
+            "Whether heads are used is unknown where the whole model answers no item: "
             f"{', '.join(counts['unanswered'])}. Give a template= that it understands."
         )
     if counts["not_asked"]:
-        said.append(f"{counts['not_asked']} more of the relations that have heads were not asked for.")
+        said.append(f"{counts['not_asked']} more of the relations that have heads were not tested.")
     return said
 
 

@@ -7,7 +7,7 @@ twice. A head's output is z(i) = Σ_j A(i, j) v(j), so with g(i) = ∂L/∂z(i)
 
     A(i, j) · ∂L/∂A(i, j) = A(i, j) · ⟨g(i), v(j)⟩
 
-and `edge_saliency` forms the rows and columns asked for and no others. The keys and values of grouped heads are read
+and `edge_saliency` forms the rows and columns requested and no others. The keys and values of grouped heads are read
 where they are: query heads h · group_size ... share key-value head h.
 
 `reweighted` multiplies edges by 1 + s, differentiably in s: what a gradient at an edge is the first order of.

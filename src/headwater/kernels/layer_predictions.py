@@ -6,7 +6,7 @@ With logits x of a layer and x' of the last, p = softmax(x), p' = softmax(x'):
     KL        Σ p' (x' - x) - lse(x') + lse(x) = KL(p' ‖ p), in nats; 0 for the last layer itself
 
 `layer_predictions_reference` is these lines on full logits. `layer_predictions` goes once over tiles of the vocabulary:
-the logits of a tile are held for two layers at a time, sums are kept below the largest logit seen so far, and the k
+the logits of a tile are kept for two layers at a time, sums are kept below the largest logit seen so far, and the k
 largest of a tile are joined with those before.
 """
 
@@ -67,7 +67,7 @@ def layer_predictions(
         hidden: states of several layers at some tokens, after the final norm.
         last: the same of the last layer.
         head: the unembedding.
-        target: the token whose rank is asked for, for each.
+        target: the token whose rank is requested, for each.
         k: how many of the largest.
 
     Returns:

@@ -45,7 +45,7 @@ def token_statistics(
 
     Returns:
         The five statistics, log-probabilities in nats, in float32; products and sums are in float32 or wider whatever
-        the dtype of the inputs. Beside inputs and outputs at most about `WORKSPACE_BYTES` are held.
+        the dtype of the inputs. Beside inputs and outputs at most about `WORKSPACE_BYTES` are kept.
     """
     if runs_triton(hidden):
         # Imported late: the file imports triton, which torch for CPUs does not bring.
@@ -140,7 +140,7 @@ def _count_above(
 def _moments(logits: Float[Tensor, "token vocabulary_tile"], weighted: Tensor) -> Moments:
     """Sum over a tile; `logits` is used up, `weighted` is an array of its size to work in.
 
-    Sums within a tile are in float32 (torch adds pairwise): asked for float64, torch would first copy the tile.
+    Sums within a tile are in float32 (torch adds pairwise): given float64, torch would first copy the tile.
     """
     # A finite number also for a tile of nothing but -inf: -inf - -inf is NaN.
     peak = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)

@@ -179,7 +179,7 @@ def _values_of(
 
 
 class _GridLogits:
-    """The logits of each relation's own targets, each token once, made again whenever they are asked for."""
+    """The logits of each relation's own targets, each token once, made again whenever they are requested."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The count behind every rank, in one Triton kernel: how many logits z W of each head are beyond each pair's own.
+"""The count that gives every rank, in one Triton kernel: how many logits z W of each head are beyond each pair's own.
 
 A program takes one head, a block of pairs and a share of the tokens. Tile by tile it multiplies, compares with
 own + margin and own - margin, and adds up in registers; no logit reaches memory. Tokens between the two bounds are in

@@ -8,11 +8,11 @@ Transformers with the Tuned Lens", 2023.
 with the model's own final norm, unembedding, its bias and its soft cap. lens(h) is h itself or h + A h + b
 (`lenses.reading`).
 
-1. One run of the prompts keeps the residual stream after every layer asked for, and the last, at the positions read.
+1. One run of the prompts keeps the residual stream after every layer requested, and the last, at the positions read.
 2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
-   (`kernels.layer_predictions`). Logits are held for a tile of the vocabulary and two layers at a time.
+   (`kernels.layer_predictions`). Logits are kept for a tile of the vocabulary and two layers at a time.
 
 The role of each position in a table, where positions were named by role (`models.positions`).
 """
@@ -80,7 +80,7 @@ class LayerPredictions(Result):
     """What each layer would predict at each position of some prompts."""
 
     table: pd.DataFrame
-    """A row per example, layer, position and place among the top tokens: `example, layer, position, token` (what stands
+    """A row per example, layer, position and place among the top tokens: `example, layer, position, token` (what is
     there), `top` (the place, from 1), `top_token, probability`, `rank` (of the token that comes next, or of the answer
     given; 0 is the first choice; `<NA>` where nothing comes next) and `kl` (KL(last layer ‖ layer), in nats); `role`
     too, where positions were named by role."""
@@ -126,7 +126,7 @@ class LayerPredictions(Result):
         if np.isfinite(layers["first"].iloc[-1]):
             row = layers.iloc[-1]
             said.append(
-                f"At the last layer the token asked for is the first choice at {row['first']:.0%} of the positions, "
+                f"At the last layer the requested token is the first choice at {row['first']:.0%} of the positions, "
                 f"and its median rank is {row['rank']:.0f}."
             )
         said.append(
@@ -175,7 +175,7 @@ def lens(
             of the residual stream and the layer, or (A, b) of a tuned lens by layer.
         layers: "all", a layer or several; the last is always read too. Layer l is the residual stream after its block.
         positions: which positions are read, as in `hw.patch`.
-        answer: the token whose rank is asked for at every position: a text or an id, one for all prompts or one per
+        answer: the token whose rank is requested at every position: a text or an id, one for all prompts or one per
             prompt. Default: at each position the token that comes next in the prompt.
         top_k: how many top tokens are kept.
         batch_size: prompts in one run.
@@ -219,7 +219,7 @@ def lens(
 def _targets(
     model: HookedModel, prompts: Sequence[Prompt], where: Sequence[tuple[int, ...]], answer: Answer | None
 ) -> list[Tensor]:
-    """Return, for each prompt and position read, the token whose rank is asked for."""
+    """Return, for each prompt and position read, the token whose rank is requested."""
     if answer is not None:
         ids = answer_ids(answer, model.tokenizer, len(prompts), model.shape.d_vocab)
         warn_of_missing_spaces([answer], [prompt.strings[-1] for prompt in prompts], model.tokenizer)

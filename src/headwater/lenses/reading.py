@@ -100,7 +100,7 @@ Layers: TypeAlias = str | int | Sequence[int]
 
 
 def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
-    """Return the layers asked for, in order."""
+    """Return the layers requested, in order."""
     if isinstance(layers, str):
         if layers not in ("final", "all"):
             raise InputError(f"layers={layers!r} is neither 'final' nor 'all', nor a layer, nor several.")
@@ -173,7 +173,7 @@ def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int)
 
 
 def lens_named(lens: Lens) -> Any:
-    """Return what stands for a lens in the record of a run: a mapping is named by the hash of its numbers."""
+    """Return what represents a lens in the record of a run: a mapping is named by the hash of its numbers."""
     if not isinstance(lens, Mapping):
         return lens
     _check_translators(lens)

@@ -65,7 +65,7 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
         judge: see `hw.memorization`.
         span: what is scored.
         alone: questions are asked alone. Answers in the data are taken for such: after other questions they count only
-            where "data" is asked for.
+            where "data" is requested.
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)
@@ -133,7 +133,7 @@ def own_answers(
         model: with a tokenizer.
         prompts: a question each, in its frame.
         asking: how.
-        known: what was written behind prompts that were asked before; those asked now are added.
+        known: what was written after prompts that were asked before; those asked now are added.
         stage: of the run's pieces.
     """
     listed = list(prompts)

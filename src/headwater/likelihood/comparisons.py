@@ -10,7 +10,7 @@ questions are less likely seen. Intervals are from a bootstrap over graphs.
     shuffled         the same with the words of question and answer in another order: no memory of a wording is left
     minus shuffled   each node's score less its score when shuffled
 
-Beside the quartile groups of the published figure stand rank correlations: of a score with the gap (s - P) / 4, with
+Beside the quartile groups of the published figure are rank correlations: of a score with the gap (s - P) / 4, with
 the judge's score, and with how often the training data tell the fact, where the graph knows it.
 """
 

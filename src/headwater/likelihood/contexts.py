@@ -81,7 +81,7 @@ class ContextWording:
         frame = question_frame(self.model, self.context, self._pairs_prompt())
         if (frame.before + frame.after).count(PAIRS) != 1:
             raise InputError(
-                f"predecessor_prompt must hold {PAIRS} exactly once, where questions and answers are to stand; found "
+                f"predecessor_prompt must hold {PAIRS} exactly once, where questions and answers are to be; found "
                 f"{shown(self.predecessor_prompt)}."
             )
         return frame

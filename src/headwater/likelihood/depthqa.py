@@ -69,7 +69,7 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tup
     notes = []
     if found["nodes"] is None:
         nodes = [(row.where, _node(row, name, row, {"group": name})) for name, row in questions.items()]
-        notes.append("no nodes file: every question stands alone, without edges")
+        notes.append("no nodes file: no question has edges")
     else:
         if found["node_to_q"] is None:
             raise InputError(f"The folder {folder} has nodes, but no file node_to_q that says which question each is.")

@@ -1,4 +1,4 @@
-"""Score a file of texts, a few hundred at a time: what is finished is kept, and nothing is held but the scores.
+"""Score a file of texts, a few hundred at a time: what is finished is kept, and only the scores are kept in memory.
 
 A file is read by the ending of its name: `.jsonl` has a JSON object per line and the text in one of its fields, `.csv`
 and `.tsv` a column of texts, anything else a text per line; other tables and packed files are refused. Rows that cannot

@@ -3,7 +3,7 @@
 1. A text is the question in its frame (`questions.asking`, `contexts`), and an answer after it.
 2. `span` names what is scored: "question", "answer" (the first accepted one, the question in front of it),
    "model_answer" (likewise), or "both", question and accepted answer without what is between them.
-3. Each different text is scored once, at every layer asked for, as it is or with its words shuffled.
+3. Each different text is scored once, at every layer requested, as it is or with its words shuffled.
 """
 
 from __future__ import annotations

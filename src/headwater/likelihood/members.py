@@ -3,7 +3,7 @@
 For every score, K and layer: the area under the ROC curve, and the true positive rate at a false positive rate of at
 most 1 % and 5 %, each with a percentile bootstrap interval (members and non-members are drawn again separately).
 
-Beside them stands a baseline that never sees the model: a logistic regression on the words of the texts, each text
+Beside them is a baseline that never sees the model: a logistic regression on the words of the texts, each text
 scored by a classifier fitted without it (stratified cross-validation). Published sets of members and non-members differ
 by topic and date, and word counts alone beat every score on many of them (Das et al. 2024): a score below the baseline
 says nothing about memorization. With `strata` only texts of one kind are compared, so that kinds betray nothing.

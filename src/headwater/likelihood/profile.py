@@ -201,7 +201,7 @@ def memorization(
         prompt: of a raw context, a text with one `{question}`; default "Q: {question}" and "A:" on two lines. Of a
             chat, messages as transformers has them (`role`, `content`) with one `{question}` in them all; default the
             question as a message of the user.
-        predecessors: what a question is asked with, as the depth study did: "none", the question alone; "gold", behind
+        predecessors: what a question is asked with, as the depth study did: "none", the question alone; "gold", after
             the questions it builds on with their accepted answers; "predicted", with the model's own answers to them;
             "multi-turn", in a conversation in which the model was asked these first (`likelihood.contexts`). Answers in
             the data are taken for answers to the question alone, unless `answers="data"`.

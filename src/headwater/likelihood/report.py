@@ -28,7 +28,7 @@ ASKED_WITH = {
 }
 SCORED_BY = {
     "data": "from the data",
-    "label": "by label match, 5 where an accepted answer stands in the model's answer and else 1",
+    "label": "by label match, 5 where the model's answer contains an accepted answer and else 1",
     "judge": "from the judge given",
 }
 Profiled: TypeAlias = Any
@@ -51,7 +51,7 @@ def _what(profile: Profiled) -> str:
         f"scored is {SPANS[options['span']]}, in a {options['context']} context, Min-K% at K = {share:.0%}."
     ]
     if options["predecessors"] in ASKED_WITH:
-        lines.append(f"Questions above depth {profile.depths[0]} stand behind {ASKED_WITH[options['predecessors']]}.")
+        lines.append(f"Questions above depth {profile.depths[0]} follow {ASKED_WITH[options['predecessors']]}.")
     if (~scored).any():
         lines.append(f"{int((~scored).sum()):,} questions have nothing to score and are left out.")
     if short:

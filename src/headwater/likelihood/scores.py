@@ -230,7 +230,7 @@ def prefixed_statistics(
     Args:
         model: the model.
         texts: the texts.
-        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what stands
+        prefix: texts that are known not to have been seen (ReCaLL, Xie et al. 2024: a few of them), and what is
             between them and a text.
         precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
         batch_size: texts in one run of the model.
@@ -372,7 +372,7 @@ def _means_like(
         else [min(len(other.texts), len(contents))]
     )
     if len(differing):
-        told = {"lowercased": "the lowercased texts", "prefixed": "the same texts behind a prefix"}
+        told = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
         wanted = told.get(name, "the same texts")
         raise InputError(
             f"The statistics given as {name}= are not of {wanted}: they differ from text {differing[0]} on."

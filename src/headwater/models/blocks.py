@@ -7,7 +7,7 @@ recompute only the rest, a sweep needs three things that a whole forward does no
    arguments with which the model calls each attention (rotary angles, masks).
 2. `attention` and `feed_forward`: one sublayer of one layer, on any batch of rows, where each row says which positions
    it holds. The keys and values of the positions before it come from the recording and are shared by all rows.
-3. `logits`: the final norm and the unembedding, at the rows asked for.
+3. `logits`: the final norm and the unembedding, at the rows requested.
 
 The composition (pre-norm, post-norm, serial, parallel, attention alone) is the model's own, read from its blocks.
 Attention takes the recorded keys and values as a cache where it knows one, as the models of Hugging Face do; that of

@@ -8,7 +8,7 @@ float16 ends at 65,504 and some checkpoints go beyond it; what comes out is NaN,
 without a word. So `finite_output` looks at each run of a model:
 
 1. Of logits, the first column of the vocabulary suffices: whatever is not finite in a residual stream reaches every
-   token's logit. A residual stream is looked at whole. Padding does not count, nor do positions not asked for.
+   token's logit. A residual stream is looked at whole. Padding does not count, nor do positions not requested.
 2. Only when something is wrong the batch runs once more, and each layer is watched: the message names the first layer,
    the example and the token.
 """

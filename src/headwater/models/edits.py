@@ -153,7 +153,7 @@ class Attached:
                     f"A hook at {self.name} wrote into the activation and returned None. It has a copy of its own, so "
                     "that nothing would change: return the activation."
                 )
-            return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be asked for
+            return copy.clone() if copy.requires_grad else None  # so that a gradient at the copy can be requested
         if self.read_only:
             raise InterventionError(self.read_only)
         returned = _described(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"

@@ -80,7 +80,7 @@ def warn_of_no_template(model: Model, texts: Sequence[str]) -> None:
         warnings.warn(
             f"{model.name} has a chat template and reads plain text without it: an instruct model may do otherwise in "
             "a chat. Use context='chat' where there is such an option, or give messages in place of a text: "
-            "[{'role': 'user', 'content': text}]. This is said once.",
+            "[{'role': 'user', 'content': text}]. This warning is given once.",
             stacklevel=2,
         )
 
@@ -91,7 +91,7 @@ def warn_of_unused_settings(model: Model, names: Sequence[str]) -> None:
         model.hinted.add("settings")
         warnings.warn(
             f"The generation config of {model.name} sets {', '.join(names)}, which headwater does not use: what is "
-            "written is not what transformers would write. This is said once.",
+            "written is not what transformers would write. This warning is given once.",
             stacklevel=2,
         )
 

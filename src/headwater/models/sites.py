@@ -225,7 +225,7 @@ class Sites(Registry[str, Site]):
     """The sites by name; a hook of TransformerLens is answered with the site that it belongs to."""
 
     def unknown(self, name: object) -> str:
-        """Return the sentence that says that there is no such site, with the one whose hook was asked for."""
+        """Return the sentence that says that there is no such site, with the one whose hook was requested."""
         parts = re.fullmatch(r"(?:blocks\.(\d+)\.)?(?:\w+\.)?(hook_\w+)", name) if isinstance(name, str) else None
         site = next((row for row in self.values() if parts and row.hook.endswith(f".{parts[2]}")), None)
         if parts is None or site is None:
@@ -355,7 +355,7 @@ def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
     """Look sites up by name, whatever the model; a site, such as features of a dictionary, is taken as it is."""
     wanted = one_or_several(names)
     if not wanted:
-        raise InputError(f"No site was asked for. Valid: {', '.join(SITES)}.")
+        raise InputError(f"No site was requested. Valid: {', '.join(SITES)}.")
     by_name: dict[str, Site] = {}
     for site in (one if isinstance(one, Site) else SITES[one] for one in wanted):
         if by_name.setdefault(site.name, site) is not site:

@@ -9,7 +9,7 @@ a site is written into the other.
     effect            = metric of the edited run - metric of the run that was edited
     normalized_effect = effect / (metric of the other run - metric of the run that was edited)
 
-so that 0 is no effect and 1 is all the way to the other run. The corrupted run is that of another prompt, or that of
+so that 0 means no effect and 1 is all the way to the other run. The corrupted run is that of another prompt, or that of
 the clean one with noise at its embeddings (causal tracing). Values may also be zero, a mean over prompts (ablation), or
 another prompt's (resampling).
 """
@@ -107,7 +107,7 @@ def patch(
             over all tokens but the first, as the column `values` says) or `resample` (another prompt of `dataset`);
             `hw.mean(prompts)`, `hw.resample(prompts)`; `hw.add(direction)`, `hw.scale(factor)`, `hw.noise(...)`; a
             tensor with the axes `d`, `head d_head`, `example (head) d` or `example position (head) d` of the site (one
-            example may stand for all; of a pattern `example head query key`); or a function `(activation, other,
+            example may represent all; of a pattern `example head query key`); or a function `(activation, other,
             place) -> activation` of rows, `row width`: what is there, what the other run has there (None without
             one) and which rows they are (`place.layer`, `.example`, `.position`, `.head`, ...). It must treat each row
             by itself.
@@ -152,7 +152,7 @@ def patch(
             dataset=dataset, seed=seed, batch_size=batch_size, engine=engine, progress=progress, out=out,
         )  # fmt: skip
     if sites is None:
-        raise InputError("Nothing was asked for: name sites=, or nodes that are patched at once as together=.")
+        raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
 
     # An iterator would be empty at the second look.
     over, from_layer, sites_asked = materialize(over), materialize(from_layer), sites_named(sites, model)

@@ -46,7 +46,7 @@ class AxisStep:
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """Which cells were asked for, of whatever site."""
+    """Which cells were requested, of whatever site."""
 
     over: str | Iterable[str] | None
     layers: Iterable[int] | int | None
@@ -82,7 +82,7 @@ class SweepSpec:
         return resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
 
     def axes(self, site: Site) -> tuple[str, ...]:
-        """Return the axes that run; roles are told apart unless `over` leaves positions out."""
+        """Return the axes that run; roles are distinguished unless `over` leaves positions out."""
         named = {"position": self.by_role, "key": self.keys_by_role and site.has_keys}
         by_role = [axis for axis, is_named in named.items() if is_named and axis not in site.default_axes]
         return axes_of(self.over, (*site.default_axes, *by_role), site.swept_axes, f"The site {site.name}")
@@ -198,7 +198,7 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
 
 
 def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
-    """Return the layers of a site that were asked for; refuse those that the site has not, or that cannot be edited."""
+    """Return the layers of a site requested; refuse those that the site has not, or that cannot be edited."""
     asked, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
     found = tuple(layer for layer in asked if layer in has)
     if not found:

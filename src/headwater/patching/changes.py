@@ -249,7 +249,7 @@ def _axes(site: Site) -> list[tuple[str, ...]]:
 
 
 def _fits(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int]) -> bool:
-    """Whether a shape is that of these axes; one prompt may stand for all, and tokens be left over."""
+    """Whether a shape is that of these axes; one prompt may represent all, and tokens be left over."""
     alike = {"example": lambda have, need: have in (1, need), "position": int.__ge__, "key": int.__ge__}
     return len(shape) == len(axes) and all(
         alike.get(axis, int.__eq__)(have, sizes[axis]) for have, axis in zip(shape, axes, strict=True)

@@ -211,7 +211,7 @@ class ComponentSet:
 def read_sets(
     model: HookedModel, one: Mapping[str, Any], several: Any = None, complement: bool = False
 ) -> tuple[ComponentSet, ...]:
-    """Read the sets that were asked for.
+    """Read the sets requested.
 
     Args:
         model: whose components they are.
@@ -233,7 +233,7 @@ def read_sets(
         named = [(None, members) for members in several]
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
-    return _told_apart([_read_set(model, _by_kind(members, name), name, complement) for name, members in named])
+    return _numbered([_read_set(model, _by_kind(members, name), name, complement) for name, members in named])
 
 
 def _by_kind(members: object, name: object) -> dict[str, Any]:
@@ -357,7 +357,7 @@ def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
     return f"all {' and '.join(members)} but {', '.join(said)}" if complement else ", ".join(said)
 
 
-def _told_apart(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
+def _numbered(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
     """Number sets that would be called the same; sets of different names may be equal, one without a name may not."""
     distinct: list[ComponentSet] = []
     for component_set in sets:

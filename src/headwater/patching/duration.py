@@ -30,7 +30,7 @@ def say_how_long(
 
     Args:
         model: on whose device.
-        what: what is asked for, such as "32,491 edges of 3 pairs".
+        what: what is requested, such as "32,491 edges of 3 pairs".
         tokens: so many as whole runs of the model have that compute as much.
         advice: what would be less.
         hours: what the caller allows.

@@ -183,7 +183,7 @@ def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
     # Counted by the run's own mask: a layer that slides may see none of the edges.
     nothing = measured.edges == 0
     if bool(nothing.all()):
-        raise InterventionError("No layer asked for can see any of these edges: they lie outside its sliding window.")
+        raise InterventionError("No requested layer can see any of these edges: they lie outside its sliding window.")
     if bool(nothing.any()):
         pairs = zip(plan.cells, nothing, strict=True)
         blind = sorted({template.labels.get("layer", -1) for (_, template), none in pairs if none})
@@ -266,7 +266,7 @@ def _templates(
 
 
 def _layers_with_attention(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
-    """Return the layers asked for in which there is attention to cut."""
+    """Return the layers requested in which there is attention to cut."""
     (pattern,) = sites_named("pattern", model)
     return pattern.among(resolve_indices(layers, model.shape.n_layers, "layer"), model)
 

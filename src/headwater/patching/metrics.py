@@ -94,7 +94,7 @@ class Metric:
         """Refuse a metric in which one row's number depends on the rows beside it, or that reads what is not there.
 
         Its first row is measured beside another, the same values in the order reversed, scaled and shifted (a mean or
-        a largest value over both is then not that of one), and each of the two alone: the rows of a sweep stand
+        a largest value over both is then not that of one), and each of the two alone: the rows of a sweep are
         together as the memory allows, so such a metric would mean another thing in every batch.
 
         Raises:

@@ -114,7 +114,7 @@ def _cell(row: Mapping[Any, Any], name: str, where: str) -> Any:
 
 @dataclass(frozen=True)
 class AlignedSpan:
-    """What a name stands for in the two prompts of a pair, token for token."""
+    """What a name represents in the two prompts of a pair, token for token."""
 
     base: tuple[int, ...]
     """Positions in the prompt that is edited."""
@@ -131,7 +131,7 @@ def places_among(prompts: Sequence[Sequence[int]], seen: Iterable[Sequence[int]]
 def aligned_positions(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> tuple[int, ...]:
-    """Return the positions a name stands for in both prompts of a pair; a text may be in one of them only."""
+    """Return the positions a name represents in both prompts of a pair; a text may be in one of them only."""
     if other is None:
         return positions_of(where, base, example, n)
     by_prompt = []
@@ -152,7 +152,7 @@ def aligned_positions(
 def aligned_span(
     where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
 ) -> AlignedSpan:
-    """Return the positions a name stands for in each prompt of a pair: in prompts of one length, the same ones."""
+    """Return the positions a name represents in each prompt of a pair: in prompts of one length, the same ones."""
     if other is None or len(base) == len(other):
         at = aligned_positions(where, base, other, example, n, base_side)
         return AlignedSpan(at, at)
@@ -169,7 +169,7 @@ def aligned_span(
 def aligned_spans(
     where: object, base: Sequence[Prompt], other: Sequence[Prompt | None], base_side: int = 0, draws: int = 1
 ) -> list[AlignedSpan]:
-    """Return by pair what a name stands for (`aligned_span`); once for all pairs of the same lengths where they decide.
+    """Return by pair what a name represents (`aligned_span`); once for all pairs of the same lengths where they decide.
 
     Args:
         where: the name.
@@ -194,7 +194,7 @@ def spans_by_role(
 ) -> dict[str, AlignedSpan]:
     """Return, by role, its tokens in both prompts of a pair, each prompt resolved by itself.
 
-    A word that is in one prompt only stands, in the other of one length, for the same positions.
+    A word that is in one prompt only represents, in the other of one length, the same positions.
     """
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
@@ -231,7 +231,7 @@ def refuse_other_order(queries: Mapping[str, AlignedSpan], keys: Mapping[str, Al
             if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):
                 raise InputError(
                     f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {example} and not in the "
-                    "other, where its weight is 0. Give pairs in which they stand in one order."
+                    "other, where its weight is 0. Give pairs in which they have one order."
                 )
 
 

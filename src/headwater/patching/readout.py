@@ -37,7 +37,7 @@ class Measured:
     edges: Float[Tensor, " cell"]
     """How many visible edges a cell severs, over its layers and heads; NaN for cells that sever none."""
     before: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
-    """The states that were asked for, of the base run."""
+    """The states requested, of the base run."""
     after: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
     """The same after the edits."""
     engine: str = ""

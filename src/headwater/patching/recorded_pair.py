@@ -1,6 +1,6 @@
 """Both runs of one pair, recorded once, in which any nodes are then changed at once in one short walk.
 
-1. Both prompts are run once. What every layer holds at the sites asked for is kept, as a sweep keeps it.
+1. Both prompts are run once. What every layer holds at the sites requested is kept, as a sweep keeps it.
 2. For some nodes, and for each of several other sets of nodes beside them, one variant of the edited run goes down the
    layers from its first change on (`headwater.patching.walk`): the numbers are those of `hw.patch`.
 3. The residual stream after every layer is read at the positions of the metric. Through the last norm and the

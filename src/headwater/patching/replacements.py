@@ -45,7 +45,7 @@ from headwater.registry import Registry
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
 ValueName: TypeAlias = Literal["other run", "zero", "mean", "resample"]
 NOT_WRITTEN, LEFT, CHANGED = range(3)
-"""What computed values have done so far: none was asked for, every row was left as it was, or some row was changed."""
+"""What computed values have done so far: none was requested, every row was left as it was, or some row was changed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ReplacementInputs:
     """What a sweep, or an edit, gives to a kind of replacement."""
 
     kind: str
-    """The name that was asked for."""
+    """The name requested."""
     pair: PromptPair
     sites: tuple[Site, ...]
     """Where it is written."""
@@ -181,7 +181,7 @@ class OtherRun(Replacement):
         super().__init__(inputs)
         if inputs.pair.other is None:
             raise InputError(
-                "Values from the other run were asked for, but there are no corrupted prompts. Give them, or "
+                "Values from the other run were requested, but there are no corrupted prompts. Give them, or "
                 "values='zero', 'mean' or 'resample'; a file of pairs is given as a pathlib.Path."
             )
 
@@ -255,7 +255,7 @@ def build_replacement(
     *,
     positions: Where = "all",
 ) -> Replacement:
-    """Make what was asked for as `values=`, with `dataset=` and `seed=` beside it, for edits at these positions."""
+    """Make what was requested as `values=`, with `dataset=` and `seed=` beside it, for edits at these positions."""
     spec = replacement_spec(values)
     kind, roles = VALUES[spec.kind], positions if isinstance(positions, Mapping) else None
     if "positions" in spec.arguments and roles is None and spec.kind == "resample":
@@ -333,7 +333,7 @@ class Mean(_OfDataset):
             )
         if one_length and len({prompt.ids for prompt in pool}) == 1:
             raise InputError(
-                f"values='mean' was asked for over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
+                f"values='mean' was requested over {len(pool)} prompt{'s' * (len(pool) > 1)} with the same tokens: at "
                 "each position the mean is that prompt's own activation. Give several prompts, or dataset= with others."
             )
         self.mean_over = "examples" if one_length else "tokens"
@@ -430,7 +430,7 @@ class Resample(_OfDataset):
         return all(len(edited[role]) == len(at) for role, at in self._roles[j].items())
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
-        """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts stand."""
+        """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts are."""
         drawn = self.runs(wanted, [self.donors[i] for i in wanted.examples])
         if self._roles is None:
             return drawn

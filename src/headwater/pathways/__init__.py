@@ -7,8 +7,8 @@ from headwater.rooms import lazy_exports
 if TYPE_CHECKING:
     from headwater.pathways.attention_saliency import Saliency as Saliency
     from headwater.pathways.attention_saliency import saliency as saliency
-    from headwater.pathways.declined import Refusals as Refusals
-    from headwater.pathways.declined import refusals as refusals
+    from headwater.pathways.refusal_rates import Refusals as Refusals
+    from headwater.pathways.refusal_rates import refusals as refusals
     from headwater.pathways.token_map import ProbeMap as ProbeMap
     from headwater.pathways.token_map import probe_map as probe_map
     from headwater.pathways.trace import Pathways as Pathways

@@ -90,7 +90,7 @@ class Saliency(Result):
         return tuple(dict.fromkeys(self.table["dataset"]))
 
     def of(self, target: LossName | None = None) -> pd.DataFrame:
-        """Return the rows of one target, by default the one asked for.
+        """Return the rows of one target, by default the one requested.
 
         Raises:
             InputError: there is no such target.
@@ -278,7 +278,7 @@ def _result(
 
 
 def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None) -> tuple[int, ...]:
-    """The layers asked for; those whose heads the probe cannot hang on are refused."""
+    """The layers requested; those whose heads the probe cannot hang on are refused."""
     if not isinstance(probe, Probe):
         raise InputError(f"probe must be a Probe, such as hw.probes.fit_probes(...)[5]; found {shown(probe)}.")
     if not isinstance(probe.layer, int) or not 0 <= probe.layer < model.shape.n_layers:

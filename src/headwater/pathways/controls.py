@@ -1,7 +1,7 @@
 """What the published analysis lacks: baselines for the probe and for the modes.
 
 - `relation_logits`: how often answers of this relation are wrong, in the examples the probe was fitted on. A probe that
-  is no better has learnt which questions are hard, not whether this answer is true.
+  is not better has learnt which questions are hard, not whether this answer is true.
 - `relation_answer_logits`: how often this very answer to questions of this relation is wrong there. A probe that is no
   better may know no more than that an answer given to many questions is often wrong.
 - `span_logits`: the length and place of the exact answer alone. Where right and wrong answers differ in these, a probe

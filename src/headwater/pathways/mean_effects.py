@@ -56,7 +56,7 @@ def mean_effects_of(
 
     Args:
         done: the effects of each intervention, one per draw of its tokens.
-        windowed: those of the knockout in a window around each layer, where one was asked for; flips at their own layer
+        windowed: those of the knockout in a window around each layer, where one was requested; flips at their own layer
             say nothing then.
         best: l* of the probe that each example is measured with.
         draws: of the examples, by question.
@@ -153,7 +153,7 @@ def _told_by(splits: Collection[str]) -> str:
 
 
 def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
-    """Return the rows by mode of the knockout (in windows, where these were asked for) and of the random split.
+    """Return the rows by mode of the knockout (in windows, where these were requested) and of the random split.
 
     They are rows of what `mean_effects_of` returned; `at_best`: those at l*, where no window is, without a layer.
 

@@ -98,7 +98,7 @@ def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
     for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
         measured = entry[column]
         if measured is None:
-            yield f"{name}: {edges} has no value: it was not asked for, or the probe cannot depend on these edges."
+            yield f"{name}: {edges} has no value: it was not requested, or the probe cannot depend on these edges."
             continue
         if measured["times"] is not None:
             times, low, high = measured["times"]

@@ -2,7 +2,7 @@
 
 It is a Unigram model over GPT-2's byte alphabet: words score high, the 256 single bytes low, so that a word is spelled
 out only when it is not in the vocabulary. The start of a text and the start of a line count as a space: "Paris" and
-" Paris" are the same token wherever they stand. Every text begins with exactly one `<s>`; there is no unknown token.
+" Paris" are the same token wherever they are. Every text begins with exactly one `<s>`; there is no unknown token.
 """
 
 from collections import Counter

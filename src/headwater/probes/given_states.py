@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class GivenStates:
-    """States by layer; in the record of a run they stand for a model, that of the cache where they are of one."""
+    """States by layer; in the record of a run they represent a model, that of the cache where they are of one."""
 
     states: Mapping[int, Callable[[], Float[ndarray, "row feature"]]]
     site: str

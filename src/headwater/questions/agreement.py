@@ -3,7 +3,7 @@
 1. Subject and property are those that the set names.
 2. No set holds answers with their exact words marked: each accepted answer is put into sentences (`SENTENCES`) in turn,
    and is then the exact answer of them.
-3. Beside every extractor stands its control: the whole question and the whole answer, which hold all named words and
+3. Beside every extractor is its control: the whole question and the whole answer, which hold all named words and
    say nothing.
 """
 
@@ -22,7 +22,7 @@ from headwater.questions.words import Span
 
 WHOLE = "whole question"
 SENTENCES = ("{answer}", "It is {answer}.", "The answer is {answer}.", "{answer}, I think.", "I would say {answer}.")
-"""What the accepted answers of a set stand in, one after another."""
+"""What the accepted answers of a set occur in, one after another."""
 
 
 def agreement(

@@ -1,4 +1,4 @@
-"""From questions to answered questions: what the model says, whether it is right, and where the exact tokens stand.
+"""From questions to answered questions: what the model says, whether it is right, and where the exact tokens are.
 
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.
 
@@ -8,7 +8,7 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathw
    model wants one.
 2. Greedy generation (`models.generation`), up to the first line break, which may be part of a token, or the end token.
    The log-probability of every token of the answer is kept.
-3. z = 1 (hallucination) when no accepted answer stands in the answer (`questions.labels`). Refusals, empty answers, and
+3. z = 1 (hallucination) when no accepted answer occurs in the answer (`questions.labels`). Refusals, empty answers, and
    answers that had not ended at the token limit drop out: nobody knows what these would have said.
 4. E_Q: the tokens of the question's subject and property, from the question table or an extractor. E_A: the tokens that
    an extractor names in the answer, or without one all of it; in right and wrong answers alike.
@@ -212,10 +212,10 @@ def answer(
         prompt: a text with one `{question}`, used as it is. Default: the chat template where the tokenizer has one,
             else "Q: {question}" and "A:" on two lines; before it come the examples.
         examples: pairs of a question and its answer that come before each question: in the same prompt, or as turns of
-            a chat behind an instruction to answer in a few words; () for the bare question. Default: none before a
+            a chat after an instruction to answer in a few words; () for the bare question. Default: none before a
             `prompt`, else the four of `headwater.questions.asking.EXAMPLES`, unless these take more than a quarter of
             what the model reads.
-        label: when an answer is right: an accepted answer stands in it ("contains"), begins it ("starts") or is all of
+        label: when an answer is right: an accepted answer occurs in it ("contains"), begins it ("starts") or is all of
             it ("exact"), after normalisation; or a function of question, accepted answers and answer that returns True,
             False, or None where it cannot say. `headwater.questions.labels` has the sources and limits.
         max_new_tokens: an answer that has not ended after this many tokens, the line break or end token counted, is cut
@@ -312,7 +312,7 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
 
 
 def _check_words(questions: Questions) -> None:
-    """Refuse a question set that says of none of its questions where subject and property stand."""
+    """Refuse a question set that says of none of its questions where subject and property are."""
     table = questions.table
     has_words = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0)
     for name, rows in has_words.groupby(table["dataset"], sort=False):
@@ -321,7 +321,7 @@ def _check_words(questions: Questions) -> None:
         first = int(rows.index[0])
         others = "" if len(questions.datasets) == 1 else " Answer it apart from the others."
         raise InputError(
-            f"None of the {len(rows):,} questions of {name!r} says where its subject and property stand, beginning "
+            f"None of the {len(rows):,} questions of {name!r} says where its subject and property are, beginning "
             f"with row {first + 1} ({table['id'][first]}: {table['question'][first]!r}).{others} Give the columns "
             "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
             f"{columns_found({str(column): None for column in table}, *SPAN_COLUMNS)}"

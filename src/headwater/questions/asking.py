@@ -1,11 +1,11 @@
-"""Questions put to a model: the frame each stands in, and what the model writes behind it.
+"""Questions put to a model: the frame each occurs in, and what the model writes after it.
 
-1. Frame: what stands before a question and behind it. Raw, a prompt, by default `Q: {question}` and `A:` on the next
-   line, behind which an answer follows after a space. Chat, the question as a message of the user in the tokenizer's
-   chat template, behind which an answer follows at once; other messages may be given, one of which holds the question.
-   A template that refuses or drops a message of the system has it at the head of the message behind it.
-   Answered examples (`EXAMPLES`) may come first: raw in the same prompt, a blank line behind each; in a chat as turns,
-   behind an instruction to answer in a few words.
+1. Frame: what is before a question and after it. Raw, a prompt, by default `Q: {question}` and `A:` on the next
+   line, after which an answer follows after a space. Chat, the question as a message of the user in the tokenizer's
+   chat template, after which an answer follows at once; other messages may be given, one of which holds the question.
+   A template that refuses or drops a message of the system has it at the head of the message after it.
+   Answered examples (`EXAMPLES`) may come first: raw in the same prompt, a blank line after each; in a chat as turns,
+   after an instruction to answer in a few words.
 2. Greedy generation (`models.generation`), shortest prompts first, up to a special token such as the end token, or up
    to the first line break, which may be part of a token. The log-probability of every token is kept.
 3. A prompt that leaves no room for an answer is not asked.
@@ -42,7 +42,7 @@ EXAMPLES = (
 """Answered questions that show a model how short an answer is to be."""
 BRIEFLY = "Answer each question with a name, a number or a few words only, never with a sentence."
 ROOM = 4
-"""Examples that nobody asked for take at most one of so many parts of what a model reads."""
+"""Examples that nobody requested take at most one of so many parts of what a model reads."""
 LIMITS = {False: 32, True: 64}
 """Tokens of an answer, where nobody says how many: in a raw prompt, and in a chat. Of 64 answers in chats of
 SmolLM2-135M-Instruct to questions of four sets 8 have more than 32 tokens, and one more than 64."""
@@ -53,7 +53,7 @@ Messages: TypeAlias = Sequence[Mapping[str, str]]
 
 
 class Frame(NamedTuple):
-    """What stands before a question, what behind it, and what joins an answer to that."""
+    """What is before a question, what after it, and what joins an answer to that."""
 
     before: str
     after: str
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
 
 
 class WrittenAnswer(NamedTuple):
-    """What a model wrote behind a prompt."""
+    """What a model wrote after a prompt."""
 
     tokens: list[int]
     """The new tokens, without the end token."""
@@ -150,7 +150,7 @@ def _checked(examples: Sequence[Example]) -> list[Example]:
 
 
 def _turns(examples: Sequence[Example]) -> Messages:
-    """Examples as turns of a chat, behind the instruction to be brief, and the question at hand."""
+    """Examples as turns of a chat, after the instruction to be brief, and the question at hand."""
     said = [(role, text) for one in examples for role, text in zip(("user", "assistant"), one, strict=True)]
     return [{"role": role, "content": text} for role, text in (("system", BRIEFLY), *said, ("user", SLOT))]
 
@@ -218,7 +218,7 @@ def ask(
         stage: the name of the run's pieces; a run that asks several times gives each a name.
 
     Yields:
-        The places of a batch, and what was written behind each.
+        The places of a batch, and what was written after each.
     """
     ends, is_end = answer_ends(model), _ending(model, until)
     # Never cut: a shortened prompt asks another question.
@@ -238,7 +238,7 @@ def ask(
 def answer_ends(model: HookedModel) -> frozenset[int]:
     """Return the tokens that end an answer and are no part of it: end tokens, and all others that are special.
 
-    A special token begins another turn or document, as SmolLM2-Instruct's `<|endoftext|>` does, which is no end token.
+    A special token begins another turn or document, such as SmolLM2-Instruct's `<|endoftext|>`, not its end token.
     """
     return end_tokens(model) | frozenset(getattr(model.tokenizer, "all_special_ids", ()))
 

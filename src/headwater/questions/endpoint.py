@@ -60,7 +60,7 @@ class ChatEndpoint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise InputError(f"url={shown(self.url)} is no address: it must begin with http:// or https://.")
+            raise InputError(f"url={shown(self.url)}is not an address: it must begin with http:// or https://.")
         if not isinstance(self.model, str) or not self.model:
             raise InputError(f"model={shown(self.model)} must be the endpoint's name of a model: a text.")
         checked_count("tries", self.tries)
@@ -71,7 +71,7 @@ class ChatEndpoint:
 
     @property
     def identity(self) -> str:
-        """What stands for it in the record of a run: never its key."""
+        """What represents it in the record of a run: never its key."""
         return f"{self.model} at {self.url}"
 
     def request(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -140,7 +140,7 @@ class ChatEndpoint:
 
 
 def json_object(text: str) -> dict[str, object] | None:
-    """Return the first JSON object in a text, whatever stands around it."""
+    """Return the first JSON object in a text, whatever is around it."""
     for start in re.finditer(r"\{", text):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, start.start())
@@ -167,7 +167,7 @@ class FailureLimit:
                 failures.append(error)
                 return False, None
 
-        if workers == 1:  # nothing is asked behind what fails
+        if workers == 1:  # nothing is asked after what fails
             said = [one(thing) for thing in things]
         else:
             with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -176,7 +176,7 @@ class FailureLimit:
             self._unheard = 0 if heard else self._unheard + 1
         if self._unheard >= SILENT:
             raise InputError(
-                f"Nothing replied {self._unheard} times in a row: {failures[-1]} What was said before is kept where "
+                f"Nothing replied {self._unheard} times in a row: {failures[-1]} Earlier replies are kept where "
                 "out= names a folder: the same call goes on from there."
             )
         return [found for _, found in said]

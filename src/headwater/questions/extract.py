@@ -3,7 +3,7 @@
 An extractor is called with a question and the answer a model gave, and returns a mapping with any of `subject`,
 `property` (words of the question) and `answer` (words of the answer): a text, a list of texts, or None where there is
 nothing. It is asked about every answer that can be used, right or wrong: E_A must be found in one way. What it says of
-a question whose subject or property is given does not count, nor what is no substring, character for character;
+a question whose subject or property is given does not count, nor what is not a substring, character for character;
 `exact_words` checks that.
 """
 
@@ -22,7 +22,7 @@ Extractor: TypeAlias = Callable[[str, str], Mapping[str, object]]
 EXTRACTORS: Registry[str, Extractor] = Registry(
     "extractor", "headwater.questions.rules", "headwater.questions.model_extractor"
 )
-"""Those that are asked for by name."""
+"""Those requested by name."""
 
 
 @runtime_checkable
@@ -56,7 +56,7 @@ class AsksModel(Protocol):
 
 
 def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
-    """Turn what an extractor returned into spans; a part with anything that is no substring is left out."""
+    """Turn what an extractor returned into spans; a part with anything that is not a substring is left out."""
     if not isinstance(found, Mapping):
         raise InputError(
             f"The extractor returned a {type(found).__name__}; it must return a mapping with any of {', '.join(PARTS)}."

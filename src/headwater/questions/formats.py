@@ -17,7 +17,7 @@ al., ACL 2019.
 
 PopQA asks each of its 16 properties in one wording, so the exact tokens of its questions can be read off.
 
-Mallen et al., "When Not to Trust Language Models", ACL 2023. In each wording below, `{s}` is where the subject stands
+Mallen et al., "When Not to Trust Language Models", ACL 2023. In each wording below, `{s}` is where the subject is
 and square brackets mark the words that name the property.
 """  # noqa: E501
 
@@ -98,7 +98,7 @@ POPULARITY = ("s_pop", "o_pop")
 ADDED = ("dataset", "subject", "property")
 """What a row may say beside the fields of its set: another name of the set, the exact words of the question."""
 WITHHELD = "<unk>"
-"""What stands for the answer where a set is distributed without its answers."""
+"""What represents the answer where a set is distributed without its answers."""
 
 
 def detect_format(row: Mapping[str, object]) -> str:
@@ -199,7 +199,7 @@ def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
 
 
 def _has_value_and_aliases(row: Mapping[str, object]) -> bool:
-    """Whether the answer is an object, such as {value, aliases}, or these stand beside the question."""
+    """Whether the answer is an object, such as {value, aliases}, or these are beside the question."""
     answer = row.get("answer")
     is_object = isinstance(answer, Mapping) or (isinstance(answer, str) and answer.lstrip().startswith("{"))
     return is_object or (

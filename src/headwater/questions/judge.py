@@ -1,4 +1,4 @@
-"""Scores of answers, from 1 to 5: what a judge says, or 5 where an accepted answer stands in the answer, else 1.
+"""Scores of answers, from 1 to 5: what a judge says, or 5 where an accepted answer occurs in the answer, else 1.
 
 A judge is any function of question, accepted answers and answer. Judges may be slow, or cost money: each different
 answer is judged once, and with `out=` what was said is kept.
@@ -41,7 +41,7 @@ Key: TypeAlias = tuple[str, Sequence[str], str | None]
 
 
 def check_judge(judge: object) -> None:
-    """Refuse what is no judge."""
+    """Refuse what is not a judge."""
     if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
         raise InputError(
             f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
@@ -49,7 +49,7 @@ def check_judge(judge: object) -> None:
 
 
 def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
-    """Return 5 where an accepted answer stands in the answer, else 1."""
+    """Return 5 where an accepted answer occurs in the answer, else 1."""
     return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)
 
 
@@ -83,7 +83,7 @@ class EndpointJudge(ChatEndpoint):
 
 
 def score_in(reply: str) -> float | None:
-    """Return the score of a judge's reply: of its JSON object, else the number behind "score", else a lone number."""
+    """Return the score of a judge's reply: of its JSON object, else the number after "score", else a lone number."""
     found = json_object(reply)
     given = found.get("score") if found is not None else None
     if given is None:

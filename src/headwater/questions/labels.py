@@ -1,7 +1,7 @@
 """Right or wrong: the one rule by which an answer is compared with the accepted answers, everywhere.
 
 1. The answer and every accepted answer are taken apart into normalised words (`words`), in both readings of marks.
-2. The answer is right when, in one reading, the words of an accepted answer stand in it, one after the other:
+2. The answer is right when, in one reading, the words of an accepted answer occur in it, one after the other:
 
        contains    anywhere (default): Orgad et al. 2025 and PopQA (Mallen et al. 2023) look for the accepted text in
                    the answer; as whole words, as DrQA does (Chen et al. 2017), so that "England" is not "land"
@@ -78,12 +78,12 @@ NO_VERDICT = Verdict(None)
 
 
 def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match | None:
-    """Return the accepted answer that stands in a given one, or None.
+    """Return the accepted answer that occurs in a given one, or None.
 
     Args:
         answer: the given answer.
         accepted: every accepted answer.
-        rule: one of `RULES`. Of several that stand in the answer, the first to begin is taken, of these the longest.
+        rule: one of `RULES`. Of several that occur in the answer, the first to begin is taken, of these the longest.
     """
     checked_name("rule", rule, RULES)
     found, aliases = list[Match](), tuple(accepted)

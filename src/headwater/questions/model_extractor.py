@@ -73,7 +73,7 @@ class ModelExtractor:
 
     @property
     def identity(self) -> str:
-        """What stands for it in the record of a run."""
+        """What represents it in the record of a run."""
         return "the model itself" if self.model is None else self.model.digest()
 
     def of_model(self, model: HookedModel | None) -> ModelExtractor:
@@ -118,7 +118,7 @@ EXTRACTORS.add("model", ModelExtractor())
 
 
 def parts_of(text: str) -> dict[str, str]:
-    """Read what was written behind `Subject:`; a chat model may begin with that word itself."""
+    """Read what was written after `Subject:`; a chat model may begin with that word itself."""
     said: dict[str, str] = {}
     for number, line in enumerate(text.split("\n")):
         label = re.match(r"\s*(Subject|Property|Exact answer)\s*:(.*)", line)
@@ -167,7 +167,7 @@ def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[i
 
 
 def _three_lines(text_of: Callable[[int], str]) -> Wrote:
-    """Return what ends a row behind its third line that holds something."""
+    """Return what ends a row after its third line that holds something."""
     texts: dict[int, str] = {}
 
     def wrote(row: int, step: int, token: int) -> bool:

@@ -1,4 +1,4 @@
-"""What becomes of one question and what the model wrote behind it: a row with exact tokens, or the cause why not.
+"""What becomes of one question and what the model wrote after it: a row with exact tokens, or the cause why not.
 
 The steps of `answers` that need no model: the cut to the first line, the label, and the spans of exact words as
 characters and tokens.

@@ -1,10 +1,10 @@
 """Exact words by rules, without a model: which words of an English question name its entity and what is asked of it.
 
-1. The subject (the entity) is what stands in quotation marks; else the names: words with a capital, which small words
-   may join ("Duke of Wellington"), and all that stands behind the last "of" if it holds one. In a question without a
+1. The subject (the entity) is what occurs in quotation marks; else the names: words with a capital, which small words
+   may join ("Duke of Wellington"), and all that is after the last "of" if it holds one. In a question without a
    capital it is all that follows the property, or comes before the question word.
-2. The property is the noun behind a possessive ("Ann's job"); else the verb behind "who"; else the nouns behind "what",
-   "which", "how many", or behind the verb that follows them ("what is the capital of ..."), and what stands behind the
+2. The property is the noun after a possessive ("Ann's job"); else the verb after "who"; else the nouns after "what",
+   "which", "how many", or after the verb that follows them ("what is the capital of ..."), and what is after the
    entity ("In what city was she born?").
 3. The answer: short ones are taken whole; to "Is ...?" it is yes or no, to "when" and "how many" the first date or
    number that is not the question's, to "this or that" the one that is named. Of a sentence with a verb one side only
@@ -37,7 +37,7 @@ AUXILIARIES = COPULAS | _words("'s do does did has have had can could will would
 ARTICLES = _words("a an the this that these those his her its their")
 LINKS = _words("of for in on at by to from with about into as")
 JOINING = _words("of the de la le von van der den al bin and & du da del di")
-"""Small words that may stand inside a name."""
+"""Small words that may be inside a name."""
 SHORTENED = _words("St Mt Dr Mr Mrs Ms Jr Sr")
 ENDS = LINKS | _words(
     "who which that where when and or but because so during after before between under over through within"
@@ -82,7 +82,7 @@ ALIKE = 0.8
 
 
 class _Word(str):
-    """A word of a text, and where it stands."""
+    """A word of a text, and where it is."""
 
     start: int
     end: int
@@ -129,7 +129,7 @@ def by_rules(question: str, answer: str) -> dict[str, object]:
 
 
 def _subjects(text: str, words: list[_Word]) -> list[Span]:
-    """Return where the entity of a question stands."""
+    """Return where the entity of a question is."""
     if quoted := _quoted(text):
         return quoted
     names = _names(words[1:] if words and _opens(words) else words)
@@ -176,7 +176,7 @@ def _stripped(words: list[_Word]) -> list[_Word]:
 
 
 def _to_the_end(words: list[_Word], names: list[Span]) -> list[Span]:
-    """Let the entity behind the last "of" or "for" be all that stands there: "the composer of Ma vlast?"."""
+    """Let the entity after the last "of" or "for" be all that is there: "the composer of Ma vlast?"."""
     start = next((words[n + 1].start for n in reversed(range(len(words) - 1)) if words[n] in ("of", "for")), None)
     if start is None or not any(begin >= start for begin, _ in names):
         return names
@@ -198,7 +198,7 @@ def _quoted(text: str) -> list[Span]:
 
 
 def _names(words: list[_Word]) -> list[Span]:
-    """Return runs of words with a capital, with the small words and numbers that stand between such."""
+    """Return runs of words with a capital, with the small words and numbers that are between such."""
     spans: list[Span] = []
     run: list[_Word] = []
     for word in words:
@@ -220,7 +220,7 @@ def _trimmed(run: list[_Word]) -> list[Span]:
 
 
 def _properties(words: list[_Word], subjects: list[Span]) -> list[Span]:
-    """Return where what is asked of the entity stands."""
+    """Return where what is asked of the entity is."""
     free = [not any(start < word.end and word.start < end for start, end in subjects) for word in words]
     lower = [word.lower() for word in words]
     end = len(words)
@@ -262,7 +262,7 @@ def _noun(words: list[_Word], lower: list[str], free: list[bool], at: int) -> li
 
 
 def _behind(words: list[_Word], lower: list[str], free: list[bool]) -> list[Span]:
-    """What stands behind the entity, of a question with an auxiliary: "In what city was she born?"."""
+    """What is after the entity, of a question with an auxiliary: "In what city was she born?"."""
     if all(free) or not any(word in AUXILIARIES for word in lower):
         return []
     last = max(n for n, one in enumerate(free) if not one)
@@ -384,7 +384,7 @@ def _new_name(text: str, words: list[_Word], known: _Known, is_behind: bool) -> 
 
 
 def _new_phrase(text: str, words: list[_Word], known: _Known) -> str | None:
-    """The first noun phrase that says something new, without what stands in front of its first such word."""
+    """The first noun phrase that says something new, without what occurs in front of its first such word."""
     phrase: list[_Word] = []
     for word in [*words, None]:
         gap = text[phrase[-1].end : word.start] if phrase and word is not None else ""

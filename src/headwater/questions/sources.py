@@ -1,4 +1,4 @@
-"""Questions with their accepted answers, and where in the question its exact tokens stand.
+"""Questions with their accepted answers, and where in the question its exact tokens are.
 
 A question file is one of the public sets in its own format (`formats`), or a plain table: JSON lines, a JSON array,
 CSV, TSV or parquet. In a plain table `question` and `answers` must be there; the other columns may be.
@@ -213,7 +213,7 @@ def _span(where: str, name: str, part: Any, question: str) -> Span:
     if isinstance(part, str):
         found = find_words(question, part)
         if found is None:
-            raise InputError(f"{where}: {name} {part!r} does not stand in the question {question!r}.")
+            raise InputError(f"{where}: {name} {part!r} does not occur in the question {question!r}.")
         return found
     # `type is int`, since True is an int and no place.
     is_pair = isinstance(part, list) and len(part) == 2 and all(type(place) is int for place in part)

@@ -1,10 +1,10 @@
-"""From characters to tokens: where the exact tokens of a question and of its answer stand.
+"""From characters to tokens: where the exact tokens of a question and of its answer are.
 
 1. Exact words are spans of characters: given by the question table, read off a wording, or found as words in a text.
 2. The tokens of a text are those the tokenizer made of the prompt and those the model generated; each has the
-   characters it stands for (`models.tokens`, `models.generation`). Nothing is tokenized a second time.
+   characters it represents (`models.tokens`, `models.generation`). Nothing is tokenized a second time.
 3. A span of characters is the run of tokens that hold any of them.
-4. `span_shapes`: how long E_A is and where it stands. Where these tell right from wrong answers, a probe that reads at
+4. `span_shapes`: how long E_A is and where it is. Where these tell right from wrong answers, a probe that reads at
    E_A may know no more.
 """
 

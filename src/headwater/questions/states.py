@@ -5,8 +5,8 @@ the exact answer.
 
 1. What is read: what the MLP adds, what attention adds, or the whole residual stream.
 2. Where (`PROBE_TOKENS`): the last token of the prompt; the first of the answer; the token that the exact answer
-   follows, its first, its last, and the one behind it; the last of the answer. Where the answer ends with its exact
-   words, the token behind them is their last. Maps (`MAP_TOKENS`) have the last token of E_Q too.
+   follows, its first, its last, and the one after it; the last of the answer. Where the answer ends with its exact
+   words, the token after them is their last. Maps (`MAP_TOKENS`) have the last token of E_Q too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ a word are read both ways, as nothing, as these scripts do ("U.S." is "us"), and
 
     numbers     "-5", "3.5", "1/2", "1:30" and "10^6" are one word each, "3,677" is "3677". "$5" is "5" and is not "€5".
     symbols     "C++", "C#", "A+" and "O-" are words; so is an operator between two words ("x > y").
-    letters     an "a" with no word after it is no article ("The answer is A.", "Vitamin A").
+    letters     an "a" with no word after it is not an article ("The answer is A.", "Vitamin A").
     no spaces   each Chinese character and hiragana is a word, each run of katakana, and each consonant of Thai, Lao,
                 Khmer and Burmese with its vowels.
 """

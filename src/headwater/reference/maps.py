@@ -9,7 +9,7 @@ Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters
 4. The correlation of static and dynamic scores over heads and sentences, with and without context (`dynamic_scores`).
    Sentences begin as the tokenizer alone begins a text, as in the published code: GPT-2's without a
    beginning-of-sequence token, Llama's with one.
-5. On request: the same correlation behind sources of several tokens (`multi_token`).
+5. On request: the same correlation after sources of several tokens (`multi_token`).
 6. On request: the accuracy on a relation's items before and after as many of its heads as published are removed (zeroed
    at the last position, strongest first), and after as many random heads of the same layers (`ablate_heads`).
 
@@ -71,7 +71,7 @@ def multi_token_scores(
     progress: bool = True,
     out: str | Path | None = None,
 ) -> DynamicScores | None:
-    """Score the heads of a map behind sources of several tokens, of the published relations; None without a source.
+    """Score the heads of a map after sources of several tokens, of the published relations; None without a source.
 
     `relations` are those that `classify_heads` was given; which were used, and k, are the map's.
     """
@@ -115,7 +115,7 @@ OWN_TASK = "The ablations ask for a relation's targets in headwater's own words,
 PRACTICE = 60
 """Pairs of a relation that are timed."""
 IN_SENTENCES = ("correlations", "correlation")
-LONGER = ("multi_token", "correlation behind sources of several tokens")
+LONGER = ("multi_token", "correlation after sources of several tokens")
 """What correlations are called in the published numbers, and in the table."""
 REMOVALS = {
     "accuracy": ("none", "before"),
@@ -148,7 +148,7 @@ def reproduce_maps(
         correlations: measure the correlations too. That runs the model; the rest reads its parameters alone.
         ablations: remove the heads of the relations whose ablation was published too, and random ones: 60 runs over a
             relation's items.
-        multi_token: measure the correlations behind sources of several tokens too, in the published sentence.
+        multi_token: measure the correlations after sources of several tokens too, in the published sentence.
         templates: the sentences of the correlations, each with one `{source}`.
         device: where a model that is loaded here runs; see `hw.load`.
         progress: show progress bars.

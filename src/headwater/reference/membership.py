@@ -14,14 +14,14 @@ of MIMIR (Duan et al. 2024).
 
 The neighbourhood attack needs perturbed texts by another model: its column of measured numbers is empty.
 
-Texts of members and non-members put together, each stretch of 32 words told apart within what stands before it.
+Texts of members and non-members put together, each stretch of 32 words distinguished within what is before it.
 
 Zhang et al., ICLR 2025, "WikiMIA_concat": a row has `input`, a text, and `label`, a list with 1 or 0 for every 32 of
 its words.
 
 1. Words are what single spaces separate; the stretch j of a text is its words 32 j to 32 j + 32.
 2. The text is read once, whole. A stretch has the tokens that hold any of its characters, without the first one, as in
-   the released code; behind a beginning-of-sequence token the first stretch keeps its first.
+   the released code; after a beginning-of-sequence token the first stretch keeps its first.
 3. A stretch is then a text of its own, with its own label and its own length under zlib.
 """
 
@@ -122,8 +122,8 @@ BEST_K = (
     "Where no K is named, the published number is that of the K that did best on these texts, and so is the measured."
 )
 BLIND = (
-    "Members and non-members of WikiMIA differ by date, and word counts alone tell them apart (Das et al. 2024): an "
-    "AUC is no proof of memorization. `hw.membership` shows the baseline of words."
+    "Members and non-members of WikiMIA differ by date, and word counts alone separate them (Das et al. 2024): an "
+    "AUC does not prove memorization. `hw.membership` shows the baseline of words."
 )
 
 

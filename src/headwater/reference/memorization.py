@@ -9,7 +9,7 @@ A model with a chat template is asked as published: the published messages of sy
 the system has that message at the head of the user's. A base model, of which none was published, gets the raw prompt
 and answers in a line.
 
-The other three ways in which the publication asks, behind the questions that a question builds on, have its messages
+The other three ways in which the publication asks, after the questions that a question builds on, have its messages
 too (`predecessors`); their published numbers are not held here.
 """
 
@@ -42,7 +42,7 @@ SYSTEM_PAIRS = f"{SYSTEM[:-1]} using the knowledge in given QA pairs."
 ASKED_PAIRS = "\n###QA pairs:\n{pairs}\n###Question: \n{question}\n\n###Answer: "
 ASKED_LAST = f"\nBased on previous questions and responses, answer the given question:\n{ASKED}"
 NEW_TOKENS = 1024
-NOT_HELD = "The publication's numbers for questions behind those they build on are not held here."
+NOT_HELD = "The publication's numbers for questions after those they build on are not in this package."
 OWN_SCORES = (
     "The data hold no scores of a judge for these answers, so they are not GPT-4's: accuracy and discrepancies are on "
     "another judge's scale."

@@ -29,7 +29,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.pathways.attention_saliency import Saliency, saliency
-from headwater.pathways.declined import Refusals, refusals
+from headwater.pathways.refusal_rates import Refusals, refusals
 from headwater.pathways.trace import Pathways, trace_pathways
 from headwater.questions.answers import AnsweredQuestions, answer
 from headwater.questions.asking import Example

@@ -44,7 +44,7 @@ LIMITS = {
     "pathways": (
         "prompt, label rule and draw of 2,000 + 2,000 questions are not stated in full; rules name the exact words in "
         "place of GPT-4o",
-        "0 numbers: the publication lists the model, but its numbers are not held here",
+        "0 numbers: the publication lists the model, but its numbers are not in this package",
     ),
     "memorization": ("answers are greedy; published ones were sampled at temperature 1 and judged by GPT-4 (--judge)",),
     "membership": (
@@ -122,7 +122,7 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
         runs: the folder below which the commands leave their runs; finished ones are read there.
 
     Raises:
-        InputError: `runs` is no path.
+        InputError: `runs` is not a path.
     """
     below = checked_path("runs", runs)
     return tuple(line for kind in _LINES for line in _LINES[kind](below, kind))

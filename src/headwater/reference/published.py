@@ -70,7 +70,7 @@ class Reproduction(Result):
         table: a row per number: `quantity`, what it is a number of (relation, dataset, depth), `published, measured`,
             the 95 % interval of the measured one (`low, high`; NaN where there is none), `difference`; what was not
             published, or could not be measured, is NaN.
-        published_model: whose numbers stand in `published`; None where there are none.
+        published_model: whose numbers are in `published`; None where there are none.
         source: where these numbers come from.
         notes: what a reader must know before comparing.
         run: what made it.
@@ -153,8 +153,8 @@ def no_numbers(model: str, published: Published) -> str:
 
 
 def not_held(model: str) -> str:
-    """Say that a publication lists a model, but that no numbers of it are held."""
-    return f"The publication lists {model}, but its numbers are not held here: the column is empty."
+    """Say that a publication lists a model, but that no numbers of it are kept."""
+    return f"The publication lists {model}, but its numbers are not in this package: the column is empty."
 
 
 def _short(name: str) -> str:

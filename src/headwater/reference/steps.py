@@ -71,7 +71,7 @@ def timed_steps(
                 make(trial, np.linspace(0, items - 1, size).astype(int).tolist())
             took.append(trial.took)
     except InputError as error:
-        say(True, f"how long {items:,} {called} take cannot be told: {error}")
+        say(True, f"how long {items:,} {called} take is unknown: {error}")
         return steps
     for name, seconds in took[2].items():
         each = max(seconds - took[1].get(name, seconds), 0.0) / (dozen - few)

@@ -81,7 +81,7 @@ class Run:
         bar: Bar | None = None,
         size: Callable[[Item], int] = lambda item: 1,
     ) -> Shards:
-        """Make pieces that stay as they are: in files where the run has a folder, of which none is held.
+        """Make pieces that stay as they are: in files where the run has a folder, of which none is kept.
 
         The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
         """
@@ -131,7 +131,7 @@ def run_or_resume(
         progress: whether bars are shown.
 
     Raises:
-        InputError: with `out`, an option cannot be told from another.
+        InputError: with `out`, an option cannot be distinguished from another.
         Interrupted: the call was interrupted; the message says how to continue.
         RunFolderError: `out` holds another run, or another process writes to it.
     """

@@ -124,7 +124,7 @@ def _narrowest(text: Any, least: dict[tuple[float, ...], float], room: Callable[
 
 
 def _title(ax: Any, title: str) -> None:
-    """Put a title where the axes' own stands, as far above them."""
+    """Put a title where the axes' own is, as far above them."""
     held = next((place for place in PLACES if ax.get_title(place)), None)
     if held is None:
         ax.set_title(title)

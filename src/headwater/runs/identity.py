@@ -10,7 +10,7 @@ A function of the user's is what it computes with:
    the version count; the user's own functions and classes are gone through in the same way.
 
 A bound method or an object that can be called is its class, gone through likewise, and its state. Whatever has a text
-attribute `identity` is believed: that text and its type's name stand for it. What has no state that can be read (a
+attribute `identity` is believed: that text and its type's name represent it. What has no state that can be read (a
 lock, an open file, a generator) has no identity, and neither has what holds it: a run that depends on it is recorded
 as such, and keeps no folder.
 
@@ -243,7 +243,7 @@ class _Digests:
             found = self._composite(value)
         finally:
             self._open.pop()
-        self._known[id(value)] = value, found  # the value is held, so that no other gets its id
+        self._known[id(value)] = value, found  # the value is kept, so that no other gets its id
         return found
 
     def _composite(self, value: Any) -> bytes:

@@ -100,5 +100,5 @@ def _lasting_group(world: object) -> object:
     return dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
 
 
-# A group that is held until the interpreter takes itself apart aborts the process: its threads are never joined.
+# A group that is kept until the interpreter takes itself apart aborts the process: its threads are never joined.
 atexit.register(_lasting_group.cache_clear)

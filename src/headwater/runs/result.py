@@ -3,7 +3,7 @@
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
 as `run.json`, with the size and SHA-256 of each file, and of itself; `load` reads them back. Tensors in parts
 (`headwater.runs.shards`) are files in a folder of their field's name, which carry their hash and are not read until
-they are asked for.
+they are requested.
 """
 
 from __future__ import annotations
@@ -356,7 +356,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
     known = file_names(cls)
     if not isinstance(manifest, dict):
         raise RunFolderError(
-            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it cannot be told whether its files are "
+            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it is not known whether its files are "
             "the ones the run wrote. Delete the folder and run again."
         )
     # A table that lies there beside the manifest would be read as if the run had written it.

@@ -1,4 +1,4 @@
-"""Tensors in parts: what is too large to be held is a row of files, read memory-mapped when it is asked for.
+"""Tensors in parts: what is too large to be kept is a row of files, read memory-mapped when it is requested.
 
 A part is named tensors. In memory the parts are lists of them; on disk each is a safetensors file of one folder, in
 the order of the files' names. A run makes such files one by one (`Run.stored`), and the finished result takes them over
@@ -28,7 +28,7 @@ def shard_name(number: int) -> str:
 
 
 class Shards:
-    """Parts, each of named tensors: in memory, or files that are opened when a part is asked for."""
+    """Parts, each of named tensors: in memory, or files that are opened when a part is requested."""
 
     def __init__(self, parts: Sequence[Mapping[str, Tensor]] = ()):
         self._parts = [dict(part) for part in parts]
@@ -51,7 +51,7 @@ class Shards:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the tensors are held, and not read from files."""
+        """Whether the tensors are kept, and not read from files."""
         return not self._files
 
     @property

@@ -114,7 +114,7 @@ def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
 def chance_corrected(share: Numbers, expected: Numbers) -> Numbers:
     """Return kappa = (share - expected) / (1 - expected): how far from the expected share to perfection (Cohen 1960).
 
-    0 is no better than habit, 1 is perfect; where nothing is expected by habit it is the share itself. Where habit is
+    0 is not better than habit, 1 is perfect; where nothing is expected by habit it is the share itself. Where habit is
     perfect by itself there is nothing left to show, and kappa is 0. NaN where the expected share is.
     """
     room = 1 - expected

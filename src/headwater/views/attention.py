@@ -76,7 +76,7 @@ def spec_of(
 
 
 def _chosen(cache: Cache, example: int | Sequence[int] | None, heads: int) -> list[int]:
-    """Return the texts that were asked for, or as many of the first as make a small page."""
+    """Return the texts requested, or as many of the first as make a small page."""
     most = len(cache.texts) - 1
     if example is not None:
         listed = one_or_several(example)

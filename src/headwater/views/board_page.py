@@ -1,6 +1,6 @@
 """The page of a patch board: the grids to click on, both runs' attention, and the effects that it knows already.
 
-A page that stands alone knows all single nodes: cells, heads, heads at each token, and edges into the last token that
+A page that is alone knows all single nodes: cells, heads, heads at each token, and edges into the last token that
 the metric reads. One in a notebook knows the grids, and asks the kernel for whatever is clicked.
 """
 

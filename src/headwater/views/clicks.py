@@ -185,7 +185,7 @@ class Clicks:
         """Change several nodes together; each is a mapping with `site`, `layer`, `position`, `head`, `key` as meant.
 
         Raises:
-            InputError: there is no such node, or one stands twice.
+            InputError: there is no such node, or one occurs twice.
         """
         how = self._how if how is None else how
         checked_name("how", how, tuple(HOWS))

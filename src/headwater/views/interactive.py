@@ -4,7 +4,7 @@
    their intervals against one number are charts that the page's switches choose among.
 2. The script draws on canvas and puts texts in as text. It may reach for nothing outside: the page says so to the
    browser (content security policy), and a notebook shows it in a frame of its own (`headwater.runs.view.View`).
-3. Below stands what every view has: what the result reports, its figure as a picture, and its summary. The script hides
+3. Below is what every view has: what the result reports, its figure as a picture, and its summary. The script hides
    the picture once it has drawn; where scripts do not run it is what one sees.
 """
 

@@ -64,7 +64,7 @@ def _text(number: int, rows: pd.DataFrame, known: Mapping[Hashable, Any]) -> dic
 
 
 def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[int]:
-    """Return the texts that were asked for, or as many as a page takes."""
+    """Return the texts requested, or as many as a page takes."""
     known = stats.texts["text"].tolist()
     if texts is None:
         sizes = stats.table["text"].value_counts().reindex(known, fill_value=0).cumsum().to_numpy()

@@ -47,7 +47,7 @@ class PairedTask:
     wrong: tuple[str, ...]
     """What follows each corrupted prompt, and not the clean one."""
     roles: Mapping[str, list[tuple[Characters, Characters]]]
-    """Where what the task turns on stands in each pair, and "end": what `positions=` of a sweep takes."""
+    """Where what the task turns on occurs in each pair, and "end": what `positions=` of a sweep takes."""
     held_out: bool
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ def task(
 
 
 def _single_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
-    """Return the token of each word that stands behind another without a space."""
+    """Return the token of each word that is after another without a space."""
     vocabulary = tokenizer.get_vocab()
     missing = [word for word in words if word not in vocabulary]
     if missing:

@@ -46,11 +46,11 @@ class Line:
     wrong: tuple[str, ...]
     """Those that may follow the corrupted one."""
     roles: Mapping[str, tuple[str, str]]
-    """For each role the words that stand in it in the clean and in the corrupted prompt."""
+    """For each role the words that occur in it in the clean and in the corrupted prompt."""
     rest: str = "."
     """What the corpus says after the answer."""
     occurrence: Mapping[str, int] = field(default_factory=dict)
-    """Of a role whose words stand in the prompt more than once, which of them is meant; 0 unless said."""
+    """Of a role whose words occur in the prompt more than once, which of them is meant; 0 unless said."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How the world says things: statements and questions for each relation, read from `wordings.json`.
 
 A wording is a sentence with `{s}` for the subject and, in statements, `{t}` for the answer. In questions, square
-brackets mark the words that name the property asked for: with the subject they are the exact question tokens.
+brackets mark the words that name the property requested: with the subject they are the exact question tokens.
 """
 
 import json
@@ -29,7 +29,7 @@ class Wording:
 
 @dataclass(frozen=True)
 class Sentence:
-    """A filled wording: the text and where in it (start, end) the subject and the property stand."""
+    """A filled wording: the text and where in it (start, end) the subject and the property are."""
 
     text: str
     subject: Span
@@ -84,12 +84,12 @@ def question_templates(relations: Sequence[str]) -> dict[str, str]:
         relations: their names, as `country_to_capital`.
 
     Raises:
-        InputError: one is no name.
+        InputError: one is not a name.
     """
     names = checked_several("relations", relations, "a list of the names of relations")
     for name in names:
         if not isinstance(name, str) or not name:
-            raise InputError(f"relations={shown(names)}: {shown(name)} is no name of a relation.")
+            raise InputError(f"relations={shown(names)}: {shown(name)}is not the name of a relation.")
     asked = {name: wording_of(name).questions["properties"][0] for name in names}
     return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in asked.items()}
 

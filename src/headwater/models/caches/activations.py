@@ -1,6 +1,6 @@
 """Which activations names mean: sites by their short names, hooks by TransformerLens's, with `*`.
 
-1. A short name is a row of `SITES`, or of `HOOKS`: it means that activation at every layer asked for.
+1. A short name is a row of `SITES`, or of `HOOKS`: it means that activation at every layer requested.
 2. A hook's name means that activation; `*` matches one part of it between dots, so that "blocks.*.mlp.hook_post" is
    one activation at every layer. A hook that is a site's is that site.
 3. The axes of a site are in its row. Those of any other hook are seen in two small runs: the axis that goes with the

@@ -1,6 +1,6 @@
 """A cache: activations of many texts, real tokens only, in memory or in files that are read memory-mapped.
 
-What is kept of a text is a row per token asked for, and nothing where another text is longer. `cache.rows(site, layer)`
+What is kept of a text is a row per token requested, and nothing where another text is longer. `cache.rows(site, layer)`
 is `token ...`: the rows of all texts, one after the other, and `cache.frame` says of each its example, position and
 token. Where all texts have as many rows, `cache[site, layer]` is `batch position ...`.
 
@@ -62,7 +62,7 @@ class Cache(Result):
     contents: list[dict[str, Any]]
     """What is kept: see `headwater.models.caches.activations.Activation`."""
     asked: list[int] | None
-    """The positions asked for, where they were asked for by numbers."""
+    """The positions requested, where they were asked for by numbers."""
     kept_layers: list[int]
     kept_heads: list[int]
     n_layers: int
@@ -93,7 +93,7 @@ class Cache(Result):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Which layers were asked for, in that order."""
+        """Which layers were requested, in that order."""
         return tuple(self.kept_layers)
 
     @property
@@ -249,7 +249,7 @@ class Cache(Result):
         return self._padded(self.kept["pattern"])
 
     def attention_by_role(self) -> pd.DataFrame:
-        """Return how much each head attends from the tokens of a role to those of a role, as positions were asked for.
+        """Return how much each head attends from the tokens of a role to those of a role, as positions were requested.
 
         A row per layer, head, role and role attended to: `layer, head, role, to, attention`, what a token of `role`
         gives to all tokens of `to` together, as a mean over the tokens of `role` in all texts.

@@ -121,7 +121,7 @@ class Chosen:
     Attributes:
         counts: how many of each text.
         positions: which, one text after the other.
-        numbers: the numbers by which they were asked for, if so.
+        numbers: the numbers by which they were requested, if so.
         roles: of each, where they were asked for by role.
         everything: whether all tokens of all texts are meant.
     """

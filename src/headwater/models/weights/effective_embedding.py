@@ -213,7 +213,7 @@ def check_request(tokens: Int[Tensor, " source"], kind: str, d_vocab: int) -> No
     if kind not in KINDS:
         raise InputError(f"The effective embedding {kind!r} does not exist.{did_you_mean(kind, KINDS)}")
     if not len(tokens):
-        raise InputError("Effective embeddings were asked for no tokens; give at least one token id.")
+        raise InputError("Effective embeddings of no tokens were requested; give at least one token id.")
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
         raise InputError(
             f"Token ids run from {int(tokens.min())} to {int(tokens.max())}, but the model has {d_vocab} embeddings; "

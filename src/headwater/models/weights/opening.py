@@ -5,7 +5,7 @@ Layers read ahead: while a CUDA device works on one layer's heads, the next laye
 A thread reads the next layer from the checkpoint into pinned memory and has a stream of its own copy it over; the
 caller's stream waits for the copy only when it asks for that layer. What is read ahead is the layer as far from the
 last one as that was from the one before, so that processes that share the layers read ahead their own. On a CPU, and
-for a model already in memory, layers are simply read when asked for.
+for a model already in memory, layers are simply read when requested.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class WeightSource(ABC):
         revision: the commit on the hub, where there is one; of a GGUF file its name, types of numbers and SHA-256.
         shape: the model's sizes.
         dtype: the dtype the weights are stored in; they are handed out in `given_dtype`.
-        given_dtype: float32, or `dtype` where that is wider, unless another was asked for.
+        given_dtype: float32, or `dtype` where that is wider, unless another was requested.
         device: where they are handed out.
     """
 

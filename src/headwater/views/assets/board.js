@@ -1,5 +1,5 @@
 // The patch board: grids of cells and heads, one head's attention, and what the nodes that were clicked do. A page with
-// a kernel asks it; one that stands alone knows all single nodes.
+// a kernel asks it; one without a kernel knows all single nodes.
 hw.start(async (spec, root) => {
   const { layers, heads, sites, live } = spec;
   const opened = async (held) => Object.fromEntries(await Promise.all(Object.entries(held).map(async ([name, one]) => [name, await hw.unpack(one)])));
@@ -156,7 +156,7 @@ hw.start(async (spec, root) => {
       pen.clearRect(0, 0, w, h);
       pen.fillStyle = pen.strokeStyle = hw.ink("--faint");
       pen.font = "11px system-ui, sans-serif";
-      pen.fillText(hw.number(high, 1), 2, 14); pen.fillText(hw.number(low, 1), 2, h - 20); pen.fillText(`behind layer 0 to ${layers - 1}; dashed: before`, 34, h - 4);
+      pen.fillText(hw.number(high, 1), 2, 14); pen.fillText(hw.number(low, 1), 2, h - 20); pen.fillText(`after layer 0 to ${layers - 1}; dashed: before`, 34, h - 4);
       both.forEach((line, i) => {
         pen.setLineDash(i ? [] : [4, 3]);
         pen.strokeStyle = hw.ink(i ? "--accent" : "--faint");
@@ -166,9 +166,9 @@ hw.start(async (spec, root) => {
         pen.stroke();
       });
       pen.setLineDash([]);
-    }, { tabIndex: -1, role: "img", ariaLabel: `The metric behind each layer, after: ${answer.layers.map((v) => hw.number(v, 2)).join(", ")}` });
+    }, { tabIndex: -1, role: "img", ariaLabel: `The metric after each layer, edited: ${answer.layers.map((v) => hw.number(v, 2)).join(", ")}` });
     chart.draw();
-    return [hw.element("h2", {}, `downstream: ${spec.metric} behind each layer (logit lens)`), chart];
+    return [hw.element("h2", {}, `downstream: ${spec.metric} after each layer (logit lens)`), chart];
   };
   const show = () => {
     const answer = last();

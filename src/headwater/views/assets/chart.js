@@ -1,5 +1,5 @@
 "use strict";
-// Two axes of numbers: where a number stands on the canvas, the frame with round ticks, lines, marks and bands.
+// Two axes of numbers: where a number is on the canvas, the frame with round ticks, lines, marks and bands.
 hw.chart = ({ width, height, x, y, left = 58, right = 14, top = 10, bottom = 40 }) => {
   const spread = (low, high) => (high > low ? [low, high] : [low - 0.5, high + 0.5]);
   const across = spread(x.low, x.high), up = spread(y.low, y.high);

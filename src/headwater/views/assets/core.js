@@ -43,7 +43,7 @@ hw.element = (tag, properties = {}, ...children) => {
   return made;
 };
 
-// What would not be seen, or would turn what stands around it, is named.
+// What would not be seen, or would turn what is around it, is named.
 hw.visible = (text) => {
   const hidden = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]/gu;
   const named = { "\n": "↵", "\t": "⇥" };
@@ -152,7 +152,7 @@ hw.canvas = (width, height, paint, properties = {}) => {
 };
 // How wide a drawing may be, so that it is seen without scrolling where that is possible.
 hw.room = (most, least = 260) => Math.max(least, Math.min(most, document.documentElement.clientWidth - 30));
-// The colours of a drawing between the numbers at its ends, which are asked for whenever it is drawn.
+// The colours of a drawing between the numbers at its ends, which are read whenever it is drawn.
 hw.scale = (ramp, ends, label) => hw.canvas(200, 28, (pen) => {
   pen.clearRect(0, 0, 200, 28);
   const [low, high, from] = ends();
@@ -181,7 +181,7 @@ hw.tip = (lines, event) => {
   hw.tipBox.style.top = `${Math.max(4, event.clientY + 16 + box.height > innerHeight ? event.clientY - box.height - 10 : event.clientY + 16)}px`;
 };
 
-// What a screen reader is told: it listens to a place that was there before the words.
+// What a screen reader reads: it listens to a place that was there before the words.
 hw.said = null;
 hw.listen = () => document.body.append((hw.said = hw.element("div", { className: "quiet", "aria-live": "polite" })));
 hw.say = (text) => { hw.said.textContent = hw.visible(text); };
@@ -263,7 +263,7 @@ hw.sendHeight = () => {
   new ResizeObserver(() => parent.postMessage({ headwater: document.body.getBoundingClientRect().height }, "*")).observe(document.body);
 };
 
-// Draw the view, and say how long that took since the page was asked for; where it fails, the picture below stays, with a line that says why.
+// Draw the view, and say how long that took since the page was requested; where it fails, the picture below stays, with a line that says why.
 hw.start = async (draw) => {
   const spec = JSON.parse(document.getElementById("spec").textContent);
   const look = document.getElementById("look");

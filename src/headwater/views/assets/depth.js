@@ -22,7 +22,7 @@ hw.start(async (spec, root) => {
     plane = hw.chart({ width: hw.room(150 + 130 * depths.length), height: 340, bottom: 52, y: { label: score === scores.indexOf(spec.main) ? spec.y : `minus ${scores[score]}`, low: least, high: most * 1.04 },
       x: { label: "", low: -0.6, high: depths.length - 0.4, names: boxes.map((box) => `Depth ${box.depth}\nn = ${box.rows.length}`) } });
   };
-  // A dot stands beside its box, at a place that follows from its row alone.
+  // A dot is beside its box, at a place that follows from its row alone.
   const dot = (row, i) => [plane.x(i + 0.28 + 0.16 * ((row * 0.618034) % 1)), plane.y(drawn(row))];
   const paint = (pen) => {
     plane.frame(pen);

@@ -1,5 +1,5 @@
 "use strict";
-// One head map on a plane: a mark per head. What is filtered and coloured is told by `state`, which all maps of a page
+// One head map on a plane: a mark per head. What is filtered and coloured is in `state`, which all maps of a page
 // share: { shown, only, colour, rings }, and what a plane reads of it.
 hw.headGrid = async (map, { relations, labels, quiet }, state, { point, keep }) => {
   const [scores, expected, q, flags, label] = await Promise.all([map.score, map.expected, map.q, map.flags, map.label].map(hw.unpack));

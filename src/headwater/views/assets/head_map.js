@@ -4,7 +4,7 @@ hw.start(async (spec, root) => {
   const { maps, relations, labels } = spec;
   const state = { shown: labels.map(() => true), only: -1, colour: -1, rings: true, hovered: null, locked: null, focus: [0, 0] };
   const draw = () => grids.forEach((grid) => grid.canvas.draw());
-  // The head that is pointed at, and what stands at its place in the other maps.
+  // The head that is pointed at, and what is at its place in the other maps.
   const point = (grid, at, event) => {
     const others = at && grids.length > 1 ? grids.filter((one) => one !== grid).map((one) => `${one.name}: ${one.title(at) || "no such head"}`) : [];
     const lines = at && [...(grids.length > 1 ? [`${grid.name}: ${grid.brief(at)[0]}`, ...grid.brief(at).slice(1)] : grid.brief(at)), ...others];

@@ -1,5 +1,5 @@
 "use strict";
-// Layer by head on a canvas: `paint(pen, plane)` draws the heads. Which head is pointed at and which is kept is told by
+// Layer by head on a canvas: `paint(pen, plane)` draws the heads. Which head is pointed at and which is kept is in
 // `state`, which all planes of a page share: { hovered, locked, focus }, heads as [layer, head].
 hw.headPlane = ({ layers, heads, label, width: wide = 620 }, state, { paint, isShown = () => true, point, keep }) => {
   const cell = Math.max(9, Math.min(26, Math.floor((hw.room(wide + 52) - 52) / layers), Math.floor(400 / heads)));

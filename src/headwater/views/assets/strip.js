@@ -1,5 +1,5 @@
 "use strict";
-// A text as its tokens: one can be pointed at, kept by a click, walked to with the arrow keys. `act(at, event)` is told
+// A text as its tokens: one can be pointed at, kept by a click, walked to with the arrow keys. `act(at, event)` gets
 // which token it is about, or null.
 hw.strip = (tokens, act, label = "Tokens") => {
   const box = hw.element("div", { className: "tokens", role: "listbox", ariaLabel: label });

@@ -196,7 +196,7 @@ hw.start(async (spec, root) => {
 
   const reset = () => { chosen = hovered = null; opened = false; focus = [0, 0]; told(); redraw(); };
   const choices = [];
-  // A switch for each of what tells panels apart; where there is no panel of such a choice, the first of what was chosen.
+  // A switch for each column that separates panels; where there is no panel of such a choice, the first of what was chosen.
   const kinds = ["site", "metric", "role"].map((kind) => [kind, [...new Set(panels.map((one) => one[kind]))]]).filter(([, names]) => names.length > 1);
   const switches = kinds.map(([kind, names]) => hw.choice(kind, names, (i) => {
     const wanted = { ...panel(), [kind]: names[i] }, fits = (one) => kinds.every(([other]) => one[other] === wanted[other]);
