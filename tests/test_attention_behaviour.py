@@ -14,6 +14,7 @@ from scipy.stats import ttest_1samp
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.figures.style import figure_of
 from headwater.heads import behaviour as behaviours
 from headwater.heads import patterns
 from headwater.heads.attended_keys import BEHAVIOURS, Behaviour, token_kinds
@@ -309,7 +310,7 @@ def test_a_behaviour_from_outside_is_scored_called_and_drawn():
         result = hw.attention_behaviour(tiny("llama"), sequences=4, length=8, **QUIET)
         rows = result.table[result.table["behaviour"] == "two_before"]
         assert rows["score"].between(0, 1).all()
-        legend = result.plot(on="random").get_legend()
+        (legend,) = figure_of(result.plot(on="random")).legends
         assert any(text.get_text().startswith("two before (") for text in legend.get_texts())
 
 

@@ -64,7 +64,7 @@ def dose_response(
     layers = sorted(summary["layer"].unique())
     if len(layers) > MOST:
         raise InputError(
-            f"These sweeps are of {len(layers)} layers, and {MOST} can be told apart: choose with layers=."
+            f"These sweeps are of {len(layers)} layers, and {MOST} can be distinguished: choose with layers=."
         )
     with style(ax):
         ax = new_figure(3.6, 2.6).add_subplot() if ax is None else ax

@@ -285,18 +285,25 @@ class Blocks:
             held: where gradients will be taken: the run has a graph then, which begins at the first of them.
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
         """
-        names, model, shared = list(names), self.model, 0
-        keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
-        if goes_on(model) and model.goes_on is not False and not (self._own or before or held or unembed or keyed):
-            shared = common_start(batch.tokens.tolist(), int(batch.lengths.min()) - 1)
+        names, model = list(names), self.model
+        shared = 0 if unembed else self.shared(batch, names, before, held)
         in_two = self._run_in_two(batch, names, shared) if shared else None
         if in_two is not None and model.goes_on:
             return in_two
         whole = self._run(batch, names, before, held, unembed)
-        if in_two is not None:
-            # What a family does with a cache is not taken on trust: the first time both ways are run.
-            model.goes_on = _alike(in_two, whole, batch)
-        return whole
+        if in_two is None:
+            return whole
+        # What a family does with a cache is not taken on trust: the first time both ways are run. The first call gives
+        # the bits of a second.
+        model.goes_on = _alike(in_two, whole, batch)
+        return in_two if model.goes_on else whole
+
+    def shared(self, batch: Batch, names: Iterable[str], before: Sequence[Hook], held: Sequence[str]) -> int:
+        """How many first tokens of all rows are recorded with one of them alone."""
+        keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
+        if self.model.goes_on is False or self._own or before or held or keyed or not goes_on(self.model):
+            return 0
+        return common_start(batch.tokens.tolist(), int(batch.lengths.min()) - 1)
 
     def _run_in_two(self, batch: Batch, names: Sequence[str], shared: int) -> Recording | None:
         """Record the longest row, and the others after its first tokens; None where that cannot be.

@@ -83,7 +83,9 @@ class WalkRunner(Runner):
             if reason := self._distrust(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
-            if self.blocks.has_own_steps:  # from now on they record, too: a first call gives the bits of a second
+            before = self.group.corrupting(*self._sides)
+            # From now on steps record, too, or a start is shared: a first call gives the bits of a second.
+            if self.blocks.has_own_steps or self.blocks.shared(batch, names, before, held):
                 self._record(batch, names, held)
 
     def _record(self, batch: Batch, names: Iterable[str], held: Sequence[str]) -> None:
