@@ -151,7 +151,7 @@ OTHER_WORD = "another word"
 
 def passing(result: Sweep) -> Number:
     """Between which layers the answer passes to the last token; the layer before, and another word."""
-    cells = whole_summary(result, value="normalized_effect").pivot(index="layer", columns="role", values="mean")
+    cells = result.summary(value="normalized_effect").pivot(index="layer", columns="role", values="mean")
     first, last, control = (cells[name] for name in ("country", "last", OTHER_WORD))
     layer = int(last.index[int((last >= 0.5).argmax())])
     before = max(layer - 1, int(cells.index[0]))

@@ -87,7 +87,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             raise UnknownNameError(missing("A HookedModel", "model", name, dir(type(self)), vars(self).get("raw")))
 
     def __repr__(self) -> str:
-        shape, weights = self.shape, f" ({self.revision.split(',')[0]})" if self.revision else ""
+        shape, weights = self.shape, f" ({self.revision.split(', sha256')[0]})" if self.revision else ""
         return (
             f"HookedModel({self.name}{weights}: {shape.n_layers} layers × {shape.n_heads} heads, "
             f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"
