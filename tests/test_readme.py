@@ -46,7 +46,9 @@ def test_what_the_readme_says_of_pathways_is_what_notebook_4_printed():
     found = printed("04_").replace("−", "-")
     exact = numbers("the knockout flips # %", found)
     random = numbers("as many random question tokens (# %", found)
-    modes = re.findall(rf"as published, ΔP at l\* is {NUMBER} points .*? for {NUMBER} Q-anchored and {NUMBER} points", found)
+    modes = re.findall(
+        rf"as published, ΔP at l\* is {NUMBER} points .*? for {NUMBER} Q-anchored and {NUMBER} points", found
+    )
     assert len(exact) == len(random) == len(modes) == 4
     gaps = [round(float(a) - float(q)) for q, _, a in modes]
     text = readme()
