@@ -98,7 +98,7 @@ def test_a_fifth_category_is_classified_counted_and_drawn(arithmetic):
     found = heads.categories.set_index(["layer", "head"])
     assert found.loc[(1, 2), "label"] == "arithmetic"
     assert "arithmetic" in heads.sensitivity().table.columns
-    legend = [text.get_text() for text in heads.plot().get_legend().get_texts()]
+    legend = [text.get_text() for text in heads.plot().figure.legends[0].get_texts()]
     assert "arithmetic (1)" in legend
 
 

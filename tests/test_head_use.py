@@ -135,7 +135,7 @@ def test_relations_that_are_not_asked_for_and_maps_without_called_heads_are_said
     found = nothing.validate(model, **ASK)
     assert found.table[[*COLUMNS]].isna().all(axis=None)
     assert "there was no head to silence" in found.report()[-1]
-    assert "used (0)" in [text.get_text() for text in found.plot().get_legend().get_texts()]
+    assert "used (0)" in [text.get_text() for text in found.plot().figure.legends[0].get_texts()]
 
 
 @pytest.mark.oracle

@@ -58,6 +58,7 @@ def test_relations_show_as_one_line_each():
 
 CELLS = """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores it
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell()
 shell.run_line_magic("colors", "NoColor")

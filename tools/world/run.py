@@ -24,11 +24,11 @@ from tools.world.model_folder import keep
 from tools.world.recipe import Recipe
 from tools.world.rows import Rows
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater.errors import RunFolderError
 from headwater.planted.tokenizer import PAD_ID
-from headwater.progress import progress_bar
 from headwater.runs.storage import write_atomically
 
 CHECKPOINT = "checkpoint.pt"
@@ -89,9 +89,8 @@ class Run:
         start = time.perf_counter() - state["seconds"]
         total, counted = torch.zeros((), device=self.model.device), 0
         self.model.train()
-        bar = progress_bar(
-            self.progress, range(state["step"], steps), desc=stage.name, initial=state["step"], total=steps, unit="step"
-        )
+        options = {"desc": stage.name, "initial": state["step"], "total": steps, "disable": not self.progress}
+        bar = tqdm(range(state["step"], steps), unit="step", **options)
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = stage.rate * group["share"] * schedule(step / steps, recipe.warmup, stage.flat)
