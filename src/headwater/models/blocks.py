@@ -401,8 +401,9 @@ class Blocks:
         if self._own is not None:
             return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), held=forked)
         # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
-        longest = int(batch.lengths.argmax())
-        visible = {layer: _visible(o.get("attention_mask"), tokens, longest) for layer, (_, o) in calls.items()}
+        # Where a start was run before, the run of a whole row says it.
+        longest, whole = int(batch.lengths.argmax()), calls if start is None else {}
+        visible = {layer: _visible(o.get("attention_mask"), tokens, longest) for layer, (_, o) in whole.items()}
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own

@@ -173,7 +173,7 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
     return float(np.mean(known)) if known else float("nan")
 
 
-def means_of(parts: Float[ndarray, "example part"]) -> Float[ndarray, " part"]:
+def means_of(parts: Float[ndarray, " example *part"]) -> Float[ndarray, " *part"]:
     """The mean of each part over the prompts that have it; NaN where none has."""
     counts = (~np.isnan(parts)).sum(0)
     return np.where(counts > 0, np.nansum(parts, 0) / np.maximum(counts, 1), np.nan)
