@@ -28,7 +28,7 @@ def test_what_rows_begin_with_is_recorded_once_and_a_sweep_is_the_same(family, m
     monkeypatch.setattr(shared_start, "WORTH_A_RUN", 4)
     monkeypatch.setattr(shared_start, "SAVED", 4)
     effects(model)  # the first time both ways are run, and compared
-    assert model.goes_on
+    assert model.start_checked
     widths = []
     handle = model.raw.embed.register_forward_hook(lambda module, inputs, out: widths.append(tuple(out.shape[:2])))
     found = effects(model)
@@ -48,4 +48,4 @@ def test_a_model_that_gives_something_else_on_top_of_a_start_is_recorded_whole(m
     )
     for _ in range(2):
         torch.testing.assert_close(effects(model), expected, atol=1e-6, rtol=1e-5)
-        assert model.goes_on is False
+        assert model.start_checked is False

@@ -234,7 +234,7 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
     Args:
         prompts: a prompt for some of the relation's items; those of another length than most are left out.
         tokens: the relation.
-        items: those to be requested, in this order.
+        items: those that prompts ask for, in this order.
         n: at most so many pairs.
     """
     # The same number of tokens on both sides of the source, so that the prompts of a pair align.

@@ -32,6 +32,7 @@ from headwater.detection.beginnings import Beginnings, beginnings
 from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
 from headwater.models.cache_names import takes_cache
+from headwater.models.checks import rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.gradients import refuse_cut_texts
 from headwater.models.hooked import HookedModel
@@ -160,7 +161,7 @@ class Reweighted:
         rows = ordered[:: -(-len(ordered) // batch_size)]
         half = torch.full((2, self.layer + 1, 1), 0.5, dtype=torch.float64)
         expected, found = (one.states(rows, half).float() for one in (self, begun))
-        tolerance = max(1e-4, 8 * torch.finfo(self.model.dtype).eps) * float(expected.abs().max())
+        tolerance = rounding(self.model.dtype) * float(expected.abs().max())
         return float((found - expected).abs().max()) <= tolerance
 
 

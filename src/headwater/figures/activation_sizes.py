@@ -51,8 +51,8 @@ def plot_cache(
     with style(ax):
         if chosen is not None or list(cache.kept) == ["pattern"]:
             return _plot_patterns(cache, ax, chosen, example)
-        ax = ax or new_figure(3.4, 2.3).add_subplot()
-        for number, (site, rows) in enumerate(whole_summary(cache).groupby("site", sort=False)):
+        ax, sizes = ax or new_figure(3.4, 2.3).add_subplot(), whole_summary(cache)
+        for number, (site, rows) in enumerate(sizes.groupby("site", sort=False)):
             colour, mark = COLOURS[number % len(COLOURS)], MARKS[number // len(COLOURS) % len(MARKS)]
             if rows["layer"].isna().all():
                 ax.axhline(rows["rms"].iloc[0], color=colour, linestyle=DASHED, label=label(str(site)))
@@ -61,7 +61,7 @@ def plot_cache(
                 layers = ordered["layer"].astype(int)
                 ax.plot(layers, ordered["rms"], color=colour, marker=mark, markersize=3.5, label=label(str(site)))
         # A logarithmic axis cannot show zero, the RMS of a site that is zero everywhere.
-        if (whole_summary(cache)["rms"] > 0).all():
+        if (sizes["rms"] > 0).all():
             ax.set_yscale("log")
         whole_numbers(ax.xaxis)
         ax.set_xlabel("Layer")
@@ -89,11 +89,12 @@ def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
 def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] | None, example: int) -> Axes | Figure:
     """Draw the patterns of one text."""
     layers, heads = cache.kept["pattern"].layers, cache.heads
-    maps = {layer: cache.example("pattern", layer, example).float() for layer in layers}
     title = model_title(cache.run, "attention" + f" in text {example} of {len(cache.texts)}" * (len(cache.texts) > 1))
     columns = MOST_COLUMNS
     if chosen is None and ax is None and len(layers) <= MOST_ROWS and len(heads) <= MOST_COLUMNS:
         chosen, columns = [*product(layers, heads)], len(heads)
+    read = layers if chosen is None else {layer for layer, _ in chosen}
+    maps = {layer: cache.example("pattern", layer, example).float() for layer in read}
     if chosen is not None:
         named = [(f"{layer}.{head}", maps[layer][heads.index(head)]) for layer, head in chosen]
     else:

@@ -35,7 +35,7 @@ from headwater.kernels.devices import to_device
 from headwater.kernels.gelu import tanh_gelu
 from headwater.models.attention_paths import own_attention, own_mask, without_own_mask
 from headwater.models.cache_names import cache_options, keeps_an_index, with_cache
-from headwater.models.checks import finite_output
+from headwater.models.checks import finite_output, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import FAMILIES, family_of
 from headwater.models.forward import angles_by_row, forward_replaced, last_logits_only, padding_option
@@ -272,11 +272,9 @@ class Blocks:
         before: Sequence[Hook] = (),
         held: Sequence[str] = (),
         unembed: bool = True,
+        start: KeysValues | None = None,
     ) -> Recording:
         """Run a batch once and keep the named activations, the keys and values and the calls.
-
-        What all rows begin with is run with one of them, and of the others the rest alone, once this model has been
-        seen to give the same so.
 
         Args:
             batch: right-padded.
@@ -284,69 +282,8 @@ class Blocks:
             before: hooks that act before anything is kept, such as noise at the embeddings.
             held: where gradients will be taken: the run has a graph then, which begins at the first of them.
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
+            start: the keys and values of tokens that come before the batch; what is visible is not said then.
         """
-        names, model = list(names), self.model
-        shared = 0 if unembed else self.shared(batch, names, before, held)
-        in_two = self._run_in_two(batch, names, shared) if shared else None
-        if in_two is not None and model.goes_on:
-            return in_two
-        whole = self._run(batch, names, before, held, unembed)
-        if in_two is None:
-            return whole
-        # What a family does with a cache is not taken on trust: the first time both ways are run. The first call gives
-        # the bits of a second.
-        model.goes_on = _alike(in_two, whole, batch)
-        return in_two if model.goes_on else whole
-
-    def shared(self, batch: Batch, names: Iterable[str], before: Sequence[Hook], held: Sequence[str]) -> int:
-        """How many first tokens of all rows are recorded with one of them alone."""
-        keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
-        if self.model.goes_on is False or self._own or before or held or keyed or not goes_on(self.model):
-            return 0
-        return common_start(batch.tokens.tolist(), int(batch.lengths.min()) - 1)
-
-    def _run_in_two(self, batch: Batch, names: Sequence[str], shared: int) -> Recording | None:
-        """Record the longest row, and the others after its first tokens; None where that cannot be.
-
-        It cannot where a hook gives something else than rows of tokens, or a number is not finite: of the whole run it
-        is then said where.
-        """
-        longest, width = int(batch.lengths.argmax()), batch.tokens.shape[1]
-        others = [row for row in range(len(batch)) if row != longest]
-        try:
-            one = self._run(batch.take([longest]), names, unembed=False)
-            start = {layer: (keys[:, :, :shared], one.values[layer][:, :, :shared]) for layer, keys in one.keys.items()}
-            rest = self._run(batch.take(others).after(shared), names, unembed=False, start=start)
-        except NumericsError:
-            return None
-        if any(activation.shape[:2] != (1, width) for activation in one.activations.values()):
-            return None
-        end = shared + rest.activations[names[0]].shape[1]
-
-        def joined(whole: Tensor, ends: Tensor, *at: Any) -> Tensor:
-            # Every row begins as a copy of the longest; the end of each other one is written over it.
-            rows = whole.expand(len(batch), *whole.shape[1:]).clone()
-            rows[(others, *at)] = ends
-            return rows
-
-        kept, every = slice(shared, end), slice(None)
-        return dataclasses.replace(
-            one,
-            activations={name: joined(whole, rest.activations[name], kept) for name, whole in one.activations.items()},
-            keys={layer: joined(keys, rest.keys[layer], every, slice(end)) for layer, keys in one.keys.items()},
-            values={layer: joined(one.values[layer], rest.values[layer], every, slice(end)) for layer in one.values},
-        )
-
-    def _run(
-        self,
-        batch: Batch,
-        names: Iterable[str],
-        before: Sequence[Hook] = (),
-        held: Sequence[str] = (),
-        unembed: bool = True,
-        start: KeysValues | None = None,
-    ) -> Recording:
-        """Run a batch, or with `start` what comes after these keys and values, and keep what `record` says."""
         tap, calls, tokens = _KeyValueTap(start or {}), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
@@ -411,6 +348,51 @@ class Blocks:
         values = {layer: values.detach() for layer, (_, values) in tap.offered.items()}
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
 
+    def common_start(self, batch: Batch, names: Iterable[str]) -> int:
+        """How many first tokens of all rows `record_in_two` runs with one of them alone."""
+        keyed = any(place is not None and place[0].has_keys for place in map(place_named, names))
+        if self.model.start_checked is False or self._own or keyed or not goes_on(self.model):
+            return 0
+        return common_start(batch.tokens[:, : int(batch.lengths.min()) - 1])
+
+    def record_in_two(self, batch: Batch, names: Sequence[str]) -> Recording | None:
+        """Record what all rows begin with in one of them, and of the others the rest alone; None where that cannot be.
+
+        It cannot where rows have little in common, a hook gives something else than rows of tokens, the model was seen
+        to give something else so, or a number is not finite: of the whole run it is then said where.
+        """
+        if not (shared := self.common_start(batch, names)):
+            return None
+        longest, width = int(batch.lengths.argmax()), batch.tokens.shape[1]
+        others = [row for row in range(len(batch)) if row != longest]
+        try:
+            one = self.record(batch.take([longest]), names, unembed=False)
+            if any(activation.shape[:2] != (1, width) for activation in one.activations.values()):
+                return None
+            start = {layer: (keys[:, :, :shared], one.values[layer][:, :, :shared]) for layer, keys in one.keys.items()}
+            rest = self.record(batch.take(others).after(shared), names, unembed=False, start=start)
+        except NumericsError:
+            return None
+        end = shared + rest.activations[names[0]].shape[1]
+
+        def joined(whole: Tensor, ends: Tensor, *at: Any) -> Tensor:
+            # Every row begins as a copy of the longest; the end of each other one is written over it.
+            rows = whole.expand(len(batch), *whole.shape[1:]).clone()
+            rows[(others, *at)] = ends
+            return rows
+
+        kept, every = slice(shared, end), slice(None)
+        in_two = dataclasses.replace(
+            one,
+            activations={name: joined(whole, rest.activations[name], kept) for name, whole in one.activations.items()},
+            keys={layer: joined(keys, rest.keys[layer], every, slice(end)) for layer, keys in one.keys.items()},
+            values={layer: joined(one.values[layer], rest.values[layer], every, slice(end)) for layer in one.values},
+        )
+        if self.model.start_checked is None:
+            # What a family does with a cache is not taken on trust: the first time both ways are run.
+            self.model.start_checked = _alike(in_two, self.record(batch, names, unembed=False), batch)
+        return in_two if self.model.start_checked else None
+
     def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor | None) -> Recording:
         """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
         assert self._own is not None
@@ -455,7 +437,7 @@ def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
     """Whether two recordings hold the same at every token, as far as rounding allows."""
     for name, kept in one.activations.items():
         real, expected = to_device(batch.mask, kept.device), other.activations[name]
-        tolerance = max(1e-4, 8 * torch.finfo(kept.dtype).eps) * float(expected[real].abs().max())
+        tolerance = rounding(kept.dtype) * float(expected[real].abs().max())
         if not float((kept - expected)[real].abs().max()) <= tolerance:
             return False
     return True

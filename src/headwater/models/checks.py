@@ -84,6 +84,11 @@ def edges_are_cut(
         raise InterventionError(f"A knockout did not take effect: {name} still has {float(left):.3g} on a cut edge.")
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """How far two ways of computing the same may be apart, as a part of the largest number."""
+    return max(1e-4, 8 * torch.finfo(dtype).eps)
+
+
 def finite_output(
     model: Model,
     out: Float[Tensor, "batch position out"],

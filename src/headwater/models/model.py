@@ -102,7 +102,7 @@ class Model:
         looks_ahead: whether its attention reads later positions, too, as was seen when it was loaded.
         takes_padding: whether a text beside a longer one has the logits that it has alone, as was seen then.
         steps_checked: whether its blocks, called one by one, have been seen to give what the whole model gives.
-        goes_on: whether rows that go on from what they begin with give what whole ones give; None before it was seen.
+        start_checked: whether rows after what they begin with were seen to give what whole ones give; None before that.
         heads_checked: whether each head was seen to depend on its own queries, keys and values alone.
         factors_checked: which factors of which layers' heads were checked, with the fingerprint of these weights.
         head_checked: which unembedding was seen to give its logits; see `headwater.models.unembedding`.
@@ -134,7 +134,7 @@ class Model:
         self.looks_ahead = False
         self.takes_padding = True
         self.steps_checked = False
-        self.goes_on: bool | None = None
+        self.start_checked: bool | None = None
         self.heads_checked = False
         self.factors_checked: tuple[str, set[str]] | None = None
         self.head_checked: tuple[object, ...] | None = None

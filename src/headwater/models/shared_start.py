@@ -10,7 +10,6 @@ What a family does with a cache is not taken on trust: whoever shares a start co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -30,11 +29,9 @@ WORTH_A_RUN, SAVED = 16, 48
 """A start of fewer tokens, or one that saves fewer over all rows, does not pay for one more pass over the weights."""
 
 
-def common_start(tokens: Sequence[Sequence[int]], first: int) -> int:
-    """Return how many tokens all rows begin with, before position `first`; 0 where running them once saves little."""
-    start = torch.tensor([list(row[:first]) for row in tokens], dtype=torch.long).reshape(len(tokens), first)
-    differs = (start != start[:1]).any(0)
-    shared = int(differs.int().argmax()) if bool(differs.any()) else first
+def common_start(tokens: Int[Tensor, "row position"]) -> int:
+    """Return how many tokens all rows begin with; 0 where running them once saves little."""
+    shared = int((tokens == tokens[:1]).all(0).int().cumprod(0).sum())
     return shared if shared >= WORTH_A_RUN and shared * (len(tokens) - 1) >= SAVED else 0
 
 

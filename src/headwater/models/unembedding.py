@@ -31,6 +31,7 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.checks import rounding
 from headwater.models.families import family_named, text_config
 from headwater.models.tokens import Batch
 from headwater.models.weights.loaded_weights import LoadedWeights
@@ -168,7 +169,7 @@ def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> 
     found, expected = found.float().cpu(), expected.float().cpu()
     error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     # `not ... <=`, so that NaN is refused too.
-    if not error <= max(1e-4, 8 * torch.finfo(model.dtype).eps):
+    if not error <= rounding(model.dtype):
         raise ModelError(
             f"The logits of {model.name} are not its final norm, unembedding and soft cap alone: they differ by "
             f"{error:.1%} of the largest. Likelihoods read from its residual stream would be wrong."

@@ -198,7 +198,7 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
 
 
 def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
-    """Return the layers of a site requested; refuse those that the site has not, or that cannot be edited."""
+    """Return the requested layers of a site; refuse those that the site has not, or that cannot be edited."""
     asked, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
     found = tuple(layer for layer in asked if layer in has)
     if not found:

@@ -266,7 +266,7 @@ def _templates(
 
 
 def _layers_with_attention(layers: Iterable[int] | int | None, model: HookedModel) -> tuple[int, ...]:
-    """Return the layers requested in which there is attention to cut."""
+    """Return the requested layers in which there is attention to cut."""
     (pattern,) = sites_named("pattern", model)
     return pattern.among(resolve_indices(layers, model.shape.n_layers, "layer"), model)
 

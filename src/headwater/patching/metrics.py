@@ -95,7 +95,7 @@ class Metric:
 
         Its first row is measured beside another, the same values in the order reversed, scaled and shifted (a mean or
         a largest value over both is then not that of one), and each of the two alone: the rows of a sweep are
-        together as the memory allows, so such a metric would mean another thing in every batch.
+        measured together as the memory allows, so such a metric would mean another thing in every batch.
 
         Raises:
             InputError: the numbers differ, or it indexes other positions than the last, which alone is read.

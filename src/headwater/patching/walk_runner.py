@@ -21,7 +21,7 @@ from torch import Tensor
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
-from headwater.models.checks import not_finite
+from headwater.models.checks import not_finite, rounding
 from headwater.models.memory import is_out_of_memory
 from headwater.models.sites import Site, Stage, main_site, taken_as_recorded
 from headwater.models.tokens import Batch
@@ -83,18 +83,18 @@ class WalkRunner(Runner):
             if reason := self._distrust(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
-            before = self.group.corrupting(*self._sides)
             # From now on steps record, too, or a start is shared: a first call gives the bits of a second.
-            if self.blocks.has_own_steps or self.blocks.shared(batch, names, before, held):
+            if self.blocks.has_own_steps or self.blocks.common_start(batch, names):
                 self._record(batch, names, held)
 
-    def _record(self, batch: Batch, names: Iterable[str], held: Sequence[str]) -> None:
+    def _record(self, batch: Batch, names: Sequence[str], held: Sequence[str]) -> None:
         """Run both sides without edits, and keep what edits write and what is read of the runs."""
         plan, n = self.plan, len(self.group.examples)
         before = self.group.corrupting(*self._sides)
         # Whole logits serve the check of the first call alone; later only the positions that are read are unembedded.
         unembed = not plan.model.steps_checked
-        self.recording: Recording = self.blocks.record(batch, names, before, held, unembed=unembed)
+        in_two = None if before or held or unembed else self.blocks.record_in_two(batch, names)
+        self.recording: Recording = in_two or self.blocks.record(batch, names, before, held, unembed=unembed)
         others = {name: activation[n:] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
         base = self._read(self.recording.activations, "base", self.group.kept)
@@ -138,7 +138,7 @@ class WalkRunner(Runner):
         logits = recording.last_logits
         assert logits is not None
         expected, answers = logits[0].float(), None
-        tolerance = max(1e-4, 8 * torch.finfo(logits.dtype).eps) * float(expected.abs().max())
+        tolerance = rounding(logits.dtype) * float(expected.abs().max())
         if self._answers is not None:
             answers = self._answers[longest % len(self.group.examples)][None]
             expected = expected[answers[0]]

@@ -216,7 +216,8 @@ def _measure(
 ) -> dict[str, Tensor]:
     """Return the probe's `logit` of every row, and its saliency by row and layer for each kind of edge."""
     readers = (*probe.folds, probe)  # the probe itself is the last, fold -1
-    shared = common_start([row.tokens for row in rows], min(row.first for row in rows))
+    first = min(row.first for row in rows)
+    shared = common_start(torch.tensor([row.tokens[:first] for row in rows], dtype=torch.long))
     start: KeysValues | None = None
     n_layers = probe.layer + 1
     shape = (len(rows), len(wanted.layers))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device
+from headwater.models.checks import rounding
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.shared_start import FixedPrefix, KeysValues, common_start, goes_on, keys_values, unpadded
@@ -148,12 +149,14 @@ def states_at(
         by_layer = [held[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
 
-    shared, start = common_start(tokens, first) if tokens and goes_on(model) else 0, KeysValues()
+    shared, start = 0, KeysValues()
+    if tokens and goes_on(model):
+        shared = common_start(torch.tensor([row[:first] for row in tokens], dtype=torch.long))
     if shared:
         start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)
         # Seen on one row before it is relied on: what a family does with a cache is not taken on trust.
         whole, found = run([0], 0, {}), run([0], shared, start)
-        tolerance = max(1e-4, 8 * torch.finfo(model.dtype).eps) * float(whole.abs().max())
+        tolerance = rounding(model.dtype) * float(whole.abs().max())
         shared = shared if float((found - whole).abs().max()) <= tolerance else 0
     with progress_bar(progress, len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):

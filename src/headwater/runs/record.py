@@ -105,7 +105,7 @@ class RunRecord:
 
     @property
     def unknown(self) -> str | None:
-        """Why it is not known whether another run is the same, and what to do; None where it can."""
+        """Why it is not known whether another run is the same, and what to do; None where it is."""
         if self.tokenizer is not None and self.tokenizer.startswith(UNKNOWN):
             return f"the tokenizer: {self.tokenizer.removeprefix(UNKNOWN + ': ')}. {NAME_IT}"
         for name, value in self.options.items():

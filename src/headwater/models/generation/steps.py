@@ -50,7 +50,7 @@ from headwater.models.edits import (
 )
 from headwater.models.forward import angles_by_row, original_length
 from headwater.models.reading import Reading, now_reading, reads
-from headwater.models.shared_start import common_start
+from headwater.models.shared_start import common_start, goes_on
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.runs.record import HOOKS
@@ -107,12 +107,10 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
     widths = (width for name, width in config.to_dict().items() if "window" in name or "chunk" in name)
     # `> 1` leaves out flags such as use_sliding_window, since True is the int 1.
     window = min((width for width in widths if isinstance(width, int) and width > 1), default=math.inf)
-    if len(prompts) == 1 or model.looks_ahead or model.rotary_by_length:
-        return 0
-    if window < prompts.tokens.shape[1] + max_new_tokens:
+    if not goes_on(model) or window < prompts.tokens.shape[1] + max_new_tokens:
         return 0
     # Each prompt keeps at least its last token, from which its first logits come.
-    return common_start(prompts.tokens.tolist(), int(prompts.lengths.min()) - 1)
+    return common_start(prompts.tokens[:, : int(prompts.lengths.min()) - 1])
 
 
 class _Cached:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import to_device
+from headwater.models.checks import rounding
 from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.families import family_of, text_config
 from headwater.models.shape import ModelShape, shape_of
@@ -74,7 +75,7 @@ def adds_positions(model: Model) -> bool:
         embedded = model.raw.embed(tokens.to(model.device)[None])[0]
     if embedded.shape == first.shape:
         positions = (first - embedded).float()
-        if bool((positions - positions[0]).abs().max() <= _tolerance(model) * first.float().abs().max()):
+        if bool((positions - positions[0]).abs().max() <= rounding(model.dtype) * first.float().abs().max()):
             return True
     raise ModelError(
         f"{model.shape.architecture} starts from more than its embedding and a position, so what it reads for a token "
@@ -178,16 +179,12 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
 
-def _tolerance(model: Model) -> float:
-    return max(1e-4, 8 * torch.finfo(model.dtype).eps)
-
-
 def _same(model: Model, expected: Tensor, found: Tensor, message: str) -> None:
     """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
     if expected.shape == found.shape:
         largest = found.float().abs().max().clamp(min=1e-6)
         error = float((expected.to(found.device).float() - found.float()).abs().max() / largest)
-        if error <= _tolerance(model):
+        if error <= rounding(model.dtype):
             return
         difference = f"{error:.1%}"
     else:
