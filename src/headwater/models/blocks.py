@@ -41,7 +41,7 @@ from headwater.models.families import FAMILIES, family_of
 from headwater.models.forward import angles_by_row, forward_replaced, last_logits_only, padding_option
 from headwater.models.model import is_bridge
 from headwater.models.reading import Reading, reads
-from headwater.models.shared_start import FixedPrefix, KeysValues, common_start, goes_on
+from headwater.models.shared_start import FixedPrefix, KeysValues, Tap, common_start, goes_on
 from headwater.models.sites import STATES, hook_name, place_named
 from headwater.models.unembedding import logit_scale, residual_scale
 
@@ -71,18 +71,6 @@ class Recording:
     """At the last column of the batch; None where they were not computed."""
     held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """By hook name, what gradients are taken at: with a graph, each a fork of what went on in the run."""
-
-
-class _KeyValueTap(FixedPrefix):
-    """Stands in for a key-value cache while recording: keeps what each layer offers, after what came before it."""
-
-    def __init__(self, before: KeysValues):
-        super().__init__(before)
-        self.offered = KeysValues()
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.offered[layer] = super().update(keys, values, layer)
-        return self.offered[layer]
 
 
 class SharedPrefix:
@@ -284,7 +272,7 @@ class Blocks:
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
             start: the keys and values of tokens that come before the batch; what is visible is not said then.
         """
-        tap, calls, tokens = _KeyValueTap(start or {}), {}, to_device(batch.tokens, self.model.device)
+        tap, calls, tokens = Tap(start or {}), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
 
@@ -344,8 +332,8 @@ class Blocks:
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
-        keys = {layer: keys.detach() for layer, (keys, _) in tap.offered.items()}
-        values = {layer: values.detach() for layer, (_, values) in tap.offered.items()}
+        keys = {layer: keys.detach() for layer, (keys, _) in tap.after.items()}
+        values = {layer: values.detach() for layer, (_, values) in tap.after.items()}
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
 
     def common_start(self, batch: Batch, names: Iterable[str]) -> int:

@@ -66,10 +66,13 @@ class _EnoughError(Exception):
     """Ends a run whose last keys and values have come."""
 
 
-class _Tap(FixedPrefix):
-    """The same, for a run whose keys and values of the first layers are wanted and nothing else."""
+class Tap(FixedPrefix):
+    """The same, which keeps the keys and values of every layer, those before included: `after`.
 
-    def __init__(self, before: KeysValues, n_layers: int):
+    With `n_layers` it ends the run after so many of them: nothing else is wanted of it.
+    """
+
+    def __init__(self, before: KeysValues, n_layers: int = 0):
         super().__init__(before)
         self.last, self.after = n_layers - 1, KeysValues()
 
@@ -85,7 +88,7 @@ def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysV
     """Return the keys and values of the first layers for the tokens `before` covers and these, which follow them."""
     if not tokens.shape[1]:
         return before
-    tap = _Tap(before, n_layers)
+    tap = Tap(before, n_layers)
     with contextlib.suppress(_EnoughError):
         model.run(unpadded(tokens), stop_at=n_layers, past_key_values=tap)
     return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in tap.after.items()}
