@@ -24,11 +24,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
 from matplotlib.legend import Legend
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from matplotlib.transforms import Bbox
+from PIL import Image
 
 from headwater.calls import checked_call
 from headwater.colors import INK
@@ -367,10 +369,14 @@ def checked_place(ax: Axes | None, panels: int, figsize: object) -> Size | None:
 
 
 def png_of(plot: Axes | Figure, dpi: int | None = None) -> bytes:
-    """Return a figure as a picture of 300 dots per inch, or of `dpi`."""
+    """Return a figure as a picture of 300 dots per inch, or of `dpi`, without what lies outside of its page."""
     written, figure = BytesIO(), figure_of(plot)
-    with style(), _laid_out(figure) as whole:
-        figure.savefig(written, format="png", bbox_inches=whole, dpi=dpi or mpl.rcParams["savefig.dpi"])
+    with style():
+        figure.set_dpi(dpi or mpl.rcParams["savefig.dpi"])
+        # Drawn by its canvas: savefig arranges the figure anew for each of three drawings.
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+    Image.fromarray(np.asarray(canvas.buffer_rgba())).save(written, "png")
     return written.getvalue()
 
 
