@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 import headwater as hw
 from headwater.demo import numbers, real
 from headwater.demo import steps as cli_demo
+from headwater.demo import tour as tour_module
 from headwater.demo.page import Section, leading, write_index, write_report
 from headwater.demo.real import REAL_STEPS
 from headwater.demo.steps import STEPS, Seen, prompt_pairs
-from headwater.demo.tour import MODELS
+from headwater.demo.tour import MODELS, Tour, begin
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
@@ -261,6 +262,15 @@ def test_beside_the_patched_pairs_stands_what_each_token_of_the_first_reads(tmp_
     assert f"<h3>{title}</h3><iframe" in file.read_text()
 
 
+def test_what_a_process_beside_it_ran_the_tour_reads(tmp_path):
+    begin(("answers",), 4, tmp_path).join()
+    written = (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns
+    tour = Tour(Seen(hw.load(), 4), STEPS, tmp_path, progress=False)
+    tour.take("answers", STEPS["answers"])
+    assert not tour.failed
+    assert (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns == written
+
+
 def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run, tmp_path, monkeypatch):
     model = hw.load()
     monkeypatch.setattr(packaged, "packaged_file", lambda name: tmp_path)
@@ -269,10 +279,13 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     made = dataclasses.replace(REAL_STEPS["real_heads"], **found)
     monkeypatch.setattr(real, "REAL_STEPS", {"real_heads": made})
     monkeypatch.setattr(real, "THEN", ("answers",))
+    begun = []
+    monkeypatch.setattr(tour_module, "begin", lambda *given: begun.append(given) or SimpleNamespace(join=lambda: None))
     monkeypatch.setattr(cli_demo, "STEPS", {"answers": dataclasses.replace(STEPS["answers"], **found)})
     code, printed, noise = run("demo", "--questions", 4, "--out", tmp_path / "out", "--json")
     assert code == 0, noise
     assert list(json.loads(printed)["analyses"]) == ["real_heads", "answers"]
+    assert begun == [(("answers",), 4, tmp_path / "out")]
     assert "pip install" not in noise
     text = "".join(Page((tmp_path / "out" / "index.html").read_text()).text)
     assert "four bits" in text

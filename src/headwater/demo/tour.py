@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headwater.demo.numbers import Number
 from headwater.demo.page import Section, leading, write_index
-from headwater.demo.steps import Seen, Step
+from headwater.demo.steps import STEPS, Seen, Step
 from headwater.demo.written import write, write_figure
 from headwater.errors import HeadwaterError, RunFolderError
+from headwater.models.loading import load
 from headwater.runs.result import Result
 from headwater.runs.view import View
 
@@ -23,6 +30,26 @@ MODELS = (
     "known."
 )
 """What the page says of its two models."""
+
+
+def begin(names: Sequence[str], questions: int, out: Path) -> BaseProcess:
+    """Begin analyses of the embedded model in a process beside this one; the tour then reads what they wrote.
+
+    Its matrices are too small for a second thread, which would idle while the other one works on them.
+    """
+    process = get_context("spawn").Process(target=_run, args=(names, questions, out), daemon=True)
+    process.start()
+    return process
+
+
+def _run(names: Sequence[str], questions: int, out: Path) -> None:
+    """Run analyses of the embedded model, each into its folder."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tour, which ends this process
+    torch.set_num_threads(1)
+    seen = Seen(load(), questions)
+    with suppress(Exception):  # the tour runs what is missing once more, and says why it fails
+        for name in names:
+            seen.found[name] = STEPS[name].run(seen, {"progress": False, "out": out / name})
 
 
 @dataclass
