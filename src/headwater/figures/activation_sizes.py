@@ -73,7 +73,7 @@ def plot_cache(
 
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs, each of them in the cache."""
-    wanted = "pairs (layer, head)"
+    wanted = "pairs (layer, head), as heads=[(0, 3)]"
     asked = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
     if missing := [one for one in asked if one not in kept]:
