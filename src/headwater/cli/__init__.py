@@ -104,8 +104,9 @@ def _problem(error: CycloptsError) -> str:
         name = asked.lstrip("-")
         near = [OPTIONS[name]] if OPTIONS.get(name) in known else get_close_matches(name, known, n=1)
         return f"No such option: {asked}." + (f" Did you mean {known[near[0]]}?" if near else "")
-    if isinstance(error, UnknownCommandError) and (error.unused_tokens or [""])[0] in sys.modules["headwater"].__all__:
-        return "{0} is not a command; in Python it is hw.{0}.".format(*error.unused_tokens)
+    word = (error.unused_tokens or [""])[0] if isinstance(error, UnknownCommandError) else ""
+    if word in sys.modules["headwater"].__all__:
+        return f"{word} is not a command; in Python it is hw.{word}."
     return " ".join(str(error).split())
 
 

@@ -236,7 +236,7 @@ class Marks(PathCollection):
         ax: Any = self.axes
         box, across, up = ax.get_window_extent(), np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())
         wide, high = 72 / ax.figure.dpi * box.width / across, 72 / ax.figure.dpi * box.height / up
-        if min(wide, high) < TELLABLE and len(self.get_facecolors()):
+        if min(wide, high) < TELLABLE and len(self.get_facecolor()):
             self.set_paths([Path.unit_rectangle().transformed(Affine2D().translate(-0.5, -0.5).scale(wide, high))])
             self.set_sizes(np.minimum(self.shares, 1.0))
         else:
