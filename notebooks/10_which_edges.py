@@ -55,12 +55,13 @@ print(*edges.report()[1:3], sep="\n")
 
 # %% [markdown]
 # ## A circuit of a hundred edges
-# Drawn are its ten strongest: the country goes through the first MLP into what head 23.4 reads (`v 23.1` are the values
-# that heads 23.3 to 23.5 share), and from there into the logits and later MLPs. Heads 29.0 and 29.1 pull apart.
+# The slider draws as many of its strongest as wanted. With ten, the country goes through the first MLP into what head
+# 23.4 reads (`v 23.1` are the values that heads 23.3 to 23.5 share), and from there into the logits and later MLPs.
+# Heads 29.0 and 29.1 pull apart. A click on a part says what it reads and what reads it.
 
 # %%
 circuit = edges.circuit(100)
-_ = edges.circuit(10).plot()
+circuit.view(n=30)
 
 # %% [markdown]
 # ## Does it hold on countries that did not choose it?

@@ -96,6 +96,14 @@ def test_the_same_board_shows_the_same_numbers_and_is_kept_as_one_file(tmp_path)
         board().view([])
 
 
+def test_a_page_computes_one_kind_of_change_unless_others_are_named():
+    known = spec_in(board().view())["known"]
+    assert list(known) == [board().how]
+    layers, tokens, sites, heads = 3, 7, 3, 4
+    counted = sum(unpacked(one).size for one in known[board().how].values())
+    assert counted == layers * (tokens * (sites + 2 * heads) + heads)
+
+
 def test_a_live_page_knows_its_grids_and_asks_for_the_rest():
     spec = spec_in(board_page(board(), ["denoise"], live=True))
     assert spec["live"]

@@ -182,7 +182,9 @@ def test_a_wrong_row_is_reported_with_file_line_and_field(run, checkpoint, tmp_p
         (["heads", "--k", "many"], "Invalid value for --k"),
         (["heads", "--treshold", "1"], "--threshold"),
         (["heads", "--modle", "gpt2"], "No such option: --modle. Did you mean --model?"),
-        (["patch", "--answers", "a"], "No such option: --answers. Help: headwater patch --help"),
+        (["patch", "--answers", "a"], "No such option: --answers. Did you mean --tokens? Help: headwater patch --help"),
+        (["lens", "gpt2"], "lens is not a command; in Python it is hw.lens. Help: headwater --help"),
+        (["evidence", "gpt2", "--relation", "a"], "No such option: --relation. Help: headwater evidence --help"),
         (["score"], "MODEL-AND-FILE requires an argument"),
     ],
 )

@@ -94,7 +94,7 @@ def test_models_of_two_vocabularies_are_compared_on_the_words_of_both_and_the_co
 
 def test_what_cannot_be_compared_is_one_line_of_error(run, folders, checkpoint):
     for models, message in (
-        (folders[:1], "1 of two or more"),
+        (folders[:1], "needs two models or more, and 1"),
         ([folders[0], checkpoint("llama")], "their heads do not correspond"),
         ([folders[0], folders[0] / "missing"], "missing"),
     ):

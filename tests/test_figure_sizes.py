@@ -120,6 +120,16 @@ def test_marks_of_a_map_are_as_large_as_its_cells_wherever_it_is_drawn():
         assert 0.7 * min(wide, high) < largest < 1.1 * min(wide, high)
 
 
+def test_a_large_map_in_one_column_fills_its_cells_and_is_not_crowded_out_by_its_legend():
+    ax = result("map", (64, 64)).plot(figsize=COLUMN)
+    drawn(ax)
+    cell = 72 / ax.figure.dpi * ax.transData.transform([[0, 0], [1, 1]])
+    boxes = [marks.get_paths()[0].get_extents().size * marks.get_sizes().max() ** 0.5 for marks in ax.collections]
+    assert max(box[0] for box in boxes) == pytest.approx(cell[1, 0] - cell[0, 0], rel=0.05)
+    assert max(box[1] for box in boxes) == pytest.approx(cell[1, 1] - cell[0, 1], rel=0.05)
+    assert ax.get_window_extent().height > 0.35 * ax.figure.bbox.height
+
+
 @pytest.mark.parametrize("kind", ["map", "sweep"])
 def test_a_figure_that_was_pickled_looks_the_same(kind):
     figure = drawn(result(kind, (30, 9)).plot())

@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +32,9 @@ def test_what_is_said_of_other_names_exists(llama):
 
 
 def test_none_of_them_is_a_name_or_an_option_of_headwater():
-    functions = {"load": hw.load, **{name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks")}}
+    functions = {name: getattr(hw.HookedModel, name) for name in ("generate", "run", "hooks", "cache")}
+    functions |= {name: getattr(hw, name) for name in ("load", "direct_logit_attribution", "ablate", "classify_heads")}
+    functions["plot"] = hw.Sweep.plot
     owners = {"package": hw, "model": hw.HookedModel, "result": Result, "Cache": hw.Cache}
     for place, name in HINTS:
         if place in functions:
@@ -78,6 +81,8 @@ def test_a_result_says_where_its_rows_and_tensors_are():
     cache = model.cache(" the cat", sites="z", layers=[0], **quiet)
     for result, name, said in (
         (sweep, "df", r"A Sweep has no 'df': its rows are a pandas table, result\.table\."),
+        (sweep, "to_csv", r"A Sweep has no 'to_csv': its table has, result\.table\.to_csv\."),
+        (sweep, "savefig", r"result\.plot\(\)\.savefig\(path\) writes it"),
         (sweep, "tabel", r"A Sweep has no 'tabel'\. Did you mean 'table'"),
         (sweep, "nonsense", r"A Sweep has no 'nonsense'; dir\(\) of it lists its names\."),
         (cache, "items", r"A Cache has no 'items': a tensor is cache\['resid_post', 3\]"),
@@ -86,6 +91,32 @@ def test_a_result_says_where_its_rows_and_tensors_are():
         with pytest.raises(AttributeError, match=said):
             getattr(result, name)
     assert copy.deepcopy(sweep).report() == sweep.report()
+    with pytest.raises(InputError, match=r"several tensors: take one, as cache\['resid_post', 3\]"):
+        np.asarray(cache)
+    with pytest.raises(InputError, match="no option names_filter=: sites= says what is kept"):
+        model.cache(" the cat", names_filter=None)
+
+
+def test_a_result_is_read_as_its_table_and_its_axes_write_their_figure(tmp_path):
+    model = embedded()
+    asked = {"sites": "z", "layers": [0], "values": "zero", "metric": hw.probability(" a"), "progress": False}
+    sweep = hw.patch(model, " the cat", **asked)
+    assert sweep["head"].equals(sweep.table["head"])
+    assert len(sweep) == len(sweep.table) == model.shape.n_heads
+    assert [row.head for row in sweep] == sweep.table["head"].tolist()
+    for asked_for, said in (("heads", r"no column 'heads'\. Did you mean 'head'"), (0, "no column 0.*iloc")):
+        with pytest.raises(InputError, match=said):
+            sweep[asked_for]
+    ax = sweep.plot()
+    ax.savefig(tmp_path / "heads.pdf")
+    assert (tmp_path / "heads.pdf").read_bytes().startswith(b"%PDF")
+    assert sweep.plot(ax) is ax
+    with pytest.raises(
+        InputError, match=r"a folder, not a file such as .*result\.save\('heads'\) is read back by Sweep"
+    ):
+        sweep.save(tmp_path / "heads.csv")
+    with pytest.raises(InputError, match=r"save needs folder=: it is called as save\(folder\)"):
+        sweep.save()
 
 
 def test_an_argument_that_is_missing_or_too_much_is_named_with_what_it_is(llama):

@@ -236,7 +236,7 @@ def test_models_with_different_vocabularies_are_compared_on_the_words_both_have(
 def test_what_cannot_be_compared_is_said_in_one_line(changed):
     other = embedded()
     for models, message in [
-        ([changed[0]], "1 of two or more"),
+        ([changed[0]], "needs two models or more, and 1"),
         ([changed[0], changed[0]], r"Several of the models are named .* name them yourself"),
         ({"a": changed[0], "b": other}, r"b has 6 layers × 16 heads, a has 2 layers × 3 heads"),
         ("embedded", "are not two models"),

@@ -110,9 +110,8 @@ def test_marks_of_a_label_grow_with_the_heads_best_excess_of_either_sign_and_the
     ).assign(implemented=False)
     for shown in (table, turned):
         ax = plot_head_map(map_of("model", head_map.categories, shown))
-        assert (
-            ax.get_legend() or ax.figure.legends[0]
-        ).get_title().get_text() == "controlled rule\narea: excess over chance"
+        said = (ax.get_legend() or ax.figure.legends[0]).get_title().get_text()
+        assert said.replace("\n", ", ") == "controlled rule, area: excess over chance"
         excess = table.set_index(["layer", "head"])["excess"]
         for collection in ax.collections:
             of_marks = [excess[int(layer), int(head)] for layer, head in collection.get_offsets()]

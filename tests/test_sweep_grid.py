@@ -40,7 +40,8 @@ def test_a_grid_holds_the_means_over_examples(sweep):
         ({"rows": "neuron"}, "runs over two of"),
         ({"rows": "layer", "columns": "layer", "site": "resid_pre"}, "needs two axes"),
         ({"site": "q"}, "has no site 'q'"),
-        ({"cmap": "jet"}, "no cmap 'jet': cmap= is neither an option nor a column of its table"),
+        ({"layers": 1}, "no layers= to fix or draw: it is not a column of its table. Did you mean 'layer'"),
+        ({"cmap": "jet"}, "no cmap= to fix or draw: plot.. returns matplotlib"),
         ({"site": "z", "normalize": "ratio"}, "none of"),
     ],
 )

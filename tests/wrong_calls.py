@@ -781,6 +781,8 @@ def calls(g: Given) -> dict[str, Callable[[], Call]]:
             hw.knocked_out_states,
             {"model": g.model, "prompts": CLEAN, **BLOCK, **QUIET},
         ),
+        "Sweep.save": lambda: (g.sweep.save, {"folder": g.folder / "sweep"}),
+        "Sweep.__getitem__": lambda: (lambda column: g.sweep[column], {"column": "layer"}),
         "Edges": lambda: (
             lambda query, key, heads: hw.knockout(
                 g.model, CLEAN, block=hw.Edges(query, key, heads), metric=METRIC, **QUIET

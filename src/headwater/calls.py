@@ -29,7 +29,7 @@ def checked_call(function: F) -> F:
     parameters = signature.parameters.values()
     names = [one.name for one in parameters]
     known = [name for name in names if name != "self"]
-    called = "model" if function.__name__ == "__call__" else function.__name__
+    called = "model" if function.__name__ == "__call__" else _name(function)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     @functools.wraps(function)
@@ -49,7 +49,7 @@ def checked_call(function: F) -> F:
                 raise InputError(misfit) from None
             for name, value in (*zip(names, args, strict=False), *options.items()):
                 if flaw := _flaw(value):
-                    raise InputError(f"{name}= of {function.__name__} {flaw}.") from None
+                    raise InputError(f"{name}= of {called} {flaw}.") from None
             raise
 
     call.is_checked = True  # type: ignore[attr-defined]
@@ -59,13 +59,18 @@ def checked_call(function: F) -> F:
 def checked_calls(kind: C) -> C:
     """Check the calls of a class's own public methods."""
     for name, member in list(vars(kind).items()):
-        if name.startswith("_"):
+        if name.startswith("_") and name != "__init__":
             continue
         if inspect.isfunction(member):
             setattr(kind, name, checked_call(member))
         elif isinstance(member, classmethod | staticmethod):
             setattr(kind, name, type(member)(checked_call(member.__func__)))
     return kind
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """Return what a function is called by: a class's own name, if it makes one."""
+    return function.__qualname__.rpartition(".")[0] if function.__name__ == "__init__" else function.__name__
 
 
 def _misfit(
@@ -75,17 +80,18 @@ def _misfit(
     parameters = [one for one in signature.parameters.values() if one.name != "self"]
     named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     named += ["option=..."] * any(one.kind is one.KEYWORD_ONLY for one in parameters)
-    as_called = f"it is called as {function.__name__}({', '.join(named)})"
+    name = _name(function)
+    as_called = f"it is called as {name}({', '.join(named)})"
     try:
         given = signature.bind_partial(*args, **options).arguments
     except TypeError as error:
-        return f"{function.__name__}: {error}; {as_called}."
+        return f"{name}: {error}; {as_called}."
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [one.name for one in parameters if one.default is one.empty and one.kind not in several]
-    lacking = next((name for name in needed if name not in given), None)
+    lacking = next((one for one in needed if one not in given), None)
     if lacking is None:
         return None
-    return f"{function.__name__} needs {lacking}=: {_described(function, lacking) or as_called}."
+    return f"{name} needs {lacking}=: {_described(function, lacking) or as_called}."
 
 
 def _described(function: Callable[..., Any], argument: str) -> str:

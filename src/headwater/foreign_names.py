@@ -37,6 +37,10 @@ PACKAGE = {
     "steer steering": "model.generate(prompts, [hw.edit(site, layer, hw.add(vector))])",
     "SAE Transcoder": "hw.load_sae(folder), or hw.features(encode, decode, at=..., layer=...)",
     "induction_heads find_induction_heads": "hw.attention_behaviour(model)",
+    "metrics accuracy loss cross_entropy": "metrics are hw.logit_difference, hw.log_probability, hw.probability, "
+    "hw.rank, hw.kl_divergence, or a function of the logits",
+    "attention get_attention attention_pattern": "model.cache(texts).attention has the patterns, and "
+    "model.cache(texts).plot(heads=[(3, 1)]) draws them",
     "plot view summary report": "every result has it: result.{name}()",
     "save load_result load_sweep": "result.save(folder) writes a result, hw.Sweep.load(folder) reads a sweep",
     "load_dataset datasets": "hw.load_questions, hw.load_member_texts and hw.load_relations read data",
@@ -117,11 +121,38 @@ HOOKS = {
     "reset_hooks_end clear_contexts": "hooks end with the context",
 }
 RESULT = {
-    "df data dataframe to_dataframe results rows head tail shape columns query groupby to_csv iloc loc": "its rows are "
-    "a pandas table, result.table",
-    "fig figure savefig show": "result.plot() draws it, and hw.figures.save_figure(result.plot(), path) writes it",
+    "df data dataframe to_dataframe to_pandas results rows": "its rows are a pandas table, result.table",
+    "top top_k best strongest sort": "result.summary() has the strongest first",
+    "fig figure savefig save_fig show": "result.plot() draws it, and result.plot().savefig(path) writes it",
 }
-CACHE = {"items values numpy shape": "a tensor is cache['resid_post', 3]; cache.keys() lists what there is"}
+CACHE = {
+    "items values numpy shape mean": "a tensor is cache['resid_post', 3]; cache.keys() lists what there is",
+    "to cuda cpu": "model.cache(texts, device=...) says where it is kept",
+    "logits": "model.run(texts) returns them",
+    "hidden_states": "cache.residual, or cache['resid_post', layer]",
+    "attentions": "cache.attention, or cache['pattern', layer]",
+    "stack_head_results stack_activation accumulated_resid decompose_resid get_full_resid_decomposition logit_attrs "
+    "apply_ln_to_stack compute_head_results": "hw.direct_logit_attribution(model, texts, tokens=...) sums these; "
+    "model.run_with_cache(tokens) returns TransformerLens's cache, which has {name}",
+}
+PLOT = {
+    "save savefig filename file path out dpi": "plot().savefig(path, dpi=300) writes it",
+    "cmap color colors alpha linewidth fontsize xlabel ylabel xlim ylim vmin vmax": "plot() returns matplotlib's axes "
+    "or figure, to be changed as any other",
+    "size": "it is called figsize=, (width, height) in inches",
+    "show": "a notebook shows it; in a script plt.show() does",
+}
+CACHE_OPTIONS = {
+    "names_filter output_hidden_states output_attentions": "sites= says what is kept, as in sites=['resid_post', 'z']",
+    "prepend_bos": BEGINS,
+    "stop_at_layer": "layers= says which layers are kept",
+}
+ATTRIBUTION = {"answer answers answer_tokens": "tokens=(correct, wrong) says of which tokens"}
+ABLATE = {
+    "layers layer sites site": "heads=, mlps=, neurons= or features= say what is ablated, as in mlps=[3]; any other "
+    "site is swept by hw.patch(model, prompts, sites=..., values='zero', metric=...)"
+}
+CLASSIFY = {"layers layer heads head": "all heads are classified; the result's table has their layers and heads"}
 TABLES = {
     "package": PACKAGE,
     "model": MODEL,
@@ -129,6 +160,11 @@ TABLES = {
     "Cache": CACHE,
     "load": LOAD,
     "generate": GENERATE,
+    "plot": PLOT,
+    "cache": CACHE_OPTIONS,
+    "direct_logit_attribution": ATTRIBUTION,
+    "ablate": ABLATE,
+    "classify_heads": CLASSIFY,
     "run": RUN,
     "hooks": HOOKS,
 }

@@ -77,7 +77,8 @@ def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
         wanted: what is to be given, as "a list with a label for each text".
     """
     if is_one(value) or has_no_order(value):
-        raise InputError(f"A {type(value).__name__} was given as {option}: give {wanted}.")
+        kind = type(value).__name__
+        raise InputError(f"A{'n' * (kind[0] in 'aeio')} {kind} was given as {option}: give {wanted}.")
     return list(value)
 
 

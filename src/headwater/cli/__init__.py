@@ -13,7 +13,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Literal
 
-from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from headwater.cli import figures, heads, likelihood, patching, pathways, reproduce
 from headwater.cli.options import RunOptions
@@ -42,6 +42,11 @@ app = App(
     help_format="markdown",
     default_parameter=Parameter(negative_iterable=(), negative_none=(), show_default=_default),
 )
+OPTIONS = {
+    "answer": "tokens", "answers": "tokens", "prompts": "pairs", "file": "pairs", "site": "sites", "layer": "layers",
+    "output": "out", "graph": "data", "questions": "data",
+}  # fmt: skip
+"""What options are called elsewhere, and here."""
 app.register_install_completion_command()
 COMMANDS: tuple[Callable[..., int | None], ...] = (
     heads.heads, heads.compare, heads.behaviour, heads.evidence, heads.relations,
@@ -96,8 +101,12 @@ def _problem(error: CycloptsError) -> str:
         # Compared without the dashes, which make all options alike.
         asked = error.token.keyword or error.token.value
         known = {name.lstrip("-"): name for one in error.argument_collection for name in one.names}
-        near = get_close_matches(asked.lstrip("-"), known, n=1)
+        name = asked.lstrip("-")
+        near = [OPTIONS[name]] if OPTIONS.get(name) in known else get_close_matches(name, known, n=1)
         return f"No such option: {asked}." + (f" Did you mean {known[near[0]]}?" if near else "")
+    word = (error.unused_tokens or [""])[0] if isinstance(error, UnknownCommandError) else ""
+    if word in sys.modules["headwater"].__all__:
+        return f"{word} is not a command; in Python it is hw.{word}."
     return " ".join(str(error).split())
 
 

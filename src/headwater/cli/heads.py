@@ -200,6 +200,8 @@ def behaviour(
     if texts is not None:
         check_readable(texts, "texts")
     read = None if texts is None else [text for text in read_texts(texts, "text") if text]
+    if read == []:
+        raise InputError(f"{texts} holds no texts.")
     result = attention_behaviour(
         load.model(model), read, sequences=sequences, length=length, threshold=threshold, copying=copying,
         embedding=embedding, batch_size=batch_size, seed=seed, progress=run.progress, out=run.out,
@@ -211,7 +213,7 @@ def behaviour(
 
 def evidence(
     model: Model = None,
-    relation: Annotated[list[str] | None, ANY_TEXT] = None,
+    relation: list[str] | None = None,
     /,
     *,
     template: Annotated[str, ANY_TEXT] = "auto",

@@ -128,7 +128,7 @@ def check_readable(path: Path, what: str) -> None:
     try:
         path.open("rb").close()
     except FileNotFoundError:
-        raise InputError(f"The file of {what} {path} does not exist.") from None
+        raise InputError(f"The file of {what} {path} does not exist; check the path.") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder; give a file of {what}.") from None
     except OSError as error:

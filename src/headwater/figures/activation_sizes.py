@@ -73,7 +73,7 @@ def plot_cache(
 
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs, each of them in the cache."""
-    wanted = "pairs (layer, head)"
+    wanted = "pairs (layer, head), as heads=[(0, 3)]"
     asked = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
     if missing := [one for one in asked if one not in kept]:
@@ -131,12 +131,13 @@ def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool
     """Draw one pattern: a row for each query, a column for each key, white for no attention."""
     named = len(tokens) <= MOST_TOKENS and weights.shape == (len(tokens), len(tokens))
     for axis, is_outer, what in ((ax.xaxis, below, "Key"), (ax.yaxis, left, "Query")):
+        if not is_outer:
+            axis.set_visible(False)  # to lay out ticks takes longer than everything else
+            continue
         if named:
             look = {"rotation": 90} if what == "Key" else {}
-            cell_ticks(
-                axis, range(len(tokens)), [written(one) if is_outer else "" for one in tokens], fontsize=5, **look
-            )
+            cell_ticks(axis, range(len(tokens)), [*map(written, tokens)], fontsize=5, **look)
         else:
             whole_numbers(axis)
-        axis.set_label_text(what if is_outer else "")
+        axis.set_label_text(what)
     return ax.imshow(weights.numpy(), cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto", interpolation="none")

@@ -16,6 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.path import Path
+from matplotlib.transforms import Affine2D
 
 from headwater.calls import checked_call
 from headwater.colors import FAINT, INK, PURPLE
@@ -44,8 +46,12 @@ USED = "used"
 RING = 0.96
 """The diameter of a ring, in distances between heads."""
 RING_LINE = 0.7
+LARGEST_MARK = 0.8
+"""The width of a mark of excess 1, in cells."""
 SMALLEST = 0.7
 """Square points of a mark that can be seen."""
+TELLABLE = 3.0
+"""Points of a cell in which shapes can be told from one another."""
 
 # Inches.
 CELL = 0.2
@@ -204,7 +210,7 @@ def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
         color, shape = mark_of(str(label))
         best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
         best = best if sized else np.ones_like(best)
-        area = _area(str(label)) * 0.8**2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
+        area = _area(str(label)) * LARGEST_MARK**2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
         mark_heads(ax, heads, area, c=color, marker=shape, linewidths=0, label=str(label))
     used = _used(head_map)
     if len(used) and sized:
@@ -213,9 +219,12 @@ def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
 
 
 class Marks(PathCollection):
-    """Marks of heads, as large as the cells of the map are wherever they are drawn."""
+    """Marks of heads, as large as the cells of the map are wherever they are drawn; in tiny cells, the cells filled."""
 
     areas: np.ndarray
+    shape: Path
+    shares: np.ndarray
+    """Of a cell that is filled."""
 
     def draw(self, renderer: Any) -> None:
         """Draw the marks in the size that the axes now give them."""
@@ -225,16 +234,22 @@ class Marks(PathCollection):
     def fit(self) -> None:
         """Take the size of a cell."""
         ax: Any = self.axes
-        box, (left, right), (low, high) = ax.get_window_extent(), ax.get_xlim(), ax.get_ylim()
-        pixels = min(box.width / abs(right - left), box.height / abs(high - low))
-        self.set_sizes(np.maximum(self.areas * min(72 / ax.figure.dpi * pixels, 72 * CELL) ** 2, SMALLEST))
+        box, across, up = ax.get_window_extent(), np.ptp(ax.get_xlim()), np.ptp(ax.get_ylim())
+        wide, high = 72 / ax.figure.dpi * box.width / across, 72 / ax.figure.dpi * box.height / up
+        if min(wide, high) < TELLABLE and len(self.get_facecolor()):
+            self.set_paths([Path.unit_rectangle().transformed(Affine2D().translate(-0.5, -0.5).scale(wide, high))])
+            self.set_sizes(np.minimum(self.shares, 1.0))
+        else:
+            self.set_paths([self.shape])
+            self.set_sizes(np.maximum(self.areas * min(wide, high, 72 * CELL) ** 2, SMALLEST))
 
 
 def mark_heads(ax: Axes, heads: pd.DataFrame, areas: np.ndarray, **look: Any) -> None:
     """Draw a mark at each layer and head, of areas relative to a cell's."""
     made: Any = ax.scatter(heads["layer"], heads["head"], **look)
     # scatter makes a PathCollection and takes no class; as Marks it follows the size of the axes.
-    made.__class__, made.areas = Marks, np.asarray(areas, dtype=float)
+    made.__class__, made.areas, made.shape = Marks, np.asarray(areas, dtype=float), made.get_paths()[0]
+    made.shares = made.areas / (LARGEST_MARK**2 * AREAS.get(look.get("marker", "o"), 1.0))
     made.fit()
 
 

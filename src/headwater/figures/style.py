@@ -324,6 +324,10 @@ def legend_beside(ax: Axes, is_alone: bool = True, **options: Any) -> None:
         if box.width < 0.36 * figure.bbox.width and box.height < 0.85 * figure.bbox.height:
             return
         legend.remove()
+        if box.height > 0.4 * figure.bbox.height:  # in one column of a paper it would take more room than the plot
+            small = 0.85 * mpl.rcParams["legend.fontsize"]
+            options |= {"fontsize": small, "title_fontsize": small, "columnspacing": 0.6, "borderpad": 0.1}
+            options["title"] = str(options.get("title") or "").replace("\n", ", ")
         legend_below(figure, 4, labelspacing=0.3, **options)
         return
     below = 3.4 * mpl.rcParams["axes.labelsize"] / mpl.rcParams["legend.fontsize"]

@@ -274,7 +274,7 @@ def _named(models: Sequence[AnyModel] | Mapping[str, AnyModel]) -> dict[str, Any
         listed = list(models)
         named = dict(zip(_names([str(getattr(model, "name", model)) for model in listed]), listed, strict=True))
     if len(named) < 2:
-        raise InputError(f"{len(named)} of two or more models were given: a comparison needs the first and another.")
+        raise InputError(f"A comparison needs two models or more, and {len(named)} was given.")
     return named
 
 

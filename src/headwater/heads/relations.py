@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import pandas as pd
 
-from headwater.calls import checked_call
+from headwater.calls import checked_call, checked_calls
 from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
 from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, did_you_mean
@@ -76,6 +76,7 @@ def _word(row: Mapping[str, object], field: str, where: str) -> str:
 Pair = tuple[str, tuple[str, ...]]
 
 
+@checked_calls
 @dataclass(frozen=True, repr=False)
 class Relation:
     """Pairs of a source word and its accepted targets, one target or several: `("France", "Paris")`.
@@ -210,7 +211,7 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
             hint = did_you_mean(path, own)
             raise InputError(
                 f"The relations folder {path} does not exist, and headwater has no relation of that name."
-                + (hint if hint.startswith(" Did") else "")
+                + (hint if hint.startswith(" Did") else " hw.load_relations() has them all, by name.")
             )
         path = own[str(path)]
     if path.is_file():

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwater.calls import checked_call
+from headwater.calls import checked_call, checked_calls
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
@@ -59,6 +59,7 @@ EDGES = {"site": "edges"}
 """The labels of edges without a name of their own."""
 
 
+@checked_calls
 @dataclass(frozen=True)
 class Edges:
     """Which attention edges to sever: every query that comes at or after a key, for all queries and keys named.

@@ -23,7 +23,8 @@ from jaxtyping import Float
 from numpy import ndarray
 from pandas.api.types import is_numeric_dtype
 
-from headwater.errors import InputError
+from headwater.errors import InputError, did_you_mean
+from headwater.foreign_names import hint_for
 from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
 from headwater.patching.axes import tokens_by_role
 from headwater.patching.prompts import places_among
@@ -142,7 +143,8 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
             held = [str(one) for one in dict.fromkeys(known) if not pd.isna(one)]
             listed = f"; it has {', '.join(held[:LISTED])}{', ...' if len(held) > LISTED else ''}" if held else ""
             if column not in table.columns:
-                listed = f": {column}= is neither an option nor a column of its table"
+                near = f"it is not a column of its table.{did_you_mean(column, table.columns)}"
+                raise InputError(f"A sweep has no {column}= to fix or draw: {hint_for('plot', column) or near}")
             raise InputError(f"This sweep has no {column} {shown(wanted)}{listed}.")
         table = table[table[column] == wanted]
     return table

@@ -32,7 +32,7 @@ def checked_size(figsize: object, ax: Axes | None) -> Size | None:
         return None
     if ax is not None:
         raise InputError("figsize= is of a new figure, and ax= is on one already: give one of the two.")
-    sides = checked_several("figsize", figsize, "(width, height) in inches")
+    sides = checked_several("figsize", figsize, "(width, height) in inches, as figsize=(7, 3)")
     if len(sides) != 2:
         raise InputError(f"figsize={shown(figsize)} must be (width, height) in inches.")
     width, height = (checked_number("figsize", side, 0.0, LARGEST, up_to=True) for side in sides)
@@ -61,7 +61,7 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
     """Give what was drawn a title and a size of the caller's, and break lines that are longer than there is room."""
     if title is not None and not isinstance(title, str):
         raise InputError(f"title={shown(title)} must be a text.")
-    whole = hasattr(drawn, "savefig")
+    whole = hasattr(drawn, "add_subplot")
     figure: Any = drawn if whole else drawn.figure
     if size is not None:
         figure.set_size_inches(size)

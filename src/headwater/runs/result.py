@@ -13,7 +13,7 @@ import functools
 import hashlib
 import html
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TENSORS = "tensors.safetensors"
+FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".pkl", ".pt", ".npz", ".safetensors")
+"""What a folder's name does not end in: who saves to such a name means a file."""
 DRAWINGS: Registry[type, Callable[..., Any]] = Registry("figure of a result", "headwater.figures")
 """What draws a result, by its class: a function of the result, `ax`, and the options of the class's `plot`."""
 INLINE = 256 * 2**10
@@ -72,8 +74,11 @@ def _legible(summary: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame
     return known
 
 
+@checked_calls
 class Result:
     """Base of the result dataclasses: a `table`, a `run`, and what is said, drawn and kept of them.
+
+    `result["layer"]`, `len(result)` and `for row in result` read the table.
 
     A result of one's own defines `summary` and `report`, and registers what draws it: `DRAWINGS.add(ItsClass)`.
     """
@@ -149,6 +154,11 @@ class Result:
             RunFolderError: the folder holds another run, or files of others that would be overwritten.
         """
         path = checked_path("folder", folder)
+        if path.suffix in FILES:
+            raise InputError(
+                f"save writes a folder, not a file such as {path}: result.save({path.stem!r}) is read back by "
+                f"{type(self).__name__}.load; result.table.to_csv(path) writes the rows alone."
+            )
         refuse_other_run(path, self.run, file_names(type(self)))
         make_folder(path)
         write_result(path, self)
@@ -175,10 +185,27 @@ class Result:
             if name.startswith("_") or hasattr(type(self), name):
                 return object.__getattribute__(self, name)
             place = kind if kind in TABLES else "result"
+            if place == "result" and hasattr(pd.DataFrame, name):
+                raise UnknownNameError(f"A {kind} has no {name!r}: its table has, result.table.{name}.")
             raise UnknownNameError(missing(f"A {kind}", place, name, dir(self)))
 
+    def __getitem__(self, column: Any) -> Any:
+        try:
+            return self.table[column]
+        except (IndexError, KeyError, TypeError, ValueError):
+            raise InputError(
+                f"The table has no column {shown(column)}.{did_you_mean(column, self.table.columns)} A row is "
+                "result.table.iloc[0]."
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.table.itertuples(index=False)
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"
+        return f"{type(self).__name__}({self.run.model}: {len(self):,} rows)"
 
     def _repr_html_(self) -> str:
         return table_html(self, self.table)
@@ -210,12 +237,14 @@ def drawn_by(
     """Draw with what is registered for the class of a result, or for the nearest that it inherits from."""
     if ax is not None and not hasattr(ax, "get_subplotspec"):
         raise InputError(
-            f"ax={shown(ax)} is not a matplotlib axes: leave it out for a new figure. A figure is written by "
-            "hw.figures.save_figure(result.plot(), path)."
+            f"ax={shown(ax)} is not a matplotlib axes: give one, as plt.subplots()[1] is, or leave it out for a new "
+            "figure. result.plot().savefig(path) writes it."
         )
     size = checked_size(figsize, ax)
     with asking_for(size):
-        drawn: Axes | Figure = DRAWINGS.of_class(type(result))(result, ax, **options)
+        drawn: Any = DRAWINGS.of_class(type(result))(result, ax, **options)
+    if not hasattr(drawn, "savefig"):
+        drawn.savefig = drawn.figure.savefig  # plot().savefig(path) writes one panel as it writes several
     return apply_title_and_size(drawn, title, size)
 
 

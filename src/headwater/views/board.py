@@ -91,15 +91,17 @@ class Board(Clicks):
         """Return the board as a page that needs no kernel: it holds the exact effects of all single nodes.
 
         These are every cell, every head, every head at every token, and every edge into the last token that the metric
-        reads. Sets, and other edges, need the kernel.
+        reads: layers × (tokens × (sites + 2 × heads) + heads) patches for each of `hows`, all computed now. Of five
+        tokens and SmolLM2 (30 layers, 9 heads) these are 3,420. Sets, and other edges, need the kernel.
 
         Args:
-            hows: of `denoise`, `noise`, `zero`, `mean`; default: all of them.
+            hows: one or several of `denoise`, `noise`, `zero`, `mean`; default: what a click does at first.
 
         Raises:
             InputError: there is no such way to change a node, or the page would be too large.
         """
-        asked = list(HOWS) if hows is None else [checked_name("hows", one, tuple(HOWS)) for one in one_or_several(hows)]
+        wanted = one_or_several(self.how if hows is None else hows)
+        asked = [checked_name("hows", one, tuple(HOWS)) for one in wanted]
         if not asked:
             raise InputError(f"hows= is empty; it may hold {', '.join(HOWS)}.")
         return board_page(self, asked)
@@ -125,7 +127,7 @@ class Board(Clicks):
         """Return what a notebook shows: the widget where there is one, and a page for when there is no kernel."""
         shown = {"text/plain": repr(self)}
         try:
-            shown["text/html"] = self.view(self.how)._repr_html_()
+            shown["text/html"] = self.view()._repr_html_()
         except InputError as error:
             shown["text/html"] = f"<p>{text_of(str(error))}</p>"
         live = widget_of(self)._repr_mimebundle_() if has_widgets() else {}

@@ -124,6 +124,9 @@ class Cache(Result):
     def __iter__(self) -> Iterator[str | tuple[str, int]]:
         return iter(self.keys())
 
+    def __array__(self, *_: object, **__: object) -> Any:
+        raise InputError("A cache holds several tensors: take one, as cache['resid_post', 3], or cache.residual.")
+
     def __contains__(self, key: object) -> bool:
         try:
             self._find(key)
