@@ -12,8 +12,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import HeadwaterError, RunFolderError
+from headwater.heads.relation_tokens import word_tokens
 from headwater.heads.relations import Relation
-from headwater.models.tokens import single_token_id
 from headwater.models.weights.opening import open_weights
 from tests.compatibility import REFUSED_HERE, TINY, WHOLE_RUNS
 from tests.random_models import CONFIGS, TAIL, random_model
@@ -273,7 +273,7 @@ def test_head_scores_equal_counts_over_the_models_own_attention_or_are_refused(t
     found = unless_refused("heads", name, lambda: hw.classify_heads(model, **options))
     if found is None:
         return
-    tokens = torch.tensor([single_token_id(TOKENIZER, word) for word in WORDS])
+    tokens = torch.tensor(word_tokens(TOKENIZER, WORDS))[:, 0]
     raw, _ = embeddings_of(hf, name, tokens[: len(pairs)])
     with torch.inference_mode():
         W_U = hf.get_output_embeddings().weight.T

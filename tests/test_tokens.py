@@ -16,8 +16,9 @@ from transformer_lens.model_bridge import TransformerBridge
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.heads.relation_tokens import word_tokens
 from headwater.models.tokenizers import load_tokenizer
-from headwater.models.tokens import Batch, encode, make_batch, single_token_id, token_span, token_strings
+from headwater.models.tokens import Batch, encode, make_batch, token_span, token_strings
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_hooked, tiny_model, tiny_tokenizer
 
 WANTS_BOS = {"gpt2", "llama", "llama-tied", "mistral", "gemma2", "gemma3"}
@@ -293,21 +294,23 @@ def test_batches_of_texts_carry_the_offsets_of_their_tokens():
 
 @given(st.sampled_from(WORDS))
 def test_a_word_of_the_vocabulary_is_one_token_after_a_space(word):
-    assert token_strings(TOKENIZER, [single_token_id(TOKENIZER, word)]) == (" " + word,)
-    assert single_token_id(TOKENIZER, word + "ö") is None
+    one, several = word_tokens(TOKENIZER, [word, word + "ö"])
+    assert token_strings(TOKENIZER, one) == (" " + word,)
+    assert len(several) != 1
 
 
 def test_a_tokenizers_own_leading_space_is_not_counted_as_a_token():
     tokenizer = llama2_style_tokenizer()
     assert len(encode(tokenizer, " Paris")[0]) == 2
-    assert single_token_id(tokenizer, "Paris") == tokenizer.convert_tokens_to_ids("▁Paris")
-    assert single_token_id(tokenizer, "xyz") is None
+    known, unknown = word_tokens(tokenizer, ["Paris", "xyz"])
+    assert known == [tokenizer.convert_tokens_to_ids("▁Paris")]
+    assert len(unknown) != 1
 
 
 def test_token_strings_keep_the_spaces_of_either_kind_of_tokenizer():
     for tokenizer in (TOKENIZER, llama2_style_tokenizer()):
-        ids = [single_token_id(tokenizer, word) for word in ("Paris", "cat")]
-        assert token_strings(tokenizer, ids) == (" Paris", " cat")
+        (paris,), (cat,) = word_tokens(tokenizer, ["Paris", "cat"])
+        assert token_strings(tokenizer, [paris, cat]) == (" Paris", " cat")
     assert token_strings(None, [5, 6]) == ("5", "6")
 
 
@@ -315,8 +318,7 @@ def test_an_unknown_word_is_not_the_unknown_token():
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "Paris": 1}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     wordlevel = tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    assert single_token_id(wordlevel, "Paris") == 1
-    assert single_token_id(wordlevel, "Rome") is None
+    assert word_tokens(wordlevel, ["Paris", "Rome"]) == [[1], []]
 
 
 def test_special_tokens_that_only_the_class_knows_are_kept(tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,9 @@ class JsonDocument:
     _space = re.compile(r"[ \t\n\r]*")
     _decoder = json.JSONDecoder()
 
-    def __init__(self, file: Path, what: str, rows: str = "rows"):
-        """Read a file.
-
-        Args:
-            file: the file.
-            what: what it is, for messages: "relation file".
-            rows: what its lists are lists of.
-        """
-        self.file, self.rows = file, rows
+    def __init__(self, file: Path, what: str):
+        """Read a file, which messages call `what`: "relation file"."""
+        self.file = file
         try:
             self.text = file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -93,16 +86,13 @@ class JsonDocument:
         """Return an error that names the file and the line."""
         return InputError(f"{self.file}, line {self.line(position)}: {what}" + ("" if what[-1] in ".?" else "."))
 
-    def elements(self, start: int = 0) -> Iterator[tuple[int, object]]:
-        """Yield (position, value) for each element of the list that begins at `start`."""
-        position = self._skip(start)
-        if self.text[position] != "[":
-            raise self.error(position, f"expected a list of {self.rows}")
-        position = self._skip(position + 1)
-        while self.text[position] != "]":
-            value, end = self._decoder.raw_decode(self.text, position)
-            yield position, value
+    def element(self, start: int, index: int) -> int:
+        """Return the position of one element of the list that begins at `start`."""
+        position = self._skip(self._skip(start) + 1)
+        for _ in range(index):
+            _, end = self._decoder.raw_decode(self.text, position)
             position = self._after_comma(end)
+        return position
 
     def members(self) -> dict[str, tuple[int, Any]]:
         """Return {key: (position of the value, value)} of the object that the file holds."""

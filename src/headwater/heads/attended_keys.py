@@ -31,10 +31,11 @@ from torch import Tensor
 from headwater.axes import Tokens
 from headwater.colors import PURPLE, SETS
 from headwater.errors import InputError
+from headwater.heads.relation_tokens import word_tokens
 from headwater.heads.relations import load_relations
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import Tokenizer, single_token_id, token_strings
+from headwater.models.tokens import Tokenizer, token_strings
 from headwater.registry import Registry
 
 SERIES = ("letter_to_next", "number_to_next", "sequence_to_next", "year_to_next")
@@ -172,20 +173,19 @@ def _is_delimiter(text: str) -> bool:
 
 def _series(tokenizer: Tokenizer, ordinary: Bool[Tensor, " d_vocab"]) -> set[tuple[int, int]]:
     """Return the pairs of tokens of which the second follows the first."""
-    ids: dict[str, int | None] = {}
-    found = set()
-    for relation in load_relations(SERIES):
-        for source, targets in relation.pairs:
-            for word in (source, *targets):
-                if word not in ids:
-                    ids[word] = single_token_id(tokenizer, word)
-            found |= {(ids[source], ids[target]) for target in targets}
-    size = len(ordinary)
-    return {
-        (one, other)
-        for one, other in found
-        if one is not None and other is not None and max(one, other) < size and ordinary[one] and ordinary[other]
+    pairs = {
+        (source, target)
+        for relation in load_relations(SERIES)
+        for source, targets in relation.pairs
+        for target in targets
     }
+    words = sorted({word for pair in pairs for word in pair})
+    whole = {
+        word: ids[0]
+        for word, ids in zip(words, word_tokens(tokenizer, words), strict=True)
+        if len(ids) == 1 and ids[0] < len(ordinary) and ordinary[ids[0]]
+    }
+    return {(whole[one], whole[other]) for one, other in pairs if one in whole and other in whole}
 
 
 def repeated_tokens(

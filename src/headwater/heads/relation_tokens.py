@@ -140,9 +140,9 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
         )
     if not words:
         return []
-    first = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0]
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))
     # SentencePiece writes a space before any text: a second one would be a token of its own.
-    space = "" if first.startswith(("▁", "Ġ")) else " "
+    space = "" if pieces and pieces[0].startswith(("▁", "Ġ")) else " "
     with panics_are_errors(InputError, "The tokenizer fails on the words of a relation"):
         encoded = tokenizer([space + word for word in words], add_special_tokens=False)["input_ids"]
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]

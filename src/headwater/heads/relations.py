@@ -23,6 +23,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -160,15 +161,16 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     Raises:
         InputError: nothing there, a name twice, or a file that breaks the format; the message names file, line, field.
     """
+    if relations is None:
+        return _suite_relations()
     if isinstance(relations, Relation):
         return (relations,)
     if isinstance(relations, pd.DataFrame):
         return (_of_table("own", rows_of(relations), "the data frame"),)
     if isinstance(relations, Mapping):
         return tuple(_named(str(name), pairs) for name, pairs in relations.items())
-    if relations is None or isinstance(relations, str | Path):
-        path = _suite() if relations is None else checked_path("relations", relations)
-        found, where = _read_relations(path), relations
+    if isinstance(relations, str | Path):
+        found, where = _read_relations(checked_path("relations", relations)), relations
     elif is_one(relations):
         raise InputError(
             f"relations={shown(relations)} is not a folder, file or name of a relation, nor several of these."
@@ -194,6 +196,11 @@ def is_pairs(parts: Sequence[Any]) -> bool:
 
 def _suite() -> Path:
     return Path(str(files("headwater.heads") / "suite"))
+
+
+@cache
+def _suite_relations() -> tuple[Relation, ...]:
+    return _read_relations(_suite())
 
 
 def _is_there(path: Path) -> bool:
@@ -257,7 +264,7 @@ def _relation_files(folder: Path) -> Iterator[Path]:
 def _read_categories(file: Path) -> dict[str, str]:
     if not file.exists():
         return {}
-    document = JsonDocument(file, "relation file", "[source, target] rows")
+    document = JsonDocument(file, "relation file")
     if not isinstance(document.value, dict):
         raise document.error(0, "expected an object {relation name: category}")
     for name, (position, category) in document.members().items():
@@ -266,11 +273,11 @@ def _read_categories(file: Path) -> dict[str, str]:
 
 
 def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
-    document = JsonDocument(file, "relation file", "[source, target] rows")
+    document = JsonDocument(file, "relation file")
     if isinstance(document.value, list):
         name = file.stem
         category = categories.get(name, PUBLISHED_CATEGORIES.get(name))
-        return Relation(name, category, tuple(_read_pairs(document, 0, unique_sources=False)))
+        return Relation(name, category, tuple(_read_pairs(document, 0, document.value, unique_sources=False)))
     if not isinstance(document.value, dict):
         raise document.error(0, "expected a list of [source, target] rows, or an object with name, category and pairs")
     members = document.members()
@@ -283,7 +290,7 @@ def _read_relation(file: Path, categories: Mapping[str, str]) -> Relation:
     position, category = members["category"]
     if category is not None:
         _check_category(document, position, "field 'category'", category)
-    pairs = tuple(_read_pairs(document, members["pairs"][0], unique_sources=True))
+    pairs = tuple(_read_pairs(document, *members["pairs"], unique_sources=True))
     return Relation(name, category, pairs, str(document.value.get("provenance", "")))
 
 
@@ -293,36 +300,35 @@ def _check_category(document: JsonDocument, position: int, where: str, category:
         raise document.error(position, f"{where}: {category!r} is not a category.{hint}")
 
 
-def _read_pairs(document: JsonDocument, start: int, *, unique_sources: bool) -> Iterator[Pair]:
-    lines: dict[str, int] = {}
-    empty = True
-    for position, row in document.elements(start):
-        empty = False
-        if not isinstance(row, list) or len(row) != 2:
-            raise document.error(position, f"expected a row [source, target], found {_shown(row)}")
-        source, targets = row[0], row[1] if isinstance(row[1], list) else [row[1]]
-        _check_word(document, position, "source", source)
-        if not targets:
-            raise document.error(position, f"target of {source!r}: the list is empty")
-        for target in targets:
-            _check_word(document, position, "target", target)
-        if len(set(targets)) < len(targets):
-            raise document.error(position, f"target of {source!r}: the same word twice in {targets}")
-        if unique_sources and source in lines:
-            raise document.error(
-                position, f"source {source!r} comes again (first in line {lines[source]}): put its targets in one row"
-            )
-        lines[source] = document.line(position)
-        yield source, tuple(targets)
-    if empty:
+def _read_pairs(document: JsonDocument, start: int, rows: object, *, unique_sources: bool) -> Iterator[Pair]:
+    if not isinstance(rows, list):
+        raise document.error(start, "expected a list of [source, target] rows")
+    if not rows:
         raise document.error(start, "no pairs: the list is empty")
+    first: dict[str, int] = {}
+    for index, row in enumerate(rows):
+        if what := _wrong_with(row):
+            raise document.error(document.element(start, index), what)
+        source, targets = row
+        if first.setdefault(source, index) < index and unique_sources:
+            line = document.line(document.element(start, first[source]))
+            what = f"source {source!r} comes again (first in line {line}): put its targets in one row"
+            raise document.error(document.element(start, index), what)
+        yield source, tuple(targets) if isinstance(targets, list) else (targets,)
 
 
-def _check_word(document: JsonDocument, position: int, field: str, word: object) -> None:
-    if not isinstance(word, str):
-        raise document.error(position, f"{field}: expected a word, found {_shown(word)}")
-    if not word or word != word.strip():
-        raise document.error(position, f"{field}: {word!r} is empty, or begins or ends with a space")
+def _wrong_with(row: object) -> str:
+    if not isinstance(row, list) or len(row) != 2:
+        return f"expected a row [source, target], found {_shown(row)}"
+    source, targets = row[0], row[1] if isinstance(row[1], list) else [row[1]]
+    for field, word in [("source", source), *(("target", target) for target in targets)]:
+        if not isinstance(word, str):
+            return f"{field}: expected a word, found {_shown(word)}"
+        if not word or word != word.strip():
+            return f"{field}: {word!r} is empty, or begins or ends with a space"
+    if not targets:
+        return f"target of {source!r}: the list is empty"
+    return f"target of {source!r}: the same word twice in {targets}" if len(set(targets)) < len(targets) else ""
 
 
 def _shown(value: object) -> str:

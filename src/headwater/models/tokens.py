@@ -266,18 +266,6 @@ def by_length(
     return batches
 
 
-def single_token_id(tokenizer: PreTrainedTokenizerBase, word: str) -> int | None:
-    """Return the id of the one token that `word` is after a space, or None when it is several tokens or unknown.
-
-    Tokenizers that put a space of their own in front of a text (Llama 2) give that space as a token before; it is
-    not counted.
-    """
-    ids, _ = encode(tokenizer, " " + word)
-    if len(ids) == 2 and tokenizer.convert_ids_to_tokens(ids[0]) == "▁":
-        ids = ids[1:] if str(tokenizer.convert_ids_to_tokens(ids[1])).startswith("▁") else ids
-    return ids[0] if len(ids) == 1 and ids[0] != tokenizer.unk_token_id else None
-
-
 def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
     """Return the text of each token, spaces kept; the id itself when there is no tokenizer."""
     if tokenizer is None:
