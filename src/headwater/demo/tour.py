@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,24 @@ MODELS = (
 """What the page says of its two models."""
 
 
-def begin(names: Sequence[str], questions: int, out: Path) -> BaseProcess:
-    """Begin analyses of the embedded model in a process beside this one; the tour then reads what they wrote.
+class Beside:
+    """Analyses of the embedded model in a process beside this one; the tour then reads what they wrote.
 
-    Its matrices are too small for a second thread, which would idle while the other one works on them.
+    Their matrices are too small for a second thread. As long as they take, one thread less works here.
     """
-    process = get_context("spawn").Process(target=_run, args=(names, questions, out), daemon=True)
-    process.start()
-    return process
+
+    def __init__(self, names: Sequence[str], questions: int, out: Path):
+        self.names, self.threads = names, torch.get_num_threads()
+        torch.set_num_threads(max(1, self.threads - 1))
+        self.process = get_context("spawn").Process(target=_run, args=(names, questions, out), daemon=True)
+        self.process.start()
+
+    def before(self, name: str) -> None:
+        """Wait, if the next analysis is one of these; where all have ended, every thread works here again."""
+        if name in self.names:
+            self.process.join()
+        if not self.process.is_alive():
+            torch.set_num_threads(self.threads)
 
 
 def _run(names: Sequence[str], questions: int, out: Path) -> None:
