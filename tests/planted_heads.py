@@ -29,15 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from headwater.planted.tokenizer import build_tokenizer
-from headwater.planted.wiring import (
-    CERTAIN,
-    Head,
-    Layout,
-    Neurons,
-    PlantedModel,
-    llama,
-    word_token,
-)
+from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, word_token
+from tests.planted_llama import Neurons, llama
 
 Pairs = Sequence[tuple[str, Sequence[str]]]
 """(source, accepted targets), as in `Relation.pairs`."""

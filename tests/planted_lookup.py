@@ -29,16 +29,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import headwater as hw
 from headwater.planted.tokenizer import build_tokenizer
-from headwater.planted.wiring import (
-    CERTAIN,
-    Head,
-    Layout,
-    Neurons,
-    PlantedModel,
-    all_of,
-    llama,
-    word_token,
-)
+from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, word_token
+from tests.planted_llama import Neurons, all_of, llama
 
 PROPERTIES = ("capital", "river")
 SUBJECTS = tuple(

@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.planted.tokenizer import build_tokenizer
-from headwater.planted.wiring import CERTAIN, Head, Layout, Neurons, PlantedModel, llama
+from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel
+from tests.planted_llama import Neurons, llama
 
 CLEAN, CORRUPTED, ANSWER, OTHER = "signal", "nothing", "yes", "no"
 N_LAYERS, N_HEADS = 3, 4

@@ -1,15 +1,12 @@
 """Write a transformer's weights by hand: what each head matches, what it moves, what each neuron detects.
 
-The models are ordinary Hugging Face modules, so everything that loads a checkpoint loads them. Two properties of the
-modules that would blur hand-written weights are switched off through their own settings, exactly in float32:
+The models are ordinary Hugging Face modules, so everything that loads a checkpoint loads them. Norms would blur
+hand-written weights: the epsilon is 2²⁶ and the gain 2¹³, so that x / sqrt(mean(x²) + 2²⁶) · 2¹³ = x, exactly in
+float32, where adding mean(x²) < 4 to 2²⁶ changes no bit. LayerNorm also subtracts the mean; one spare coordinate
+balances every vector that is written, so the mean is zero already.
 
-- Norms. The epsilon is 2²⁶ and the gain 2¹³, so that x / sqrt(mean(x²) + 2²⁶) · 2¹³ = x: adding mean(x²) < 4 to 2²⁶
-  changes no bit. LayerNorm also subtracts the mean; one spare coordinate balances every vector that is written, so
-  the mean is zero already.
-- Rotary positions. Linear scaling by 2⁶⁰ leaves every angle below 1e-15.
-
-The residual stream is a `Layout`: named groups of coordinates. A head is four lists of directions in it (`Head`), an
-MLP three (`Neurons`). Whatever is not listed is zero.
+The residual stream is a `Layout`: named groups of coordinates. A head is four lists of directions in it (`Head`).
+Whatever is not listed is zero.
 """
 
 from collections.abc import Mapping
@@ -18,18 +15,10 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
 
 NORM_EPSILON = 2.0**26
 NORM_GAIN = 2.0**13
-NO_ROTATION = {"rope_type": "linear", "factor": 2.0**60, "rope_theta": 10_000.0}
 CERTAIN = 60.0
 """Attention score, or pre-activation, that leaves e⁻³⁰ or less to whatever is half as good."""
 
@@ -66,15 +55,6 @@ class Head:
     write: Float[Tensor, "move d_model"]
 
 
-@dataclass(frozen=True)
-class Neurons:
-    """A gated MLP as directions of the residual stream x: Σ_n silu(gate_n · x)(up_n · x) write_n."""
-
-    gate: Float[Tensor, "neuron d_model"]
-    up: Float[Tensor, "neuron d_model"]
-    write: Float[Tensor, "neuron d_model"]
-
-
 class Layout:
     """The residual stream as named groups of coordinates: `Layout(token=300, out=300)`."""
 
@@ -102,77 +82,6 @@ def word_token(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
     return ids[0]
 
 
-def all_of(
-    conditions: Float[Tensor, "neuron d_model"], count: int, one: Float[Tensor, "1 d_model"]
-) -> tuple[Float[Tensor, "neuron d_model"], Float[Tensor, "neuron d_model"]]:
-    """Return gate and up directions of neurons that give 1 where `count` of the conditions they sum hold, else 0.
-
-    Args:
-        conditions: per neuron, the sum of the directions that are each 1 or 0 (or, to forbid something, minus it).
-        count: how many must hold.
-        one: a direction that reads 1 at every position.
-    """
-    gate = CERTAIN * (conditions - (count - 0.5) * one)
-    return gate, one.expand_as(gate) / (CERTAIN / 2)
-
-
-@torch.no_grad()
-def llama(
-    tokenizer: PreTrainedTokenizerFast,
-    embedding: Float[Tensor, "d_vocab d_model"],
-    unembedding: Float[Tensor, "d_vocab d_model"],
-    heads: Mapping[tuple[int, int], Head],
-    mlps: Mapping[int, Neurons],
-    *,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int | None = None,
-) -> PlantedModel:
-    """Write a Llama without norms and positions; heads that share a key-value head must match and read alike."""
-    d_vocab, written = embedding.shape
-    n_kv_heads = n_kv_heads or n_heads
-    d_head = _head_size(max([2] + [max(len(head.query), len(head.read)) for head in heads.values()]))
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=d_vocab,
-            hidden_size=-(-written // n_heads) * n_heads,
-            intermediate_size=max([1] + [len(mlp.gate) for mlp in mlps.values()]),
-            num_hidden_layers=n_layers,
-            num_attention_heads=n_heads,
-            num_key_value_heads=n_kv_heads,
-            head_dim=d_head,
-            max_position_embeddings=512,
-            rms_norm_eps=NORM_EPSILON,
-            rope_parameters=dict(NO_ROTATION),
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=1,
-            attn_implementation="eager",
-        )
-    )
-    _clear(model)
-    _put(embedding, model.model.embed_tokens.weight)
-    _put(unembedding, model.lm_head.weight)
-    shared: dict[tuple[int, int], Head] = {}
-    for (layer, head), wiring in heads.items():
-        group = head * n_kv_heads // n_heads
-        first = shared.setdefault((layer, group), wiring)
-        if not (torch.equal(first.key, wiring.key) and torch.equal(first.read, wiring.read)):
-            raise ValueError(f"Heads of layer {layer} that share key-value head {group} must share keys and values.")
-        attention = model.model.layers[layer].self_attn
-        _put(wiring.query * d_head**0.5, _rows(attention.q_proj.weight, head, d_head))
-        _put(wiring.key, _rows(attention.k_proj.weight, group, d_head))
-        _put(wiring.read, _rows(attention.v_proj.weight, group, d_head))
-        _put(wiring.write, _rows(attention.o_proj.weight.T, head, d_head))
-    for layer, mlp in mlps.items():
-        target = model.model.layers[layer].mlp
-        _put(mlp.gate, target.gate_proj.weight)
-        _put(mlp.up, target.up_proj.weight)
-        _put(mlp.write, target.down_proj.weight.T)
-    return _finished(model, tokenizer)
-
-
 @torch.no_grad()
 def gpt2(
     tokenizer: PreTrainedTokenizerFast,
@@ -187,7 +96,7 @@ def gpt2(
     """Write an attention-only GPT-2 with learned positions; a last coordinate keeps what is written at mean zero."""
     written = embedding.shape[1]
     need = max(max(len(head.query), len(head.read)) for head in heads.values())
-    d_head = _head_size(max(need, -(-(written + 1) // n_heads)))
+    d_head = head_size(max(need, -(-(written + 1) // n_heads)))
     d_model = n_heads * d_head
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -205,16 +114,16 @@ def gpt2(
             attn_implementation="eager",
         )
     )
-    _clear(model)
-    _put(_balanced(embedding, d_model), model.transformer.wte.weight)
-    _put(_balanced(positions, d_model), model.transformer.wpe.weight)
-    _put(unembedding, model.lm_head.weight)
+    clear(model)
+    put(_balanced(embedding, d_model), model.transformer.wte.weight)
+    put(_balanced(positions, d_model), model.transformer.wpe.weight)
+    put(unembedding, model.lm_head.weight)
     for (layer, head), wiring in heads.items():
         attention = model.transformer.h[layer].attn
         for slot, directions in enumerate((wiring.query * d_head**0.5, wiring.key, wiring.read)):
-            _put(directions, _rows(attention.c_attn.weight.T, slot * n_heads + head, d_head))
-        _put(_balanced(wiring.write, d_model), _rows(attention.c_proj.weight, head, d_head))
-    return _finished(model, tokenizer)
+            put(directions, rows_of(attention.c_attn.weight.T, slot * n_heads + head, d_head))
+        put(_balanced(wiring.write, d_model), rows_of(attention.c_proj.weight, head, d_head))
+    return finished(model, tokenizer)
 
 
 def _balanced(vectors: Float[Tensor, "row written"], d_model: int) -> Float[Tensor, "row d_model"]:
@@ -225,28 +134,29 @@ def _balanced(vectors: Float[Tensor, "row written"], d_model: int) -> Float[Tens
     return wide
 
 
-def _clear(model: PreTrainedModel) -> None:
+def clear(model: PreTrainedModel) -> None:
     """Set every parameter to zero, and the gains of the norms to what undoes their epsilon."""
     for name, parameter in model.named_parameters():
         is_gain = parameter.ndim == 1 and name.endswith("weight")
         parameter.fill_(NORM_GAIN if is_gain else 0.0)
 
 
-def _rows(weight: Tensor, index: int, d_head: int) -> Tensor:
+def rows_of(weight: Tensor, index: int, d_head: int) -> Tensor:
     """Return a view of one head's rows."""
     return weight[index * d_head : (index + 1) * d_head]
 
 
-def _put(directions: Float[Tensor, "row written"], weight: Float[Tensor, "rows d_model"]) -> None:
+def put(directions: Float[Tensor, "row written"], weight: Float[Tensor, "rows d_model"]) -> None:
     """Write directions into the first rows and columns of a weight, or of a view of one."""
     weight[: directions.shape[0], : directions.shape[1]] = directions
 
 
-def _head_size(size: int) -> int:
+def head_size(size: int) -> int:
     """Round up to a multiple of 8, as head sizes are."""
     return -(-size // 8) * 8
 
 
-def _finished(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PlantedModel:
+def finished(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PlantedModel:
+    """Name a written model's architecture, so that a folder of it can be loaded."""
     model.config.architectures = [type(model).__name__]
     return PlantedModel(model.eval(), tokenizer)
