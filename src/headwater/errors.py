@@ -77,13 +77,13 @@ def readable(message: str) -> str:
     return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:80]}... ({len(word[0]):,} characters)", text)
 
 
-def did_you_mean(asked: object, valid: Iterable[str]) -> str:
+def did_you_mean(given: object, valid: Iterable[str]) -> str:
     """Return " Did you mean ...?" with the nearest valid names, or the list of valid names when nothing is near."""
     names = sorted(valid)
     near = []
-    asked = str(asked) if isinstance(asked, PurePath) else asked
-    if isinstance(asked, str):
-        word, small = asked[:LONGEST_WORD], {name.casefold(): name for name in names}
+    given = str(given) if isinstance(given, PurePath) else given
+    if isinstance(given, str):
+        word, small = given[:LONGEST_WORD], {name.casefold(): name for name in names}
         near = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
         near = near or [small[one] for one in difflib.get_close_matches(word.casefold(), small, n=3, cutoff=0.6)]
         near = near or [name for name in names if len(word) > 2 and word.casefold() in name.casefold()][:3]

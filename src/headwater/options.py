@@ -27,8 +27,8 @@ def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
     """Return a name that is one of the valid ones."""
     if not isinstance(value, str) or value not in valid:
         near = did_you_mean(value, valid)
-        said = near if near.startswith(" Did") else ""
-        raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{said}")
+        hint = near if near.startswith(" Did") else ""
+        raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{hint}")
     return value
 
 
@@ -182,16 +182,16 @@ def checked_path(option: str, value: object) -> Path:
         raise InputError(f"{option}={shown(value)} must be a path: a text or a pathlib.Path, not {found}.")
     if not str(value).strip():
         raise InputError(f"{option}={value!r} is empty: give a path; '.' is the current folder.")
-    said = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
+    text = repr(str(value) if len(str(value)) < 80 else f"{str(value)[:60]}... ({len(str(value))} characters)")
     try:
         path = Path(value).expanduser()
         str(path).encode()  # parquet and safetensors take names in UTF-8 only
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             (path / _A_FILE).stat()
     except (ValueError, RuntimeError) as error:  # NUL, half a character, the home of nobody
-        raise InputError(f"{option}={said} is not a path: {error}.") from None
+        raise InputError(f"{option}={text} is not a path: {error}.") from None
     except OSError as error:  # too long, or a folder that may not be entered
-        raise InputError(f"{option}={said} cannot be used as a path: {error.strerror}.") from None
+        raise InputError(f"{option}={text} cannot be used as a path: {error.strerror}.") from None
     return path
 
 

@@ -122,8 +122,8 @@ def _direct(model: HookedModel, pairs: PairedPrompts, gap: float) -> ndarray | f
 
 def _when(model: HookedModel, pairs: PairedPrompts, gap: float) -> pd.DataFrame:
     """The share of the gap that the residual stream carries at the source and the last position, by layer."""
-    asked = {"sites": "resid_pre", "positions": {"source": pairs.source, "last": "last"}, "direction": "noise"}
-    sweep = patch(model, *both_sides(pairs), **asked, metric=metric_of(pairs), progress=False)  # type: ignore[arg-type]
+    options = {"sites": "resid_pre", "positions": {"source": pairs.source, "last": "last"}, "direction": "noise"}
+    sweep = patch(model, *both_sides(pairs), **options, metric=metric_of(pairs), progress=False)  # type: ignore[arg-type]
     rows = []
     for (role, layer), cell in sweep.table.groupby(["role", "layer"], sort=False):
         mean = mean_of(-cell["effect"].to_numpy(dtype=float) / gap, pairs.item.tolist())
@@ -135,13 +135,13 @@ def _cost(
     model: HookedModel, pairs: PairedPrompts, named: list[Head], strongest_head: Head, draws: int, seed: int
 ) -> list[dict[str, Any]]:
     """What the logit difference loses when heads write nothing at the last position, beside random ones."""
-    asked = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
+    sets = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
     random = [list(one) for one in matched_sets(model, named, draws, seed)]
     # Named and random sets in one call, so that all share one recorded run.
-    lost, difference = silenced(model, pairs, [*(heads for _, heads in asked), *random])
-    rows = [_row(what, heads, one, pairs, difference) for (what, heads), one in zip(asked, lost.T, strict=False)]
+    lost, difference = silenced(model, pairs, [*(heads for _, heads in sets), *random])
+    rows = [_row(what, heads, one, pairs, difference) for (what, heads), one in zip(sets, lost.T, strict=False)]
     if random:
-        sizes = lost[:, len(asked) :].mean(0)
+        sizes = lost[:, len(sets) :].mean(0)
         value, (low, high) = sizes.mean(), np.quantile(sizes, [0.025, 0.975])
         what = f"random, {len(sizes)} sets of {len(named)} of the same layers"
         rows.append({"what": what, "heads": "", "cost": value, "low": low, "high": high, "share": value / difference})

@@ -95,8 +95,8 @@ class RelationPrompts:
         for half, pairs in zip(HALVES, (self.first, self.second), strict=True):
             for row, item in enumerate(pairs.item.tolist()):
                 beside = other[int(pairs.corrupted[row, pairs.source])]
-                asked = words[item][0], target[int(pairs.answer[row])], beside, target[int(pairs.foil[row])]
-                rows.append((half, *asked))
+                spelled_out = words[item][0], target[int(pairs.answer[row])], beside, target[int(pairs.foil[row])]
+                rows.append((half, *spelled_out))
         columns = ["half", "source", "target", "other_source", "other_target"]
         object.__setattr__(self, "table", pd.DataFrame(rows, columns=columns))
 
@@ -163,8 +163,8 @@ def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: 
             if template != "auto":
                 raise
             continue
-        asked = halves[0][SHOTS:]  # the first ones are the examples
-        both = [paired(prompts, tokens, asked, CHOSEN_ON), paired(prompts, tokens, halves[1], pairs)]
+        items = halves[0][SHOTS:]  # the first ones are the examples
+        both = [paired(prompts, tokens, items, CHOSEN_ON), paired(prompts, tokens, halves[1], pairs)]
         if min(map(len, both)) >= FEWEST_PAIRS:
             found.append(Candidate(kind, text, *both))
     if not found:
@@ -253,8 +253,8 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
     answer, foil = (torch.tensor([tokens.targets[one[side]][0] for one in both]) for side in range(2))
     accepted = tuple(tokens.targets[item] for item, _ in both)
     rows = prompts.batch.tokens[:, : usual[1]]
-    asked = torch.tensor([item for item, _ in both])
-    return PairedPrompts(rows[clean], rows[corrupted], answer, foil, usual[0], accepted, asked)
+    clean_items = torch.tensor([item for item, _ in both])
+    return PairedPrompts(rows[clean], rows[corrupted], answer, foil, usual[0], accepted, clean_items)
 
 
 def _templates(

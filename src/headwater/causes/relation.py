@@ -57,8 +57,8 @@ def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Hea
     size = model.shape.n_layers, model.shape.n_heads
     chosen = sorted(np.ndindex(size) if heads is None else heads)
     sets = {str(number): [head] for number, head in enumerate(chosen)}
-    asked = {"sets": sets, "values": "other run", "positions": "last", "metric": metric_of(pairs), "progress": False}
-    table = ablate(model, *both_sides(pairs), **asked).table  # type: ignore[arg-type]
+    options = {"sets": sets, "values": "other run", "positions": "last", "metric": metric_of(pairs), "progress": False}
+    table = ablate(model, *both_sides(pairs), **options).table  # type: ignore[arg-type]
     by_head = np.full((len(pairs), *size), np.nan)
     # pivot sorts its columns as texts ("10" before "2"); they are put back in the order of the heads.
     by_head[:, *np.transpose(chosen)] = -table.pivot(index="example", columns="set", values="effect")[list(sets)]
@@ -71,8 +71,8 @@ def silenced(
 ) -> tuple[Float[ndarray, "pair set"], float]:
     """Return what the difference of each pair loses when heads write nothing at the last position, and its mean."""
     named = {str(number): list(heads) for number, heads in enumerate(sets)}
-    asked = {"sets": named, "positions": "last", "metric": metric_of(pairs), "progress": False}
-    table = ablate(model, pairs.clean.tolist(), **asked).table  # type: ignore[arg-type]
+    options = {"sets": named, "positions": "last", "metric": metric_of(pairs), "progress": False}
+    table = ablate(model, pairs.clean.tolist(), **options).table  # type: ignore[arg-type]
     effects = table.pivot(index="example", columns="set", values="effect")[list(named)].to_numpy(dtype=float)
     return -effects, float(table.groupby("example")["clean"].first().mean())
 

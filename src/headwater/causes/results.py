@@ -129,16 +129,16 @@ class EvidenceSuite(Result):
 
     def report(self) -> list[str]:
         """Return in how many relations and families weights name the cause, beside the baselines."""
-        said = [
+        sentences = [
             f"{self.run.model} can do {len(self.measured)} of {len(self.table)} relations: there the gap of the logit "
             "difference between two sources is above 0 (95 % interval)."
         ]
         if not len(self.measured):
-            return said
+            return sentences
         summary, n = whole_summary(self), len(self.measured)
         first = int((self.measured["rank"] == 1).sum())
         third = int((self.measured["rank"] <= 3).sum())
-        said.append(
+        sentences.append(
             f"The head that the margin of its weights × its attention to the source names moves most in {first} of {n} "
             f"relations and is among the first three in {third}; its mean share of the largest effect is "
             f"{summary['share'].mean():.2f} over {len(summary)} families (relations with one strongest head are one)."
@@ -146,16 +146,16 @@ class EvidenceSuite(Result):
         for row in self.compared().to_dict("records"):
             if row["way"] in (*BASELINES, "shuffled targets"):
                 verdict = "is greater" if row["low"] > 0 else "is not clearly greater"
-                said.append(
+                sentences.append(
                     f"The share {verdict} than that of what is named by {row['way']}: {row['share']:.2f}, a difference "
                     f"of {row['difference']:.2f} ({row['low']:.2f} to {row['high']:.2f} over families)."
                 )
         found = summary[summary["q_value"] <= LARGEST_P]
-        said.append(
+        sentences.append(
             f"Against shuffled targets {len(found)} of {len(summary)} families pass a false-discovery rate of 5 %; "
             f"{int(self.table['holds'].sum())} of {n} relations also beat every baseline by themselves."
         )
-        return said
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw, relation by relation, the named head's share of the largest effect, beside the three baselines."""
@@ -247,35 +247,35 @@ class Evidence(Result):
         if not self.is_measured:
             return [self.verdict]
         can = self.can.iloc[0]
-        said = [
+        sentences = [
             f"{self.run.model} on {self.relation}, asked by a {can['prompt']} prompt: the logit difference between two "
             f"sources changes by {can['gap']:.1f} ({can['gap_low']:.1f} to {can['gap_high']:.1f}; n = {can['pairs']} "
             f"pairs that chose nothing); a right word is first in {can['accuracy']:.0%}."
         ]
         tried = self.templates.set_index("kind")["difference"]
         if can["prompt"] != "chat" and "chat" in tried:
-            said.append(
+            sentences.append(
                 f"That prompt is without the chat template, with which the difference was smaller ({tried['chat']:.1f} "
                 f"in place of {tried[can['prompt']].max():.1f}, first half): a chat may do otherwise."
             )
         if self.passes is not None:
-            said.append(f"From layer {self.passes} on half of that or more is carried by the last position.")
+            sentences.append(f"From layer {self.passes} on half of that or more is carried by the last position.")
         top = self.table.dropna(subset=["effect"]).nlargest(3, "effect").to_dict("records")
         moved = ", ".join(f"{_head(row)} {row['effect']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in top)
-        said.append(f"Share of the gap moved by single heads at the last position: {moved}.")
-        said.append(f"Most attention to the source: {self._largest('attention')}.")
+        sentences.append(f"Share of the gap moved by single heads at the last position: {moved}.")
+        sentences.append(f"Most attention to the source: {self._largest('attention')}.")
         if self.table["direct"].notna().any():
-            said.append(f"Most of the gap written directly: {self._largest('direct')}.")
+            sentences.append(f"Most of the gap written directly: {self._largest('direct')}.")
         for row in self.ways.dropna(subset=["share"]).to_dict("records"):
             head = f"head {_head(row)}" if pd.notna(row["layer"]) else f"{row['heads']} heads, mean"
-            said.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")
+            sentences.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")
         for row in self.cost.to_dict("records"):
             heads = f" ({row['heads']})" if row["heads"] else ""
-            said.append(
+            sentences.append(
                 f"Silenced at the last position, {row['what']}{heads}: costs {row['cost']:.2f} logits "
                 f"({row['low']:.2f} to {row['high']:.2f})."
             )
-        return [*said, self.verdict]
+        return [*sentences, self.verdict]
 
     def _largest(self, column: str) -> str:
         return ", ".join(f"{_head(row)} {row[column]:.2f}" for row in self.table.nlargest(3, column).to_dict("records"))

@@ -190,7 +190,7 @@ def _measure(
 
 def _say_how_long(
     model: HookedModel,
-    asked: Sequence[TokenRelation],
+    requested: Sequence[TokenRelation],
     tried: Sequence[Sequence[Candidate]],
     pairs: int,
     progress: bool,
@@ -201,10 +201,11 @@ def _say_how_long(
         tokens += sum(one.first.clean.numel() for one in some)
         first, second = (max(some, key=lambda one: getattr(one, half).clean.numel()) for half in HALVES)
         tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
-        measured = min(heads, 2 * LEADERS) if len(asked) > 1 else heads
+        measured = min(heads, 2 * LEADERS) if len(requested) > 1 else heads
         for pairs_of, n in ((first.first, heads), (second.second, measured)):
             tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * n // 2  # both sides; a token through half the layers
-    what = f"{len(tried):,} relations" if len(asked) > 1 else f"{asked[0].relation.name} and what it is compared with"
+    one = f"{requested[0].relation.name} and what it is compared with"
+    what = f"{len(tried):,} relations" if len(requested) > 1 else one
     say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
 
 
@@ -280,6 +281,6 @@ def _row(
     row |= {"gap": gap.value, "gap_low": gap.low, "gap_high": gap.high}
     row |= {"accuracy": known["correct"].double().mean().item()}
     if family is None:
-        said = f"the interval of its gap holds 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
-        return row | {"can": False, "reason": said}
+        why = f"the interval of its gap holds 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
+        return row | {"can": False, "reason": why}
     return row | {"can": True, "reason": "", "family": f"{family[0]}.{family[1]}"}

@@ -291,10 +291,10 @@ class BothRuns:
         if sloped:
             refuse_without_gradients(self.model)
         try:
-            held = sloped_names(self.model) if sloped else ()
+            sloped_sites = sloped_names(self.model) if sloped else ()
             # A tensor made in inference mode can never be part of a graph.
             with torch.inference_mode(False) if sloped else contextlib.nullcontext():
-                self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), held)
+                self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), sloped_sites)
         except CannotStepError as error:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]

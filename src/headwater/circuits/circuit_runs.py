@@ -96,7 +96,7 @@ class CircuitRuns(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return how faithful each circuit is, beside its placebos, and what cannot be told."""
-        said = []
+        sentences = []
         for row in whole_summary(self).head(8).to_dict("records"):
             sentence = (
                 f"{row['circuit']}, {row['edges']:,} edges ({row['edges_on_a_path']:,} on a path): faithfulness "
@@ -109,12 +109,12 @@ class CircuitRuns(ByMetric, Result):
                     f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile "
                     f"(p = {row['p_value']:.2g})"
                 )
-            said.append(f"{sentence}.".replace("_", " "))
+            sentences.append(f"{sentence}.".replace("_", " "))
         if left := said_of_gaps(self.table):
-            said.append(left)
-        said += said_of_discovery(self.run)
-        said.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
-        return said
+            sentences.append(left)
+        sentences += said_of_discovery(self.run)
+        sentences.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
+        return sentences
 
     def claim(
         self,
@@ -161,8 +161,8 @@ class CircuitRuns(ByMetric, Result):
             level=level,
             seed=seed,
         )
-        asked = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": seen}
-        return Claim.of(judged, self.run, asked | {"other": None if other is None else other.run})
+        options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": seen}
+        return Claim.of(judged, self.run, options | {"other": None if other is None else other.run})
 
     def __repr__(self) -> str:
         n_circuits, n_examples = self.table["circuit"].nunique(), self.table["example"].nunique()

@@ -125,7 +125,7 @@ class CircuitCurve(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the four numbers of each metric beside their placebos, and what cannot be told."""
-        said, by = [], self.run.options["by"]
+        sentences, by = [], self.run.options["by"]
         words = {"cpr": "CPR", "cmd": "CMD", "log_area": "mean over log size", "least_size": "least size for 0.9"}
         for metric, part in self.areas().groupby("metric", sort=False):
             parts = [
@@ -133,10 +133,10 @@ class CircuitCurve(ByMetric, Result):
                 + (f", of random curves {row['placebo']:.3f}" if np.isfinite(row["placebo"]) else "")
                 for row in part.to_dict("records")
             ]
-            said.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
+            sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
         if left := said_of_gaps(self.table):
-            said.append(left)
-        return [*said, *said_of_discovery(self.run)]
+            sentences.append(left)
+        return [*sentences, *said_of_discovery(self.run)]
 
     def __repr__(self) -> str:
         sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()

@@ -149,20 +149,20 @@ def edges(
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, how.seed)
     refuse_without_path(source, by)
-    asked = EdgeRequest(plan, source, graph, chosen, places_in(plan, over, positions), how)
-    _refuse_what_does_not_fit(asked)
-    _say_how_long(asked, hours, progress)
+    request = EdgeRequest(plan, source, graph, chosen, places_in(plan, over, positions), how)
+    _refuse_what_does_not_fit(request)
+    _say_how_long(request, hours, progress)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
         "over": over,
-        **asked.places.options,
+        **request.places.options,
         **how.options,
         **options_of(plan, source),
     }
 
     def work(run: Run) -> EdgeEffects:
-        return _Measuring(asked, run).result()
+        return _Measuring(request, run).result()
 
     return run_or_resume(EdgeEffects, "edges", model, options, work, out=out, seed=how.recorded_seed, progress=progress)
 
@@ -235,45 +235,45 @@ def refuse_without_path(source: Replacement, method: str) -> None:
         )
 
 
-def _refuse_what_does_not_fit(asked: EdgeRequest) -> None:
+def _refuse_what_does_not_fit(request: EdgeRequest) -> None:
     """Refuse what would not fit in memory: the numbers of all edges."""
     advice = "Give fewer pairs, fewer senders= or receivers=."
-    numbers = (5 if asked.how.ranks_twice else 3) * 4 * int(np.prod(asked.size))
-    what = f"What {len(asked.chosen):,} edges of {len(asked.plan.base):,} pairs come to"
+    numbers = (5 if request.how.ranks_twice else 3) * 4 * int(np.prod(request.size))
+    what = f"What {len(request.chosen):,} edges of {len(request.plan.base):,} pairs come to"
     refuse_too_large(what, numbers, torch.device("cpu"), advice)
 
 
-def _say_how_long(asked: EdgeRequest, hours: float | None, progress: bool) -> None:
+def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
     """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
-    plan, how, graph, n_edges = asked.plan, asked.how, asked.graph, len(asked.chosen)
+    plan, how, graph, n_edges = request.plan, request.how, request.graph, len(request.chosen)
     what, advice = f"{n_edges:,} edges of {len(plan.base):,} pairs", "Fewer pairs or shorter prompts take less."
-    exact, runs, whole = runs_of(graph, graph.stage[asked.chosen]) * len(asked.places), 0.0, 0
+    exact, runs, whole = runs_of(graph, graph.stage[request.chosen]) * len(request.places), 0.0, 0
     if how.method == "exact":
         runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
     if how.method in ("sublayer", "screened"):
-        runs = runs_of_senders(graph, asked.chosen) * len(asked.places)
+        runs = runs_of_senders(graph, request.chosen) * len(request.places)
     if how.method == "screened":
         runs, advice = runs + exact * min(1.0, (how.verify + DRAWN) / n_edges), "With a smaller verify= it takes less."
     if how.method != "exact":
         what = f"Estimates of {what}"
         whole = 1 + len(how.shares) * (1 + len(plan.metrics))
-    tokens = runs * changed_tokens(plan, asked.source.since).sum() + whole * sum(map(len, plan.base))
+    tokens = runs * changed_tokens(plan, request.source.since).sum() + whole * sum(map(len, plan.base))
     say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
 
 
 class _Measuring:
     """Measures the edges of a plan, an example and a receiver's layer in a piece."""
 
-    def __init__(self, asked: EdgeRequest, run: Run):
-        self.asked, self.plan, self.graph, self.run = asked, asked.plan, asked.graph, run
-        sloped = asked.how.shares == (0.0,) and asked.how.method != "exact"
-        self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint, sloped)
+    def __init__(self, request: EdgeRequest, run: Run):
+        self.request, self.plan, self.graph, self.run = request, request.plan, request.graph, run
+        sloped = request.how.shares == (0.0,) and request.how.method != "exact"
+        self.pairs = Pairs(request.plan, request.source, run.record.fingerprint, sloped)
 
     def result(self) -> EdgeEffects:
         """Measure all, and lay it out."""
-        asked, how = self.asked, self.asked.how
-        n_examples, n_edges = asked.size[0], asked.size[2]
-        estimates, sampled = torch.full(asked.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
+        request, how = self.request, self.request.how
+        n_examples, n_edges = request.size[0], request.size[2]
+        estimates, sampled = torch.full(request.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
         recomputed = torch.full((n_edges,), how.method == "exact")
         baselines = self.pairs.baselines(self.run, recomputed=how.method in ("exact", "screened"))
         if how.method != "exact":
@@ -281,7 +281,7 @@ class _Measuring:
                 pieces = list(self.run.pieces("estimates", range(n_examples), self._estimates, bar))
                 estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
         if how.method == "screened":
-            kinds = self.graph.receivers.kind[self.graph.receiver[asked.chosen]]
+            kinds = self.graph.receivers.kind[self.graph.receiver[request.chosen]]
             # First-order estimates are ranked beside the sublayer's as if they were further metrics.
             ranked_by = torch.stack([torch.cat(list(piece.values()), -1) for piece in pieces])
             strengths = strength(np.nan_to_num(ranked_by.double().numpy()))
@@ -293,26 +293,26 @@ class _Measuring:
             self._effects(recomputed),
             estimates,
             torch.stack([piece["baselines"] for piece in baselines]),
-            torch.from_numpy(asked.chosen),
+            torch.from_numpy(request.chosen),
             sampled,
             tuple(metric.name for metric in self.plan.metrics),
             (shape.n_layers, shape.n_heads, shape.n_kv_heads, int(shape.parallel_blocks)),
-            asked.places.positions,
-            asked.places.roles,
+            request.places.positions,
+            request.places.roles,
         )
 
     def _effects(self, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
         """Return the exact effects of some of the edges, NaN for the others; a layer of a pair is a piece."""
-        n_examples = self.asked.size[0]
-        effects, cells = torch.full(self.asked.size, torch.nan), recomputed.nonzero()[:, 0]
-        edges = self.asked.chosen[cells.numpy()]
+        n_examples = self.request.size[0]
+        effects, cells = torch.full(self.request.size, torch.nan), recomputed.nonzero()[:, 0]
+        edges = self.request.chosen[cells.numpy()]
         stages = self.graph.stage[edges]
         items = [(example, edges[stages == stage]) for example in range(n_examples) for stage in np.unique(stages)]
         if items:
             with self.run.bar("edges", "edge", n_examples * len(edges)) as bar:
                 pieces = self.run.pieces("layer", items, self._layer, bar, lambda item: len(item[1]))
                 for (example, of_layer), piece in zip(items, pieces, strict=True):
-                    effects[example][:, np.searchsorted(self.asked.chosen, of_layer)] = piece["effects"].float()
+                    effects[example][:, np.searchsorted(self.request.chosen, of_layer)] = piece["effects"].float()
         return effects
 
     def _layer(self, item: tuple[int, Indices]) -> dict[str, Tensor]:
@@ -321,19 +321,19 @@ class _Measuring:
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
             effects = self._nothing(example, len(edges))
-            for number, place in self.asked.places.of(runs):
-                effects[number] = self.pairs.exact(runs, place, self.asked.how.through).effects(
+            for number, place in self.request.places.of(runs):
+                effects[number] = self.pairs.exact(runs, place, self.request.how.through).effects(
                     int(self.graph.stage[edges[0]]), edges
                 )
         return {"effects": effects}
 
     def _estimates(self, example: int) -> dict[str, Tensor]:
         """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
-        edges, how = self.asked.chosen, self.asked.how
+        edges, how = self.request.chosen, self.request.how
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
             estimates = self._nothing(example, len(edges))
-            numbered = list(self.asked.places.of(runs))
+            numbered = list(self.request.places.of(runs))
             # Nothing read feels any sender here: no gradient is needed to say 0.
             if not numbered:
                 return {"estimates": estimates} | ({"first order": estimates.clone()} if how.ranks_twice else {})
@@ -344,7 +344,7 @@ class _Measuring:
             if how.method in ("eap", "eap-ig"):
                 return {"estimates": first_order}
             for number, place in numbered:
-                exact = self.pairs.exact(runs, place, self.asked.how.through)
+                exact = self.pairs.exact(runs, place, self.request.how.through)
                 for stage in np.unique(self.graph.stage[edges]):
                     of_layer = np.flatnonzero(self.graph.stage[edges] == stage)
                     estimates[number, of_layer] = sublayer_scores(slopes, exact, int(stage), edges[of_layer])
@@ -352,6 +352,6 @@ class _Measuring:
 
     def _nothing(self, example: int, n_edges: int) -> Float[Tensor, "position edge metric"]:
         """Return 0 at the places of a pair, NaN beyond."""
-        table = torch.zeros(len(self.asked.places), n_edges, len(self.plan.metrics), dtype=torch.float64)
-        table[self.asked.places.missing(example)] = torch.nan
+        table = torch.zeros(len(self.request.places), n_edges, len(self.plan.metrics), dtype=torch.float64)
+        table[self.request.places.missing(example)] = torch.nan
         return table

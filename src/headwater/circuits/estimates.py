@@ -131,11 +131,11 @@ class Slopes:
         """The rows of what is kept that are of this pair: the other run may be after the base run."""
         return slice(len(self.shares))
 
-    def _logits_recorded(self, held: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
+    def _logits_recorded(self, recorded: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
         """The logits of the base run as it was recorded, with its graph, which serves once."""
-        self.held = dict(held)
+        self.held = dict(recorded)
         # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
-        held.clear()
+        recorded.clear()
         return self.runs.wave.logits(self.held[self._final][0, list(self.runs.kept)], 0)[None]
 
     def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:

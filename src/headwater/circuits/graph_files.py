@@ -132,18 +132,22 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
             file, {"cfg": cfg, "nodes": {name: {"in_graph": one} for name, one in sends.items()}, "edges": edges}
         )
     else:
-        held = _tensors(edges, sources, list(targets)) | {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
-        held["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
-        write_atomically(file, lambda temporary: torch.save(held, temporary))
+        content = _tensors(edges, sources, list(targets)) | {
+            "cfg": cfg,
+            "src_nodes": sources,
+            "dst_nodes": list(targets),
+        }
+        content["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
+        write_atomically(file, lambda temporary: torch.save(content, temporary))
     return file
 
 
 def _of_json(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
-    held = parse_json(file.read_bytes())
-    nodes = [one for one in held["nodes"].values() if isinstance(one, dict)]
+    content = parse_json(file.read_bytes())
+    nodes = [one for one in content["nodes"].values() if isinstance(one, dict)]
     _refuse_neurons([one["neurons"] for one in nodes if "neurons" in one])
-    edges = held["edges"].items()
-    return held["cfg"], ((name, one.get("score"), one["in_graph"]) for name, one in edges)
+    edges = content["edges"].items()
+    return content["cfg"], ((name, one.get("score"), one["in_graph"]) for name, one in edges)
 
 
 def _number(edge: str, score: object) -> float:
@@ -156,17 +160,17 @@ def _number(edge: str, score: object) -> float:
 
 def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, object]]]:
     # weights_only: a pickle from elsewhere could run code.
-    held = torch.load(file, weights_only=True, map_location="cpu")
-    _refuse_neurons([held["neurons_in_graph"]] if held.get("neurons_in_graph") is not None else [])
-    inside, scores = held["edges_in_graph"], held["edges_scores"].double()
+    content = torch.load(file, weights_only=True, map_location="cpu")
+    _refuse_neurons([content["neurons_in_graph"]] if content.get("neurons_in_graph") is not None else [])
+    inside, scores = content["edges_in_graph"], content["edges_scores"].double()
     if inside.dtype != torch.bool or inside.shape != scores.shape or not bool(scores.isfinite().all()):
         raise ValueError("edges_in_graph is not true or false, or edges_scores holds NaN or infinity")
-    sources, targets = held["src_nodes"], held["dst_nodes"]
+    sources, targets = content["src_nodes"], content["dst_nodes"]
     places = inside.nonzero().tolist()
     members = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), True) for i, j in places)
     others = (~inside & _real(sources, targets)).nonzero().tolist()
     rest = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), False) for i, j in others)
-    return held["cfg"], iter([*members, *rest])
+    return content["cfg"], iter([*members, *rest])
 
 
 def _refuse_neurons(kept: list[Any]) -> None:

@@ -198,7 +198,7 @@ class PathEffects(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
-        said, summary = [], whole_summary(self)
+        sentences, summary = [], whole_summary(self)
         for metric in self.metrics:
             rows = self.table[self.table["metric"] == metric]
             named = [name for name in self.coordinates if name != "metric"]
@@ -206,15 +206,15 @@ class PathEffects(ByMetric, Result):
             floor, row = float(rows["floor"].mean()), summary[summary["metric"] == metric].iloc[0]
             n, where = int(row["examples"]), f" at {row['role']}" if "role" in rows else ""
             where = f" at position {row['position']}" if "position" in rows else where
-            said.append(
+            sentences.append(
                 f"Of {len(means):,} paths the largest effect on {metric.replace('_', ' ')} is {row['sender']} -> "
                 f"{row['receiver']}{where}: {said_number(row['mean'], row['low'], row['high'])}, over {n} "
                 f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} are beyond what rounding makes ({floor:.1e})."
             )
-        said += edited_run(self.run.options)
-        said.append(f"Senders reach receivers {WAYS[self.through]}.")
-        said.append("Effects of paths that share a part count it more than once: they do not add up to a whole.")
-        return said
+        sentences += edited_run(self.run.options)
+        sentences.append(f"Senders reach receivers {WAYS[self.through]}.")
+        sentences.append("Effects of paths that share a part count it more than once: they do not add up to a whole.")
+        return sentences
 
     def matrix(self, metric: str | None = None) -> pd.DataFrame:
         """Return the mean effects over examples, receivers down and senders across; NaN where no path leads.
@@ -351,19 +351,19 @@ def path_patch(
         graph.refuse_order(next(iter(sent)), next(iter(received)))
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, seed)
-    asked = PathRequest(plan, source, graph, sent, received, through, places_in(plan, over, positions))
-    _say_how_long(asked, progress)
+    request = PathRequest(plan, source, graph, sent, received, through, places_in(plan, over, positions))
+    _say_how_long(request, progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},
         "through": through,
         "over": over,
-        **asked.places.options,
+        **request.places.options,
         **options_of(plan, source),
     }
 
     def work(run: Run) -> PathEffects:
-        return _Measuring(asked, run).result()
+        return _Measuring(request, run).result()
 
     return run_or_resume(PathEffects, "path_patch", model, options, work, out=out, progress=progress)
 
@@ -381,16 +381,16 @@ class PathRequest:
     places: Places
 
 
-def _say_how_long(asked: PathRequest, progress: bool) -> None:
+def _say_how_long(request: PathRequest, progress: bool) -> None:
     """Say how long paths take, if it is over a minute."""
-    plan, graph = asked.plan, asked.graph
+    plan, graph = request.plan, request.graph
     ends = [
         first_layer(graph, received)
-        for received in asked.receivers.values()
-        for sent in asked.senders.values()
+        for received in request.receivers.values()
+        for sent in request.senders.values()
         if has_path(graph, sent, received)
     ]
-    tokens = runs_of(graph, np.array(ends)) * len(asked.places) * changed_tokens(plan, asked.source.since).sum()
+    tokens = runs_of(graph, np.array(ends)) * len(request.places) * changed_tokens(plan, request.source.since).sum()
     what, advice = f"{len(ends):,} paths of {len(plan.base):,} pairs", "Fewer senders=, receivers= or pairs take less."
     say_how_long(plan.model, what, tokens, advice, progress=progress)
 
@@ -398,22 +398,28 @@ def _say_how_long(asked: PathRequest, progress: bool) -> None:
 class _Measuring:
     """Measures paths, those of a pair whose first receiver lies in one layer in a piece."""
 
-    def __init__(self, asked: PathRequest, run: Run):
-        self.asked, self.run = asked, run
-        self.pairs = Pairs(asked.plan, asked.source, run.record.fingerprint)
-        layers = [first_layer(asked.graph, one) for one in asked.receivers.values()]
+    def __init__(self, request: PathRequest, run: Run):
+        self.request, self.run = request, run
+        self.pairs = Pairs(request.plan, request.source, run.record.fingerprint)
+        layers = [first_layer(request.graph, one) for one in request.receivers.values()]
         self.stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
 
     def result(self) -> PathEffects:
         """Measure all, and lay it out."""
-        asked = self.asked
+        request = self.request
         baselines = torch.stack([piece["baselines"] for piece in self.pairs.baselines(self.run)])
         items = [(example, stage) for example in range(len(self.pairs)) for stage in self.stages]
-        size = (len(self.pairs), len(asked.places), len(asked.senders), len(asked.receivers), len(asked.plan.metrics))
+        size = (
+            len(self.pairs),
+            len(request.places),
+            len(request.senders),
+            len(request.receivers),
+            len(request.plan.metrics),
+        )
         effects = torch.full(size, torch.nan, dtype=torch.float64)
 
         def count(item: tuple[int, list[int]]) -> int:
-            return len(item[1]) * len(asked.senders)
+            return len(item[1]) * len(request.senders)
 
         with self.run.bar("paths", "path", sum(map(count, items))) as bar:
             pieces = self.run.pieces("layer", items, self._stage, bar, count)
@@ -422,9 +428,9 @@ class _Measuring:
         table = tabulated(
             effects,
             baselines,
-            (tuple(asked.senders), tuple(asked.receivers)),
-            tuple(metric.name for metric in asked.plan.metrics),
-            asked.places,
+            (tuple(request.senders), tuple(request.receivers)),
+            tuple(metric.name for metric in request.plan.metrics),
+            request.places,
             self.run.record.options,
         )
         return PathEffects(table, self.run.record)
@@ -432,20 +438,20 @@ class _Measuring:
     def _stage(self, item: tuple[int, list[int]]) -> dict[str, Tensor]:
         """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
         example, stage = item
-        asked = self.asked
-        senders, receivers = list(asked.senders.values()), [list(asked.receivers.values())[i] for i in stage]
-        with torch.no_grad(), asked.plan.model.lock:
+        request = self.request
+        senders, receivers = list(request.senders.values()), [list(request.receivers.values())[i] for i in stage]
+        with torch.no_grad(), request.plan.model.lock:
             runs = self.pairs.runs(example)
             found = self._nothing(example, senders, receivers)
-            for number, place in asked.places.of(runs):
-                paths = Paths(runs, place, asked.through, self.pairs.tile(runs, place))
+            for number, place in request.places.of(runs):
+                paths = Paths(runs, place, request.through, self.pairs.tile(runs, place))
                 found[number] = paths.effects(senders, receivers)
         return {"effects": found}
 
     def _nothing(self, example: int, senders: list[Indices], receivers: list[Indices]) -> Tensor:
         """Return 0 where a path leads at a place of the example, NaN elsewhere."""
-        leads = torch.tensor([[has_path(self.asked.graph, s, r) for r in receivers] for s in senders])
-        found = torch.zeros(len(self.asked.places), *leads.shape, len(self.asked.plan.metrics), dtype=torch.float64)
+        leads = torch.tensor([[has_path(self.request.graph, s, r) for r in receivers] for s in senders])
+        found = torch.zeros(len(self.request.places), *leads.shape, len(self.request.plan.metrics), dtype=torch.float64)
         found[:, ~leads] = torch.nan
-        found[self.asked.places.missing(example)] = torch.nan
+        found[self.request.places.missing(example)] = torch.nan
         return found

@@ -173,7 +173,7 @@ class EdgeEffects(ByMetric, Result):
 
     def report(self) -> list[str]:
         """Return the strongest edge of each metric, how many are beyond rounding, and what the method leaves open."""
-        said, summary = [], whole_summary(self)
+        sentences, summary = [], whole_summary(self)
         what = "effect" if self.is_exact else "estimate"
         for m, metric in enumerate(self.metrics):
             means = means_of(self._values)[:, m]
@@ -186,13 +186,15 @@ class EdgeEffects(ByMetric, Result):
                 f"{said_number(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
                 f"{beyond:,} are beyond what rounding makes ({floor:.1e})."
             )
-            said.append(sentence.replace("_", " "))
-            said += self._said_of_the_rest(m, metric)
+            sentences.append(sentence.replace("_", " "))
+            sentences += self._said_of_the_rest(m, metric)
         if not self.is_exact:
-            said.append(f"These are estimates ({self.method}), not runs with the edge changed.")
-        said += edited_run(self.run.options)
-        said.append("Effects of edges in series count the same path more than once: they do not add up to a whole.")
-        return said
+            sentences.append(f"These are estimates ({self.method}), not runs with the edge changed.")
+        sentences += edited_run(self.run.options)
+        sentences.append(
+            "Effects of edges in series count the same path more than once: they do not add up to a whole."
+        )
+        return sentences
 
     def circuit(self, n: int, *, by: RankName = "size", metric: str | None = None) -> Circuit:
         """Return the circuit of the strongest edges, by their means over examples.
@@ -387,13 +389,13 @@ class EdgeEffects(ByMetric, Result):
             return []
         hits, bar = int((drawn > ranked[0]).sum()), ranked[0]
         most = most_of_a_share(hits, len(drawn))
-        said = (
+        sentence = (
             f"{len(ranked):,} edges were recomputed for their estimate on {metric}; of the {rest:,} others "
             f"{len(drawn):,} were drawn at random: the largest of these has {drawn.max():.3g}, and {hits} are beyond "
             f"{bar:.3g}, the least of the recomputed, so that at most {most:.1%} of the others ({int(most * rest):,} "
             "edges, which may have been missed) are (95 %)."
         )
-        return [self._said_of_estimates(exact, estimates, metric), said.replace("_", " ")]
+        return [self._said_of_estimates(exact, estimates, metric), sentence.replace("_", " ")]
 
     def _said_of_estimates(self, exact: Numbers, estimates: Numbers, metric: str) -> str:
         """Compare estimates with the effects of what was recomputed."""

@@ -301,9 +301,9 @@ class CircuitSearch(Result):
         row, options = whole_summary(self).to_dict("records")[0], self.run.options
         metric = str(row["metric"]).replace("_", " ")
         rule = "the answer loses" if options["by"] == "signed" else "the metric changes by"
-        said = []
+        sentences = []
         if row["not_tried"]:
-            said.append(
+            sentences.append(
                 f"This is not a circuit yet: {row['not_tried']:,} of {len(self.table):,} edges were not tried, as "
                 f"the budget of {options['budget']:,} was spent, and stay in. Give a larger budget=, or a smaller "
                 "start=: hw.edges(...).circuit(n)."
@@ -311,13 +311,13 @@ class CircuitSearch(Result):
         if row["left_out"]:
             begun, first = len(self.table) - row["left_out"], self.faithfulness_at_first
             which = "given" if options["start"] else "strongest in the whole model, as hw.edges screens them"
-            said.append(
+            sentences.append(
                 f"The search began from {begun:,} edges ({which}), which alone have faithfulness {first:.2f}; the "
                 f"other {row['left_out']:,} were left out at once."
             )
             if not first >= ENOUGH:
-                said.append("These hold no circuit: they do less than half of what all do. Give a larger budget=.")
-        said += [
+                sentences.append("These hold no circuit: they do less than half of what all do. Give a larger budget=.")
+        sentences += [
             f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
             f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
             f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {row['runs']:,} runs of a pair."
@@ -331,9 +331,11 @@ class CircuitSearch(Result):
                 f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach "
                 f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile"
             )
-        said.append(f"{sentence}.")
-        said.append("Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others.")
-        return said
+        sentences.append(f"{sentence}.")
+        sentences.append(
+            "Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others."
+        )
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the metric of what is left by the number of edges left, with the edges that were kept."""
@@ -341,8 +343,8 @@ class CircuitSearch(Result):
 
     def __repr__(self) -> str:
         left, untried = len(self.circuit), int((self.table["decision"] == DECISIONS[NOT_TRIED]).sum())
-        said = f", {untried:,} not tried" if untried else ""
-        return f"CircuitSearch({self.run.model}: {left:,} of {len(self.table):,} edges left{said}, {self.runs:,} runs)"
+        rest = f", {untried:,} not tried" if untried else ""
+        return f"CircuitSearch({self.run.model}: {left:,} of {len(self.table):,} edges left{rest}, {self.runs:,} runs)"
 
     def _repr_html_(self) -> str:
         kept = self.table[self.table["decision"] == DECISIONS[KEPT]]
@@ -425,8 +427,8 @@ def find_circuit(
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 
     def strongest(_: object) -> dict[str, Tensor]:
-        asked: dict[str, Any] = {"metric": metric, "method": "screened", "verify": tries, "batch_size": batch_size}
-        found = measured_edges(model, **outcome.given, **asked, seed=seed, progress=progress)
+        options: dict[str, Any] = {"metric": metric, "method": "screened", "verify": tries, "batch_size": batch_size}
+        found = measured_edges(model, **outcome.given, **options, seed=seed, progress=progress)
         return {"edges": torch.from_numpy(found.circuit(tries, by=by).edges)}
 
     def work(run: Run) -> CircuitSearch:
@@ -444,7 +446,7 @@ def find_circuit(
 def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:
     """Search with the options of a run, whose record says them, from all edges or from some."""
     keep = outcome.pairs_to_keep(WALKS)
-    asked, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
+    options, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
     pairs, steps = range(len(outcome)), count()
 
     def means(stage: str, circuits: Sequence[Indices], name: str) -> Tensor:
@@ -456,10 +458,10 @@ def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:
 
     clean, corrupted, _ = means("baselines", (), "baselines")[0].tolist()
     # Which way the answer is lost: a metric may be larger in the corrupted run.
-    sign = (1 if clean >= corrupted else -1) if asked["by"] == "signed" else 0
+    sign = (1 if clean >= corrupted else -1) if options["by"] == "signed" else 0
     layers = range(runner.graph.n_layers)
     together = any(attention_post_norm(outcome.plan.model, layer) is not None for layer in layers)
-    rule = Rule(float(asked["threshold"]), sign, asked["budget"], together)
+    rule = Rule(float(options["threshold"]), sign, options["budget"], together)
     with run.bar("edges decided", "edge", runner.graph.n_edges) as bar:
         return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n), start).search()
 

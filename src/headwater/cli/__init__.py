@@ -99,11 +99,11 @@ def _problem(error: CycloptsError) -> str:
         return f"Too many words: {' '.join(words)}." + (f" Did you mean {near[0]}?" if near else "")
     if isinstance(error, UnknownOptionError):
         # Compared without the dashes, which make all options alike.
-        asked = error.token.keyword or error.token.value
+        option = error.token.keyword or error.token.value
         known = {name.lstrip("-"): name for one in error.argument_collection for name in one.names}
-        name = asked.lstrip("-")
+        name = option.lstrip("-")
         near = [OPTIONS[name]] if OPTIONS.get(name) in known else get_close_matches(name, known, n=1)
-        return f"No such option: {asked}." + (f" Did you mean {known[near[0]]}?" if near else "")
+        return f"No such option: {option}." + (f" Did you mean {known[near[0]]}?" if near else "")
     word = (error.unused_tokens or [""])[0] if isinstance(error, UnknownCommandError) else ""
     if word in sys.modules["headwater"].__all__:
         return f"{word} is not a command; in Python it is hw.{word}."

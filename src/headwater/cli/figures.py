@@ -76,7 +76,7 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
     results = [_read(_named(result_class), folder, part) for folder in runs]
     figure = _named(draw)(results, style=style, **options)
     note = NOTES.get(kind, NOTES.get(f"{kind} {style}"))
-    said = _named(note)(results) if note else ""
+    note_text = _named(note)(results) if note else ""
     files = []
     if is_main():
         import matplotlib as mpl
@@ -85,7 +85,7 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
 
         mpl.use("Agg")
         files = [str(file) for file in save_figure(figure, out, ("png", "svg", "pdf"))]
-    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": said}
+    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note_text}
 
 
 def _read(result_class: Any, folder: Path, part: str) -> Any:

@@ -206,9 +206,9 @@ def behaviour(
         load.model(model), read, sequences=sequences, length=length, threshold=threshold, copying=copying,
         embedding=embedding, batch_size=batch_size, seed=seed, progress=run.progress, out=run.out,
     )  # fmt: skip
-    said = "\n".join(result.report())
+    sentences = "\n".join(result.report())
     files = run.write(result, "attention_behaviour")
-    run.report(result.findings() | {"files": files}, lambda found, console: _show_behaviour(found, said, console))
+    run.report(result.findings() | {"files": files}, lambda found, console: _show_behaviour(found, sentences, console))
 
 
 def evidence(
@@ -249,14 +249,14 @@ def evidence(
     """
     from headwater.causes.weights_to_cause import evidence as find
 
-    asked = None if relation is None else relation[0] if len(relation) == 1 else relation
+    chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
     result = find(
-        load.model(model), asked, template=template, embedding=embedding, pairs=pairs, draws=draws, seed=seed,
+        load.model(model), chosen, template=template, embedding=embedding, pairs=pairs, draws=draws, seed=seed,
         progress=run.progress, out=run.out,
     )  # fmt: skip
-    said = "\n".join(result.report())
+    text = "\n".join(result.report())
     files = run.write(result, "evidence")
-    run.report(result.findings() | {"files": files}, lambda _, console: console.print(plain(said), soft_wrap=True))
+    run.report(result.findings() | {"files": files}, lambda _, console: console.print(plain(text), soft_wrap=True))
 
 
 def relations(
@@ -355,12 +355,12 @@ def _show_changes(summary: dict[str, Any], console: Console) -> None:
         console.print(f"\n{plain(sentence)}")
 
 
-def _show_behaviour(summary: dict[str, Any], said: str, console: Console) -> None:
+def _show_behaviour(summary: dict[str, Any], text: str, console: Console) -> None:
     table = columns("on,behaviour", "heads,best,score,expected,excess")
     for row in summary["summary"]:
         numbers = (f"{row[name]:.2f}" for name in ("score", "expected", "excess"))
         table.add_row(row["on"], row["behaviour"], f"{row['heads']:,}", f"{row['layer']}.{row['head']}", *numbers)
-    console.print(table, "", plain(said), sep="\n")
+    console.print(table, "", plain(text), sep="\n")
 
 
 def _show_coverage(summary: dict[str, Any], console: Console) -> None:

@@ -265,7 +265,7 @@ def circuit(
             load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, hours=hours,
             progress=run.progress, out=run.out, **vars(search),
         )  # fmt: skip
-        files, chosen, said = run.write(found, "search"), found.circuit, found.report()
+        files, chosen, sentences = run.write(found, "search"), found.circuit, found.report()
         rows = _strongest(chosen)[["edge", "effect"]].dropna().to_dict("records")
         counts = {"pairs": int(found.alone["example"].nunique()), "edges": len(found.table), "method": "greedy search"}
         summary = {"model": found.run.model, **counts, "metric": found.alone["metric"].iloc[0], "strongest": rows}
@@ -278,7 +278,7 @@ def circuit(
         )  # fmt: skip
         files, chosen = [], found.circuit(SIZE if size is None else size, by=by)
         summary = _edge_summary(found, _strongest(chosen))
-        said = [
+        sentences = [
             f"Circuit of {len(chosen):,} of {found.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
             "the embedding to the logits.",
             "It was chosen on these prompts: what it is worth shows on others.",
@@ -287,7 +287,7 @@ def circuit(
         from headwater.demo.written import write_figure
 
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
-    run.report(summary | {"said": said, "files": files}, _show_edges)
+    run.report(summary | {"said": sentences, "files": files}, _show_edges)
 
 
 def _window(text: str | None) -> Any:

@@ -276,10 +276,10 @@ def _finish(found: dict[str, Result], run: RunOptions) -> None:
             files += run.write(result, name, name)
         files.append(str(write_report(found, run.out / "report.md")))
     summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
-    said = {name: result.report() for name, result in found.items()}
+    reports = {name: result.report() for name, result in found.items()}
 
     def show(_: dict[str, Any], console: Console) -> None:
-        for name, lines in said.items():
+        for name, lines in reports.items():
             console.print(f"[bold]{name}[/]", *map(plain, lines), "", sep="\n")
 
     run.report(summary | {"files": files}, show)

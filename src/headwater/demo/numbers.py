@@ -113,8 +113,8 @@ def _rise(result: DepthProfile, control: str) -> _Rise | None:
     """How far the mean of Min-K% rises from the first to the last depth; None where that was not measured."""
     rows = result.comparisons
     ends = f"{result.depths[0]}-{result.depths[-1]}"
-    asked = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
-    found = rows[(rows[list(asked)] == pd.Series(asked)).all(axis=1)]
+    wanted = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
+    found = rows[(rows[list(wanted)] == pd.Series(wanted)).all(axis=1)]
     if not len(found):
         return None
     value, low, high = (-float(found[name].iloc[0]) for name in ("value", "high", "low"))  # scores fall as Min-K% rises
@@ -200,9 +200,9 @@ def _range(values: Iterable[float]) -> str:
     return _span([f"{value:.2f}" for value in sorted(values)])
 
 
-def _span(said: list[str]) -> str:
+def _span(texts: list[str]) -> str:
     """The least and the largest; one where they are the same."""
-    return " to ".join(dict.fromkeys((said[0], said[-1]))) if said else "-"
+    return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else "-"
 
 
 def head_table(result: Result) -> pd.DataFrame:

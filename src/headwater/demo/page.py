@@ -62,11 +62,11 @@ LEGEND = (
 )
 
 
-def leading(said: Sequence[str], beginnings: Sequence[str]) -> tuple[list[str], list[str]]:
+def leading(sentences: Sequence[str], beginnings: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split sentences into the first with each beginning, and the rest; all lead where none has one of them."""
-    first = [next((i for i, one in enumerate(said) if one.startswith(start)), None) for start in beginnings]
-    lead = [said[i] for i in first if i is not None]
-    return (lead, [one for i, one in enumerate(said) if i not in first]) if lead else (list(said), [])
+    first = [next((i for i, one in enumerate(sentences) if one.startswith(start)), None) for start in beginnings]
+    lead = [sentences[i] for i in first if i is not None]
+    return (lead, [one for i, one in enumerate(sentences) if i not in first]) if lead else (list(sentences), [])
 
 
 def write_report(found: Mapping[str, Result], file: Path) -> Path:

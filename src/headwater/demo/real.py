@@ -96,12 +96,12 @@ def _chat(seen: Seen, options: dict[str, Any]) -> Result:
     from headwater.patching.activation_patching import patch
     from headwater.patching.metrics import logit_difference
 
-    def asked(name: str) -> list[dict[str, str]]:
+    def question_about(name: str) -> list[dict[str, str]]:
         question = f"Which city is the capital of {name}?"
         return [{"role": "user", "content": question}, {"role": "assistant", "content": "The capital is"}]
 
     sides = list(CAPITALS)[::2], list(CAPITALS)[1::2]
-    clean, corrupted = ([asked(name) for name in side] for side in sides)
+    clean, corrupted = ([question_about(name) for name in side] for side in sides)
     countries = [tuple(f" {name}" for name in pair) for pair in zip(*sides, strict=True)]
     roles = {"country": countries, of.OTHER_WORD: " city", "last": "last"}
     metric = logit_difference(*([f" {CAPITALS[name]}" for name in side] for side in sides))

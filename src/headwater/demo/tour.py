@@ -112,9 +112,9 @@ class Tour:
         if name in self.failed:
             return Section(step.title, step.asks, failure=self.failed[name])
         result = self.seen.found[name]
-        said = result.report()
-        conclusion = [said.pop()] if step.concludes else []
-        lead, further = leading(said, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
+        sentences = result.report()
+        conclusion = [sentences.pop()] if step.concludes else []
+        lead, further = leading(sentences, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
         number = step.number(result) if step.number else Number("")
         return Section(
             step.title,

@@ -70,8 +70,8 @@ def beginnings(
         parts.append(padded)
         begun += rows
     # pop: a layer's parts go as soon as they are joined, or all of it would be in memory twice.
-    held = {layer: _together([part.pop(layer) for part in parts]) for layer in (list(parts[0]) if parts else [])}
-    return Beginnings({row: i for i, row in enumerate(begun)}, {row: lengths[row] for row in begun}, held)
+    joined = {layer: _together([part.pop(layer) for part in parts]) for layer in (list(parts[0]) if parts else [])}
+    return Beginnings({row: i for i, row in enumerate(begun)}, {row: lengths[row] for row in begun}, joined)
 
 
 def _behind(made: Tensor, longest: int) -> Tensor:

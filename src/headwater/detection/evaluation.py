@@ -76,12 +76,12 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     reached = f"AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f}"
     chance = against_chance(best["low"], best["high"])
     many = f"of {len(measured)} methods " if len(measured) > 1 else ""
-    said = [
+    sentences = [
         f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
         f"{NAMES[best['method']]} tells them apart best ({reached}{f'; {chance}' if chance else ''})."
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
-    said += [
+    sentences += [
         f"{_begun(NAMES[name])} {_verdict(found[name])} the single probe ({_signed(found[name])})."
         for name in ("mop", "pr")
         if name in found and np.isfinite(found[name]["gain"])
@@ -89,10 +89,12 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     if "question" in found and "probe" in found:
         alone = found["question"]
         reached = f"AUC {alone['auc']:.3f}, {alone['low']:.3f} to {alone['high']:.3f}"
-        said.append(f"Relation and popularity alone ({reached}): this {_verdict(alone)} the probe ({_signed(alone)}).")
+        sentences.append(
+            f"Relation and popularity alone ({reached}): this {_verdict(alone)} the probe ({_signed(alone)})."
+        )
     notes = table[table["note"] != ""]
-    said += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
-    return " ".join(said)
+    sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
+    return " ".join(sentences)
 
 
 def _begun(name: str) -> str:

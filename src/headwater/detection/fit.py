@@ -200,9 +200,9 @@ class AnswerSet:
     ) -> NDArray[np.bool_]:
         """Say which training answers are Q-anchored."""
         z, anchored = self.answered.z[train], np.zeros(len(train), dtype=bool)
-        for fitted, told in self._folds(train, seed):
+        for fitted, predicted in self._folds(train, seed):
             reading = fit_linear(states[train[fitted]], z[fitted])
-            anchored[told] = _flipped(reading, states[train[told]], severed[train[told]])
+            anchored[predicted] = _flipped(reading, states[train[predicted]], severed[train[predicted]])
         return anchored
 
     def _gate_logits(
@@ -210,8 +210,8 @@ class AnswerSet:
     ) -> NDArray[np.float64]:
         """Return the gate's logit of each training answer, as sure of it as it is of answers that it has not seen."""
         logits = np.empty(len(train))
-        for fitted, told in self._folds(train, seed):
-            logits[told] = _logits(fit_linear(states[fitted], anchored[fitted]), states[told])
+        for fitted, predicted in self._folds(train, seed):
+            logits[predicted] = _logits(fit_linear(states[fitted], anchored[fitted]), states[predicted])
         return logits
 
     def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -74,16 +74,16 @@ def plot_cache(
 def _chosen(cache: Cache, heads: Any) -> list[tuple[int, int]]:
     """Return heads as pairs, each of them in the cache."""
     wanted = "pairs (layer, head), as heads=[(0, 3)]"
-    asked = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
+    chosen = [tuple(checked_several("heads", one, wanted)) for one in checked_several("heads", heads, wanted)]
     kept = {*product(cache.kept["pattern"].layers if "pattern" in cache.kept else (), cache.heads)}
-    if missing := [one for one in asked if one not in kept]:
+    if missing := [one for one in chosen if one not in kept]:
         raise InputError(
             f"This cache keeps no attention pattern of head {shown(missing[0])}: heads are pairs (layer, head), of "
             "what model.cache(..., sites='pattern') keeps."
         )
-    if not asked:
+    if not chosen:
         raise InputError("heads=[] names no head: give pairs (layer, head).")
-    return asked
+    return chosen
 
 
 def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] | None, example: int) -> Axes | Figure:

@@ -32,8 +32,8 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             if not any(shares):
                 continue
             bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[name], label=name)
-            said = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
-            ax.bar_label(bars, said, label_type="center", color=INKS[name], fontsize=7)
+            labels = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
+            ax.bar_label(bars, labels, label_type="center", color=INKS[name], fontsize=7)
             left = [start + share for start, share in zip(left, shares, strict=True)]
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(len(names) - 0.5, -0.5)

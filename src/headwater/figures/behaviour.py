@@ -152,9 +152,9 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     """Colour each head by a number of its own, with a bar that says which."""
     shade, values = SHADES[name], heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
     ax.set_facecolor(UNSEEN)
-    held = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
-    edges = [np.arange(n + 1) - 0.5 for n in held.shape]
-    mesh = ax.pcolormesh(*edges[::-1], held, cmap=shade.colors, vmin=shade.ticks[0], vmax=1.0, rasterized=True)
+    grid = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
+    edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
+    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=shade.colors, vmin=shade.ticks[0], vmax=1.0, rasterized=True)
     ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
     if name == "copying":
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
@@ -176,5 +176,5 @@ def _look(name: str) -> tuple[str, str, float]:
 def _mark(name: str, count: str) -> Line2D:
     color, shape, area = _look(name)
     size = 6.5 * area**0.5
-    said = f"{words(name)} ({count})"
-    return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0, label=said)
+    label = f"{words(name)} ({count})"
+    return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0, label=label)

@@ -55,12 +55,12 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
 def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     heads = max(part["writer_head"].max(), part["reader_head"].max()) + 1
     layers = int(part["reader_layer"].max()) + 1
-    held = np.full((heads * (layers - 1), heads * (layers - 1)), np.nan)
+    grid = np.full((heads * (layers - 1), heads * (layers - 1)), np.nan)
     rows = part["writer_layer"].to_numpy() * heads + part["writer_head"].to_numpy()
     columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
-    held[rows, columns] = above
+    grid[rows, columns] = above
     ax.set_facecolor(UNSEEN)
-    mesh = ax.pcolormesh(np.ma.masked_invalid(held), cmap=COLORS, vmin=0, vmax=limit, rasterized=True)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=COLORS, vmin=0, vmax=limit, rasterized=True)
     step = -(-layers // 12)
     for edge in range(1, layers - 1):
         ax.axhline(edge * heads, color="white", linewidth=0.6)

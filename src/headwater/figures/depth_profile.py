@@ -180,8 +180,8 @@ def answers_note(profiles: Sequence[DepthProfile]) -> str:
     """Name the models whose gap panel judges answers that lay in the data; "" without one."""
     given = [one for one in profiles if any(len(_gaps(one, quartile)) for quartile in QUARTILES)]
     named = ", ".join(short_name(one.run.model) for one in given if one.run.options["answers"] == DATA)
-    said = "judges the answers in the data, whichever model wrote them; answers='model' lets the model answer itself"
-    return f"The score gap of {named} {said}." if named else ""
+    hint = "judges the answers in the data, whichever model wrote them; answers='model' lets the model answer itself"
+    return f"The score gap of {named} {hint}." if named else ""
 
 
 def _title_look(titles: Sequence[str]) -> dict[str, Any]:

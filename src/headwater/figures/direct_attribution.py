@@ -105,8 +105,8 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
     limit = float(np.abs(drawn.to_numpy(dtype=float)).max()) or 1.0
     edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
-    held = drawn.to_numpy(dtype=float)
-    mesh = ax.pcolormesh(*edges, held, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
+    grid = drawn.to_numpy(dtype=float)
+    mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     for spine in ax.spines.values():
         spine.set_visible(False)
     whole_numbers(ax.xaxis)

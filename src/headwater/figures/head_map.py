@@ -268,8 +268,8 @@ def _ring() -> Line2D:
 def _explained(head_map: HeadMap) -> str | None:
     """What the legend of a single map says above its marks: the rule, and what their sizes mean."""
     rule = head_map.run.options.get("rule")
-    said = [f"{rule} rule"] * bool(rule) + [SIZES_ARE] * _has_excess(head_map)
-    return "\n".join(said) or None
+    lines = [f"{rule} rule"] * bool(rule) + [SIZES_ARE] * _has_excess(head_map)
+    return "\n".join(lines) or None
 
 
 def _has_excess(head_map: HeadMap) -> bool:
@@ -316,8 +316,8 @@ def _published_words(maps: Sequence[HeadMap]) -> tuple[list[Line2D], list[str]]:
 def rule_note(maps: Sequence[HeadMap]) -> str:
     """Say by which rule heads were classified where it is not the published one; else nothing."""
     rules = {str(one.run.options.get("rule")) for one in maps}
-    said = " and ".join(sorted(rules))
-    return "" if rules == {"published"} else f"Heads classified by the {said} rule; published maps use the published."
+    listed = " and ".join(sorted(rules))
+    return "" if rules == {"published"} else f"Heads classified by the {listed} rule; published maps use the published."
 
 
 def _published_legend(figure: Figure, maps: Sequence[HeadMap], note: str) -> None:

@@ -128,8 +128,8 @@ def delta_p(
             ax.set_title(titles[0])
         return apply_title_and_size(ax, title, None)
     with shared_look(ax):
-        said = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
-        below = LINE * (len(names) + said) + 0.1
+        entries = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
+        below = LINE * (len(names) + entries) + 0.1
         figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
         height = (size or figure.get_size_inches())[1]
         halves: Any = figure.subfigures(2, 1, height_ratios=(max(height - below, below), below))
@@ -193,11 +193,11 @@ def default_split(pathways: Pathways) -> str:
 
 
 def _split(pathways: Pathways, split_by: str | None) -> str:
-    held = list(dict.fromkeys(pathways.curves["split_by"]))
+    splits = list(dict.fromkeys(pathways.curves["split_by"]))
     if split_by is None:
         return default_split(pathways)
-    if not isinstance(split_by, str) or split_by not in held:
-        raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, held)}")
+    if not isinstance(split_by, str) or split_by not in splits:
+        raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, splits)}")
     return split_by
 
 
@@ -277,8 +277,8 @@ def _what_is_told(shown: Sequence[Pathways]) -> str:
         for name in one.datasets:
             view, counts = SetAtBest(one, name), [_count(one, name, mode, BEST_LAYER) for mode in MODES]
             auc = said_number(*view.baseline(WRONG_ANSWER, PROBE))
-            told = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
-            lines.append(label(f"{model_name(short_name(one.run.model))}, {set_name(name)}: {told}"))
+            note = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
+            lines.append(label(f"{model_name(short_name(one.run.model))}, {set_name(name)}: {note}"))
     return "\n".join(lines)
 
 

@@ -307,8 +307,8 @@ def _density(values: NDArray[np.float64], grid: NDArray[np.float64], reflect: bo
 def _at_chance(rows: pd.DataFrame) -> Interval | None:
     """Return the AUC of the probe that a question set's saliency is of, where it is not above chance."""
     counts = Bootstrap.of(rows["example"]).counts
-    told = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
-    return None if told.low > 0.5 else told
+    found = interval(auc(rows["logit"].to_numpy(), rows["z"].to_numpy(), counts=counts))
+    return None if found.low > 0.5 else found
 
 
 def chance_note(shown: Sequence[Saliency]) -> str:
@@ -316,6 +316,6 @@ def chance_note(shown: Sequence[Saliency]) -> str:
     found = []
     for one in shown:
         for name, rows in one.of().groupby("dataset", sort=False):
-            if told := _at_chance(rows):
-                found.append(f"{short_name(one.run.model)}, {name} ({said_number(*told)})")
+            if at := _at_chance(rows):
+                found.append(f"{short_name(one.run.model)}, {name} ({said_number(*at)})")
     return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(found)}." if found else ""

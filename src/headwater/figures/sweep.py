@@ -191,14 +191,14 @@ def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
 
 def panel_axes(part: pd.DataFrame, fixed: dict[str, Any]) -> list[str]:
     """The axes a panel runs over; roles, where there are several, represent positions and keys."""
-    held = [name for name in LABELS if name in part.columns and name not in fixed]
+    columns = [name for name in LABELS if name in part.columns and name not in fixed]
     for role, tokens in ROLES.items():
         if role in part.columns and part[role].notna().any():
-            held = [name for name in held if name != tokens and (name != role or part[role].nunique() > 1)]
-    held = [name for name in held if part[name].notna().any()]
-    if {"feature", "layer"} <= {*held} and part["layer"].nunique() == 1:  # a dictionary is of one layer
-        held.remove("layer")
-    return held
+            columns = [name for name in columns if name != tokens and (name != role or part[role].nunique() > 1)]
+    columns = [name for name in columns if part[name].notna().any()]
+    if {"feature", "layer"} <= {*columns} and part["layer"].nunique() == 1:  # a dictionary is of one layer
+        columns.remove("layer")
+    return columns
 
 
 def _panel(ax: Axes, part: pd.DataFrame, name: Any, measure: str, sweep: Sweep, fixed: dict[str, object]) -> None:
@@ -238,13 +238,13 @@ def _counts(part: pd.DataFrame, axes: list[str]) -> str:
 
 def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label: str, sweep: Sweep) -> None:
     means = grid_of(part, axes[0], axes[1], measure)
-    held = means.to_numpy(dtype=float)
-    limit = float(np.nanmax(np.abs(held))) if np.isfinite(held).any() else 1.0
+    grid = means.to_numpy(dtype=float)
+    limit = float(np.nanmax(np.abs(grid))) if np.isfinite(grid).any() else 1.0
     for spine in ax.spines.values():
         spine.set_visible(False)
-    if np.isnan(held).any():
+    if np.isnan(grid).any():
         ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)
-    mesh = ax.pcolormesh(np.ma.masked_invalid(held), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     tokens = _shared_tokens(part, sweep)
     across, down = inches(ax)
     if tokens is not None and axes[0] == "position" and TOKEN * len(means) <= down:

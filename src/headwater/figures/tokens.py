@@ -166,9 +166,9 @@ def _draw(ax: Axes, token: Placed) -> None:
 
 def _span(token: str, log_probability: float, lowest: bool) -> str:
     frame = f";outline:2px solid {FRAME};outline-offset:-2px" if lowest else ""
-    said = f"log p = {log_probability:.2f}{', among the lowest' if lowest else ''}"
+    text = f"log p = {log_probability:.2f}{', among the lowest' if lowest else ''}"
     colors = f"background:{_color(log_probability)};color:{_ink(log_probability)}"
-    return f'<span title="{said}" style="{colors}{frame}">{html.escape(_shown(token))}</span>'
+    return f'<span title="{text}" style="{colors}{frame}">{html.escape(_shown(token))}</span>'
 
 
 def _color(log_probability: float) -> str:

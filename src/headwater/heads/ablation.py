@@ -92,28 +92,30 @@ class HeadAblation(Result):
             )
         )
         heads = f"{n_heads} head" + "s" * (n_heads != 1)
-        said = []
+        sentences = []
         if untouched is not None and without is not None:
-            said.append(
+            sentences.append(
                 f"{self.relation}: of the items {untouched['accuracy']:.0%} are answered rightly, and "
                 f"{without['accuracy']:.0%} without its {heads}; the logit difference is "
                 f"{untouched['logit_difference']:.2f} before and {without['logit_difference']:.2f} after."
             )
-        said.append(
+        sentences.append(
             "No other heads of these layers were left to remove instead: there is no random control."
             if random is None
             else f"Without as many random heads of the same layers {random['accuracy']:.0%} are answered rightly "
             f"(mean of the draws), at a logit difference of {random['logit_difference']:.2f}."
         )
         if control is None:
-            said.append("No other relation serves as a control: whether the loss is this relation's own is not known.")
+            sentences.append(
+                "No other relation serves as a control: whether the loss is this relation's own is not known."
+            )
         else:
             before = rows[("control", "none", 0)]
-            said.append(
+            sentences.append(
                 f"On control relations the same removal takes the accuracy from {before['accuracy']:.0%} to "
                 f"{control['accuracy']:.0%} (means)."
             )
-        return said
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw accuracy against the number of heads removed: the relation's heads, random heads, and the controls."""

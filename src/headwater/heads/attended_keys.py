@@ -167,8 +167,8 @@ def _has_letters(piece: str) -> bool:
 
 
 def _is_delimiter(text: str) -> bool:
-    said = text.strip()
-    return all(unicodedata.category(sign).startswith("P") for sign in said) if said else "\n" in text
+    stripped = text.strip()
+    return all(unicodedata.category(sign).startswith("P") for sign in stripped) if stripped else "\n" in text
 
 
 def _series(tokenizer: Tokenizer, ordinary: Bool[Tensor, " d_vocab"]) -> set[tuple[int, int]]:

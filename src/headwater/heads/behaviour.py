@@ -106,33 +106,35 @@ class AttentionBehaviour(Result):
 
     def report(self) -> list[str]:
         """Return which behaviours heads are called by, the strongest heads, and what could not be seen."""
-        said = []
+        sentences = []
         for on, part in whole_summary(self).groupby("on", sort=False):
             found = [row for row in each_row(part) if row["heads"]]
             named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}{self._heads_by(on, row)}" for row in found)
-            said.append(f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called.")
+            sentences.append(
+                f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called."
+            )
             found = [row for row in found if row["behaviour"] != RESTING]
             if found:
                 best = max(found, key=lambda row: row["excess"])
-                said.append(
+                sentences.append(
                     f"The strongest there is head {best['head']} of layer {best['layer']}: {best['score']:.0%} of its "
                     f"attention is on {BEHAVIOURS[best['behaviour']].says if best['behaviour'] in BEHAVIOURS else 'it'}"
                     f", where as many keys at random would get {best['expected']:.0%}."
                 )
         unseen = self.table[self.table["score"].isna()].groupby("on", sort=False)["behaviour"].unique()
-        said += [
+        sentences += [
             f"{_where(on)}, there is nothing to see of {', '.join(map(words, names))}." for on, names in unseen.items()
         ]
         if (self.table["sequences"] == 1).any():
-            said.append("Of a single sequence there is no interval and no p-value, so nothing is called on it.")
+            sentences.append("Of a single sequence there is no interval and no p-value, so nothing is called on it.")
         if self.heads["copying"].notna().any():
             above = int((self.heads["copying"] > self.heads["copying_high"]).sum())
             below = int((self.heads["copying"] < self.heads["copying_low"]).sum())
-            said.append(
+            sentences.append(
                 f"By the eigenvalues of their OV circuits {above} of {len(self.heads)} heads copy what they read, and "
                 f"{below} suppress it, beyond 95 % of random heads; of these one in forty does either."
             )
-        return [*said, "A head that attends to something need not move anything from there."]
+        return [*sentences, "A head that attends to something need not move anything from there."]
 
     def _heads_by(self, on: object, row: Mapping[str, Any]) -> str:
         """Name the heads that are called by a behaviour, the strongest first; those that rest are too many to name."""

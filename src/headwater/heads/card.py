@@ -97,8 +97,8 @@ class HeadCard:
             f"{row['loss_high']:.2f})"
             for row in measured[~is_used].to_dict("records")
         )
-        said = [f"Used by the running model for {used}."] if used else []
-        return " ".join([*said, f"Use not shown for {others}."] if others else said)
+        sentences = [f"Used by the running model for {used}."] if used else []
+        return " ".join([*sentences, f"Use not shown for {others}."] if others else sentences)
 
     def __str__(self) -> str:
         parts = [plain_text(self.title), self.use]

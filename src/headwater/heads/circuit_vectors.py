@@ -76,15 +76,15 @@ class SingularVectors(Result):
         first = self.table.iloc[0]
         sides = CIRCUITS[str(first["circuit"])]
         share, random = self.values.iloc[0][["share", "random_share"]]
-        said = [
+        sentences = [
             f"The strongest direction of the {str(first['circuit']).upper()} circuit of head {first['head']} in layer "
             f"{first['layer']} is {share:.0%} of it; of random factors it would be {random:.0%}."
         ]
         for sign in SIGNS:
             of = self.table[(self.table["vector"] == 1) & (self.table["sign"] == sign)]
             listed = [", ".join(repr(one) for one in of.loc[of["side"] == side, "token"].head(4)) for side in sides]
-            said.append(f"Along it ({sign}): {sides[0]} {listed[0]}; {sides[1]} {listed[1]}.")
-        return [*said, "Tokens with large products are those that lie along it most, not all that it is used for."]
+            sentences.append(f"Along it ({sign}): {sides[0]} {listed[0]}; {sides[1]} {listed[1]}.")
+        return [*sentences, "Tokens with large products are those that lie along it most, not all that it is used for."]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the share of each singular value beside that of random factors, and the tokens of the first ones."""

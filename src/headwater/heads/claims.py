@@ -102,8 +102,8 @@ def claim(
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
-    asked = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
-    return Claim.of(judged, swept.run, asked)
+    options = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
+    return Claim.of(judged, swept.run, options)
 
 
 def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:

@@ -108,8 +108,8 @@ def classify_heads(
     # The publication keeps items whose target is their source.
     same_words = rule == "published"
     tokenized, ks, usable = scored_relations(given, weights, k, multi_token=multi_token, same_words=same_words)
-    asked = embedding or ("auto" if rule == "controlled" else None)
-    chosen, embeddings = chosen_embedding(weights, usable, asked)
+    wanted = embedding or ("auto" if rule == "controlled" else None)
+    chosen, embeddings = chosen_embedding(weights, usable, wanted)
     options = {
         "relations": relations_digest(given),
         "rule": rule,

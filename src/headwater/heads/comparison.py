@@ -135,23 +135,23 @@ class HeadComparison(Result):
         """Return what changed from the first model to each other, and which change is the largest."""
         first, *others = self.models
         summary = whole_summary(self)
-        said = []
+        sentences = []
         for model in others:
             row = summary[(summary["model"] == model) & (summary["category"] == "any")].iloc[0]
             before = summary[(summary["model"] == first) & (summary["category"] == "any")].iloc[0]
             counts = ", ".join(f"{row[name]} {name}" for name in CHANGES)
-            said.append(
+            sentences.append(
                 f"From {first} to {model}: {before['heads']} heads classified before, {row['heads']} after; heads with "
                 f"a relation {counts} (false-discovery rate {FALSE_DISCOVERY_RATE:.0%})."
             )
             largest = self.changed[self.changed["model"] == model]
             if len(largest):
                 top = largest.iloc[0]
-                said.append(
+                sentences.append(
                     f"The largest change is of head {top['layer']}.{top['head']} on {top['relation']} ({top['sign']}): "
                     f"an excess of {top['excess'] - top['difference']:.2f} before and {top['excess']:.2f} after."
                 )
-        return said + sentences_of_words(self.findings())
+        return sentences + sentences_of_words(self.findings())
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw layer by head what changed; of more than two models, the heads of each category, model by model."""
@@ -163,20 +163,20 @@ class HeadComparison(Result):
 
 def sentences_of_words(findings: Mapping[str, Any]) -> list[str]:
     """Say whether the vocabularies differ, and which relations have too few pairs that all models share."""
-    said, kind = [], findings["multi_token"]
+    sentences, kind = [], findings["multi_token"]
     if findings["shared_words"] < findings["words"]:
         on = "these" if kind is None else f"these, and on words of several tokens by one of them (multi_token={kind!r})"
-        said.append(
+        sentences.append(
             f"The vocabularies differ: of {findings['words']:,} words of the relations that some model has as single "
             f"tokens, every model has {findings['shared_words']:,}, and the models are compared on {on}."
         )
     if left_out := findings["left_out"]:
         are = "are single tokens" if kind is None else "can be scored"
-        said.append(
+        sentences.append(
             f"{len(left_out)} of {findings['relations']} relations have too few pairs that {are} for every model: "
             f"{', '.join(left_out)}."
         )
-    return said
+    return sentences
 
 
 @checked_call
@@ -244,15 +244,15 @@ def compare_heads(
         parts = {name: run.part(f"model-{number:03d}") for number, name in enumerate(compared)}
         null_from, scored = callable_from(threshold), dict[str, list[dict[str, Tensor]]]()
         for name, weights in compared.items():
-            asked = weights, usable[name], options, parts[name]
-            scored[name] = scored_layers(*asked, null_from=null_from, items=True, desc=f"Scoring {name}")
+            arguments = weights, usable[name], options, parts[name]
+            scored[name] = scored_layers(*arguments, null_from=null_from, items=True, desc=f"Scoring {name}")
         shares = [[torch.stack([one["score"], one["suppression"]]) for one in layers] for layers in scored.values()]
         # Where any model could be called chance is wanted of all: a difference needs both.
         wanted = (torch.stack([torch.stack(one) for one in shares]) >= null_from).any(0)
         tables, hits = [], []
         for name, weights in compared.items():
-            asked, desc = (weights, usable[name], options, parts[name]), f"Chance for {name}"
-            layers = with_moments(*asked, scored[name], wanted, desc)
+            arguments, desc = (weights, usable[name], options, parts[name]), f"Chance for {name}"
+            layers = with_moments(*arguments, scored[name], wanted, desc)
             hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
             tables.append(_signs(score_table(layers, [one for one, _ in usable[name]]), name, threshold))
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]

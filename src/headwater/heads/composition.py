@@ -70,18 +70,18 @@ class Composition(Result):
 
     def report(self) -> list[str]:
         """Return the strongest pair of each kind."""
-        said = []
+        sentences = []
         for kind, part in self.table.groupby("kind", sort=False):
             row = max(each_row(part), key=lambda one: one["z"])
             above = float((part["z"] > 3).mean())
-            said.append(
+            sentences.append(
                 f"By their {LONG[str(kind)]}: head {row['reader_head']} of layer {row['reader_layer']} reads head "
                 f"{row['writer_head']} of layer {row['writer_layer']} most for chance, with a score of "
                 f"{row['score']:.3f} where {row['expected']:.3f} is expected; of {len(part):,} pairs {above:.0%} are "
                 "more than three standard deviations above it."
             )
         return [
-            *said,
+            *sentences,
             "Trained heads share directions of the residual stream: a score above chance is not yet a path.",
         ]
 
@@ -134,8 +134,8 @@ def composition_scores(
         InputError: there is no such kind.
         ModelError: the model cannot be read, or has no factors of single heads.
     """
-    asked = [checked_name("kinds", kind, KINDS) for kind in checked_several("kinds", one_or_several(kinds), "a list")]
-    chosen = tuple(kind for kind in KINDS if kind in asked) or (checked_name("kinds", kinds, KINDS),)
+    wanted = [checked_name("kinds", kind, KINDS) for kind in checked_several("kinds", one_or_several(kinds), "a list")]
+    chosen = tuple(kind for kind in KINDS if kind in wanted) or (checked_name("kinds", kinds, KINDS),)
     norm_gain = checked_flag("norm_gain", norm_gain)
     weights = weights_of(model, device)
 

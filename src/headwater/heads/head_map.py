@@ -151,7 +151,7 @@ class HeadMap(Result):
             "heads": len(self.categories),
             "labels": label_counts(self.categories),
             "in_category": {
-                name: int(sum(name in held for held in self.categories["categories"])) for name in CATEGORIES
+                name: int(sum(name in listed for listed in self.categories["categories"])) for name in CATEGORIES
             },
             "embedding": sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
             "relations": [as_json(row) for row in each_row(whole_summary(self))],
@@ -313,10 +313,10 @@ class HeadMap(Result):
             ModelError: the model cannot be opened by its name, or is another one.
             InputError: a head does not exist, or is not a pair.
         """
-        asked = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
+        places = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
         weights = self._weights(model)
-        kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in asked))
-        alike = {kind: [(layer, head) for layer, head in asked if self.read_by(layer) == kind] for kind in kinds}
+        kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in places))
+        alike = {kind: [(layer, head) for layer, head in places if self.read_by(layer) == kind] for kind in kinds}
         tables = [
             salient_of_heads(weights, some, embedding=kind, sources=sources, targets=targets)
             for kind, some in alike.items()
@@ -396,13 +396,13 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     classified = sum(labels.values())
     named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())
     first = f"{classified} of {findings['heads']} heads are classified under the {findings['rule']} rule"
-    said = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
+    sentences = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
     found = [row for row in findings["relations"] if row["heads"]]
     if found:
         best = max(found, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
         by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
         ends = "largest" if best["best_sign"] == "implements" else "smallest"
-        said.append(
+        sentences.append(
             f"{len(found)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
             f"strongest is head {best['best_head']}: it {best['best_sign']} {best['relation']}, with a target among "
             f"the {ends} logits for {best['best_score']:.0%} of the sources{by_habit}."
@@ -410,24 +410,24 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     else:
         best = max(findings["relations"], key=lambda row: row["best_score"])
         where = f"head {best['best_head']} on {best['relation']}"
-        said.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
+        sentences.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
     if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
         counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
-        said.append(f"With the heads of several categories counted in each of theirs: {counts}.")
+        sentences.append(f"With the heads of several categories counted in each of theirs: {counts}.")
     if vetoed := sum(row["copying"] for row in findings["relations"]):
-        said.append(
+        sentences.append(
             f"{vetoed} more pairs of a head and a relation reach the threshold and are not called, because the head "
             "copies: it puts the source itself above most of these targets."
         )
-    said += findings["embedding"]
+    sentences += findings["embedding"]
     if findings["rule"] == "published":
-        said.append(
+        sentences.append(
             "The published rule looks at the score alone: a head that writes the same few tokens whatever it reads "
             "scores too, and nothing here says by how much."
         )
     missing = [row["relation"] for row in findings["relations"] if not row["heads"]]
     if missing:
-        said.append(f"No head was found for: {', '.join(missing)}.")
+        sentences.append(f"No head was found for: {', '.join(missing)}.")
     if findings["left_out"]:
-        said.append(f"Too few pairs of single tokens to be scored: {', '.join(findings['left_out'])}.")
-    return said + (sentences_of_use(findings["use"]) if "use" in findings else [])
+        sentences.append(f"Too few pairs of single tokens to be scored: {', '.join(findings['left_out'])}.")
+    return sentences + (sentences_of_use(findings["use"]) if "use" in findings else [])

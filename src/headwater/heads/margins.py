@@ -104,8 +104,8 @@ def layer_margins(
         for layer in range(weights.shape.n_layers):
             with torch.inference_mode(), full_float32():
                 maps = scorer.maps(layer)
-                asked = zip(sources, relations, orders, strict=True)
-                own = [_own_means(maps, source, tokens.targets, order) for source, tokens, order in asked]
+                sets = zip(sources, relations, orders, strict=True)
+                own = [_own_means(maps, source, tokens.targets, order) for source, tokens, order in sets]
                 yield margins(maps, suite, torch.stack(own, dim=-1), scorer.mean_target).float()
 
 

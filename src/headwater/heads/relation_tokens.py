@@ -74,8 +74,8 @@ class TokenRelation:
             "repeated {} merged": fallen.get(REPEATED, 0),
             "{} left out whose target is the token of its source": fallen.get(OWN_TARGET, 0),
         }
-        said = [f"{n} {what.format('pair' if n == 1 else 'pairs')}" for what, n in counts.items() if n]
-        return "; ".join(filter(None, [left_out, *said]))
+        counted = [f"{n} {what.format('pair' if n == 1 else 'pairs')}" for what, n in counts.items() if n]
+        return "; ".join(filter(None, [left_out, *counted]))
 
 
 def tokenize_relations(

@@ -184,8 +184,8 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
             raise InputError(f"relations={shown(parts)} holds itself, or is nested too deep.") from None
     for name, times in Counter(relation.name for relation in found).items():
         if times > 1:
-            held = f"{where} holds {times} relations" if where else f"{times} relations are"
-            raise InputError(f"{held} named {name!r}: a name may come once. Rename or remove one.")
+            counted = f"{where} holds {times} relations" if where else f"{times} relations are"
+            raise InputError(f"{counted} named {name!r}: a name may come once. Rename or remove one.")
     return found
 
 

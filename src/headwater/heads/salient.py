@@ -90,14 +90,14 @@ def salient_of_heads(
     """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
-    asked = [head_named(one, None, weights.shape) for one in heads]
-    if not asked:
+    places = [head_named(one, None, weights.shape) for one in heads]
+    if not places:
         return pd.DataFrame(columns=["layer", "head", *COLUMNS])
     with torch.inference_mode():
-        factors = [_factors(weights, *one) for one in asked]
+        factors = [_factors(weights, *one) for one in places]
         gains = gains_of_heads(weights, factors, embedding)
         tables = _described(weights, factors, gains, embedding, targets, sources)
-    for place, table in zip(asked, tables, strict=True):
+    for place, table in zip(places, tables, strict=True):
         table.insert(0, "head", place[1])
         table.insert(0, "layer", place[0])
     return pd.concat(tables, ignore_index=True)

@@ -296,15 +296,15 @@ def _sweep(
     if not wanted.any():
         return
     device = maps.x.device
-    asked = [wanted[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
-    asked_there = to_device_many(asked, device)
+    heads_wanted = [wanted[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
+    on_device = to_device_many(heads_wanted, device)
     items, sources = (to_device_many(one, device) for one in (suite.item_of_pair, suite.source_of_item))
     cells, met, expected = [], [], []
     for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, wanted)):
         item, source = items[relation], sources[relation]
         for sign, met_in_grid in enumerate(signs):
-            if len(heads := asked[2 * relation + sign]):
-                of_heads = met_in_grid[asked_there[2 * relation + sign]]
+            if len(heads := heads_wanted[2 * relation + sign]):
+                of_heads = met_in_grid[on_device[2 * relation + sign]]
                 # A hit of a pair is the grid's entry at its own source: not settled again.
                 met.append(of_heads[:, source[item], torch.arange(len(item), device=device)].flatten())
                 expected.append(_moments_by_source(of_heads, item, source))

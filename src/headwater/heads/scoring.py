@@ -109,16 +109,16 @@ def sentences_of_embedding(embedding: str, agreement: pd.DataFrame) -> list[str]
     if embedding not in by_name:
         return [f"How well embedding={embedding!r} agrees with what the first block writes cannot be computed here."]
     others = ", ".join(f"{kind!r} {value:.2f}" for kind, value in by_name.items() if kind != embedding)
-    said = [
+    sentences = [
         f"Heads from layer 1 on read embedding={embedding!r}: mean cosine {by_name[embedding]:.2f} to what the first "
         f"block writes for the relations' sources ({others})."
     ]
     if by_name[embedding] < LOW:
-        said.append(
+        sentences.append(
             f"That is low (below {LOW}): what these heads read in a text may be something else, and scores may miss "
             "what they do there."
         )
-    return said
+    return sentences
 
 
 THRESHOLDS = (0.10, 0.15, 0.20, 0.25, 0.30)
@@ -146,20 +146,20 @@ class Sensitivity(Result):
 
     def report(self) -> list[str]:
         """Return what is left of the classified heads at the highest threshold, and what other settings make of it."""
-        said = []
+        sentences = []
         for rule, rows in self.as_mapped.groupby("rule", sort=False):
             first, last = rows.iloc[0], rows.iloc[-1]
-            said.append(
+            sentences.append(
                 f"Under the {rule} rule {first['heads']} heads are in a category at a threshold of "
                 f"{first['threshold']:.2f}, and {last['heads']} at {last['threshold']:.2f}."
             )
         own, *others = (row for _, row in self.at_own_threshold.iterrows())
-        said += [
+        sentences += [
             f"With {row['setting']}, else as mapped: {row['heads']} heads, {row['kept']} of them among the map's "
             f"{own['heads']} with a category in common."
             for row in others
         ]
-        return said
+        return sentences
 
     @property
     def as_mapped(self) -> pd.DataFrame:
@@ -231,8 +231,8 @@ def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | Non
     sources = torch.cat([relation.source for relation, _ in usable])
     name, embeddings = compare_embeddings(weights, sources, embedding)
     if embedding is None and (embeddings.loc[embeddings["chosen"], "agreement"] < LOW).any():
-        said = " ".join(sentences_of_embedding(name, embeddings))
-        warnings.warn(f"{weights.name}: {said}", AgreementWarning, stacklevel=4)
+        note = " ".join(sentences_of_embedding(name, embeddings))
+        warnings.warn(f"{weights.name}: {note}", AgreementWarning, stacklevel=4)
     return name, embeddings
 
 

@@ -102,9 +102,9 @@ def head_use(
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
-    asked = [name for name in called["relation"].unique() if asking.of(name) is not None]
-    with progress_bar(progress, len(asked), desc="Silencing heads", unit="relation") as bar:
-        for name in asked:
+    names = [name for name in called["relation"].unique() if asking.of(name) is not None]
+    with progress_bar(progress, len(names), desc="Silencing heads", unit="relation") as bar:
+        for name in names:
             task = task_prompts(model, known[name], str(asking.of(name)), asking.shots, asking.seed)
             rows = called[called["relation"] == name]
             measured.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
@@ -142,23 +142,23 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
     """Say what `use_counts` found."""
     if not counts["called"]:
         return ["No head implements or suppresses a relation: there was no head to silence."]
-    said = []
+    sentences = []
     if counts["measured"]:
-        said.append(
+        sentences.append(
             f"Of {counts['measured']} heads and relations silenced in the running model {counts['used']} are used: the "
             f"answers change as they should, and more than without as many other heads of the layer (false-discovery "
             f"rate {FALSE_DISCOVERY_RATE:.0%}). For the others it is not shown: `loss_high` is what each may cost."
         )
     if counts["opposed"]:
-        said.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
+        sentences.append(f"The other way round it is for {', '.join(counts['opposed'])}.")
     if counts["unanswered"]:
-        said.append(
+        sentences.append(
             "Whether heads are used is unknown where the whole model answers no item: "
             f"{', '.join(counts['unanswered'])}. Give a template= that it understands."
         )
     if counts["not_asked"]:
-        said.append(f"{counts['not_asked']} more of the relations that have heads were not tested.")
-    return said
+        sentences.append(f"{counts['not_asked']} more of the relations that have heads were not tested.")
+    return sentences
 
 
 def accuracy(task: TaskPrompts) -> Metric:

@@ -92,7 +92,7 @@ class DynamicScores(Result):
 
     def report(self) -> list[str]:
         """Return how well what heads write in a running model agrees with their parameters."""
-        said = [
+        sentences = [
             f"{row['sign']}, {row['context']} context: static and dynamic scores of heads correlate by "
             f"{row['pearson']:.2f} (median of {row['relations']} relations, {row['lowest']:.2f} to "
             f"{row['highest']:.2f}); for {row['above_0']} of them the 95 % interval is above 0."
@@ -100,10 +100,10 @@ class DynamicScores(Result):
         ]
         unmeasured = int(self.correlations["pearson"].isna().sum())
         if unmeasured:
-            said.append(
+            sentences.append(
                 f"{unmeasured} of {len(self.correlations)} correlations have no value: there all heads score the same."
             )
-        return said
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the correlations, a line per relation."""
@@ -144,11 +144,11 @@ def dynamic_scores(
     templates = checked_templates(templates)
     batch_size = checked_count("batch_size", batch_size)
     known = relations_of(model, checked_map(head_map), relations)
-    asked = [(source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in known.values()]
+    prompted = [(source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in known.values()]
     options = {"templates": templates, "bos": bos, "head_map": head_map.run.options}
 
     def work(run: Run) -> DynamicScores:
-        return scored_prompts(run, model, head_map, asked, templates, batch_size)
+        return scored_prompts(run, model, head_map, prompted, templates, batch_size)
 
     return run_or_resume(DynamicScores, "dynamic_scores", model, options, work, out=out, progress=progress)
 
@@ -157,7 +157,7 @@ def scored_prompts(
     run: Run,
     model: HookedModel,
     head_map: HeadMap,
-    asked: Sequence[tuple[SourcePrompts, TokenRelation, int]],
+    prompted: Sequence[tuple[SourcePrompts, TokenRelation, int]],
     templates: Sequence[str],
     batch_size: int,
 ) -> DynamicScores:
@@ -167,7 +167,7 @@ def scored_prompts(
         run: the analysis that asks; a relation is a piece of it.
         model: the model.
         head_map: of that model.
-        asked: of each relation the prompts, the items that they are of, and k.
+        prompted: of each relation the prompts, the items that they are of, and k.
         templates: what the prompts are in.
         batch_size: sentences in a run.
     """
@@ -185,10 +185,10 @@ def scored_prompts(
         ]
         return {"scores": torch.stack(scores, dim=2)}
 
-    with run.bar("Dynamic scores", "relation", len(asked)) as bar:
+    with run.bar("Dynamic scores", "relation", len(prompted)) as bar:
         pieces = [
             laid_out(piece["scores"], tokens.relation.name, prompts, templates)
-            for (prompts, tokens, _), piece in zip(asked, run.pieces("scores", asked, compute, bar), strict=True)
+            for (prompts, tokens, _), piece in zip(prompted, run.pieces("scores", prompted, compute, bar), strict=True)
         ]
     names = {"score": "static", "suppression": "static_suppression"}
     static = head_map.table[["layer", "head", "relation", "category", *names]].rename(columns=names)
@@ -206,22 +206,22 @@ def last_values(
     shape, last = model.shape, prompts.batch.lengths - 1
     values = torch.zeros(len(CONTEXTS), shape.n_layers, len(last), shape.n_heads, shape.d_head)
 
-    def keep(activation: Tensor, hook: object, held: dict[int, Tensor], layer: int, position: Tensor) -> None:
+    def keep(activation: Tensor, hook: object, kept: dict[int, Tensor], layer: int, position: Tensor) -> None:
         there = activation.device
         # An index by tensors copies: a slice would hold the whole activation.
         at = activation[torch.arange(len(position), device=there), to_device(position, there)]
-        held[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
+        kept[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
 
     for rows, batch in prompts.batch.split(batch_size):
         places = {"z": last[rows], "v": prompts.source[rows]}
-        held: list[dict[int, Tensor]] = [{} for _ in places]
+        kept: list[dict[int, Tensor]] = [{} for _ in places]
         hooks: list[Hook] = []
-        for of_context, (name, position) in zip(held, places.items(), strict=True):
+        for of_context, (name, position) in zip(kept, places.items(), strict=True):
             for layer in range(shape.n_layers):
-                keeping = partial(keep, held=of_context, layer=layer, position=position)
+                keeping = partial(keep, kept=of_context, layer=layer, position=position)
                 hooks.append((hook_name(name, layer), read_hook(keeping)))
         model.run(batch, hooks, keep="last")
-        at_layers = [of_context[layer].to(model.device) for of_context in held for layer in range(shape.n_layers)]
+        at_layers = [of_context[layer].to(model.device) for of_context in kept for layer in range(shape.n_layers)]
         values[:, :, rows] = torch.stack(at_layers).unflatten(0, values.shape[:2]).cpu()
     return values
 

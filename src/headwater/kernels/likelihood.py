@@ -97,13 +97,13 @@ def token_statistics_reference(
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
     # 0 log 0 is 0, where a logit is -inf.
-    said = log_p.masked_fill(p == 0, 0.0)
-    mean = (p * said).sum(-1)
+    finite = log_p.masked_fill(p == 0, 0.0)
+    mean = (p * finite).sum(-1)
     own = logits.gather(-1, target[:, None])
     return TokenStatistics(
         log_probability=log_p.gather(-1, target[:, None])[:, 0],
         entropy=-mean,
-        variance=(p * (said - mean[:, None]).square()).sum(-1),
+        variance=(p * (finite - mean[:, None]).square()).sum(-1),
         top1_log_probability=log_p.amax(-1),
         rank=(logits > own).sum(-1),
     )

@@ -74,8 +74,8 @@ def topk_hits(
     # With the margin on top: a row leaves only when its best target is certainly out.
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
     # No head wants such a relation: it has no logits, and all of its cells share one False below.
-    asked = [index for index, heads in enumerate(logits.heads) if len(heads)]
-    found = {index: _hits_and_unsure(logits, index, margin, bound) for index in asked}
+    some = [index for index, heads in enumerate(logits.heads) if len(heads)]
+    found = {index: _hits_and_unsure(logits, index, margin, bound) for index in some}
     _settle_unsure(maps, grids, found, wanted)
     nothing = torch.zeros((), dtype=torch.bool, device=margin.device)
     for index, grid in enumerate(grids):
@@ -157,17 +157,17 @@ class _Rows:
 
     def asked(self, wanted: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
         """Say of which rows something is wanted of each head, on the CPU."""
-        asked = torch.zeros(len(wanted), len(self.source), dtype=torch.bool)
+        needed = torch.zeros(len(wanted), len(self.source), dtype=torch.bool)
         for index, row in enumerate(self._of_grid):
-            asked[:, row] |= wanted[:, index, None]
-        return asked
+            needed[:, row] |= wanted[:, index, None]
+        return needed
 
 
 def _values_of(
-    maps: OVMaps, source: Int[Tensor, "row"], asked: Bool[Tensor, "head row"]
+    maps: OVMaps, source: Int[Tensor, "row"], needed: Bool[Tensor, "head row"]
 ) -> Float[Tensor, "kv_head row d_head"]:
     """Return z = x W_V in float64 of the rows that some head of the value head's group is asked about, else 0."""
-    by_value = asked.unflatten(0, (len(maps.W_V), -1)).any(1)
+    by_value = needed.unflatten(0, (len(maps.W_V), -1)).any(1)
     # One product for all value heads, where nothing would be saved.
     if bool(by_value.all()):
         return head_values(maps, maps.x[source].double())

@@ -53,8 +53,8 @@ class Contributions:
     @torch.inference_mode()
     def measure(self, examples: range) -> dict[str, Tensor]:
         """Return the contributions, `row part`, and what they sum to; a row is a position read of an example."""
-        held = self._run(examples)
-        final = held[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
+        recorded = self._run(examples)
+        final = recorded[SITES["resid_post"].hook_name(self.model.shape.n_layers - 1)]
         tokens = to_device(self.tokens[[i for i in examples for _ in self.where[i]]], self.head.W_U.device)
         # Picked before they are widened: W_U in float32 would be twice a bfloat16 model's.
         wanted, unwanted = (self.head.W_U[:, ids].T.float() for ids in tokens.unbind(1))
@@ -67,12 +67,12 @@ class Contributions:
             constant = constant + written @ self.norm.bias
         # One direction for all parts: each costs a dot product, and no part goes through the norm.
         direction = self.norm.pulled_back(final, written)
-        columns = [_dot(held[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
+        columns = [_dot(recorded[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
         sources = []
         for layer in range(self.model.shape.n_layers):
-            columns += self._of_layer(layer, held, direction)
+            columns += self._of_layer(layer, recorded, direction)
             if self.by_source and layer in self.attended:
-                sources.append(self._of_sources(layer, held, direction))
+                sources.append(self._of_sources(layer, recorded, direction))
         columns.append(constant.double()[:, None])
         contributions = torch.cat([one.to(constant.device) for one in columns], 1).cpu()
         if sources:
@@ -88,14 +88,16 @@ class Contributions:
         batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
         rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
         places = torch.tensor([place for i in examples for place in self.where[i]])
-        held: dict[str, Tensor] = {}
+        recorded: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
-            held[name] = activation[to_device(rows, activation.device), to_device(places, activation.device)].float()
+            recorded[name] = activation[
+                to_device(rows, activation.device), to_device(places, activation.device)
+            ].float()
 
         def keep_sources(activation: Tensor, hook: object, name: str) -> None:
             of, at = to_device(rows, activation.device), to_device(places, activation.device)
-            held[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
+            recorded[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         for layer in range(n_layers):
@@ -107,16 +109,16 @@ class Contributions:
             more = [SITES[site].hook_name(layer) for layer in self.attended for site in ("pattern", "v")]
             hooks += [(name, read_hook(partial(keep_sources, name=name))) for name in more]
         self.model.run(batch, hooks, stop_at=n_layers)
-        return held
+        return recorded
 
-    def _of_layer(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
+    def _of_layer(self, layer: int, recorded: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
         """Return what a layer's heads, its attention bias and its MLP contribute; of one without heads, its mixer."""
-        mlp = _dot(held[SITES["mlp_out"].hook_name(layer)], direction)
+        mlp = _dot(recorded[SITES["mlp_out"].hook_name(layer)], direction)
         if layer not in self.attended:
-            before, middle = (held[SITES[site].hook_name(layer)] for site in ("resid_pre", "resid_mid"))
+            before, middle = (recorded[SITES[site].hook_name(layer)] for site in ("resid_pre", "resid_mid"))
             return [_dot(middle - before, direction)[:, None], mlp[:, None]]
         factors = self.weights.layer(layer)
-        z = held[SITES["z"].hook_name(layer)].to(factors.W_O)
+        z = recorded[SITES["z"].hook_name(layer)].to(factors.W_O)
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
             summed = summed + factors.b_O
@@ -134,10 +136,10 @@ class Contributions:
         along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
         return residual_scale(self.model) * along.to(summed)
 
-    def _of_sources(self, layer: int, held: dict[str, Tensor], direction: Tensor) -> Float[Tensor, "row head key"]:
+    def _of_sources(self, layer: int, recorded: dict[str, Tensor], direction: Tensor) -> Float[Tensor, "row head key"]:
         """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
         factors = self.weights.layer(layer)
-        z, pattern, v = (held[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))
+        z, pattern, v = (recorded[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
             summed = summed + factors.b_O

@@ -97,16 +97,16 @@ class DirectAttribution(Result):
         """Return the parts that write most for the correct token and for the wrong one; by role, of each role."""
         if not self._roles:
             return self._findings()
-        said = []
+        sentences = []
         for role in self.totals["role"].unique():
             table, totals = (rows[rows["role"] == role].drop(columns="role") for rows in (self.table, self.totals))
-            said += [f"{role}: {line}" for line in DirectAttribution(table, totals, self.run)._findings()[:3]]
-        return said
+            sentences += [f"{role}: {line}" for line in DirectAttribution(table, totals, self.run)._findings()[:3]]
+        return sentences
 
     def _findings(self) -> list[str]:
         parts = whole_summary(self).sort_values("mean", ascending=False)
         total, examples = self.totals["logit_difference"].mean(), len(self.totals)
-        said = [
+        sentences = [
             f"The logit difference is {total:.2f} on average over {examples} prompt{'s' * (examples > 1)}: the sum of "
             f"what {len(parts)} parts write."
         ]
@@ -114,10 +114,10 @@ class DirectAttribution(Result):
             part = f"head {row['head']}" if pd.notna(row["head"]) else str(row["component"])
             part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
             size = said_number(row["mean"], row["low"], row["high"])
-            said.append(f"Most for the {what} token writes {part}: {size} logits.")
+            sentences.append(f"Most for the {what} token writes {part}: {size} logits.")
         if examples < 2:
-            said.append("One prompt has no intervals, and says nothing of others.")
-        return [*said, "What a part does through later parts counts as theirs: this is what each writes itself."]
+            sentences.append("One prompt has no intervals, and says nothing of others.")
+        return [*sentences, "What a part does through later parts counts as theirs: this is what each writes itself."]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""

@@ -112,28 +112,28 @@ class LayerPredictions(Result):
         """Return from which layer on the last layer's choice is seen, and how much is lost by reading earlier."""
         layers = whole_summary(self)
         examples, places = self.table["example"].nunique(), int(layers["places"].iloc[-1])
-        said = [f"Read: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
+        sentences = [f"Read: {places} position{'s' * (places != 1)} of {examples} prompt{'s' * (examples != 1)}."]
         differs = layers.loc[layers["agrees"] < 0.5, "layer"]
         since = layers.loc[layers["layer"] > (differs.max() if len(differs) else -1)].iloc[0]
-        said.append(
+        sentences.append(
             f"From layer {since['layer']:.0f} on the top token is the last layer's at half of the positions or more "
             f"({since['agrees']:.0%} there)."
         )
         first = layers.iloc[0]
-        said.append(
+        sentences.append(
             f"Layer {first['layer']:.0f} is {said_number(first['kl'], first['low'], first['high'])} nats from the last."
         )
         if np.isfinite(layers["first"].iloc[-1]):
             row = layers.iloc[-1]
-            said.append(
+            sentences.append(
                 f"At the last layer the requested token is the first choice at {row['first']:.0%} of the positions, "
                 f"and its median rank is {row['rank']:.0f}."
             )
-        said.append(
+        sentences.append(
             "A layer's reading is what the last norm and the unembedding make of it: it shows what is there in their "
             "terms, not what the model does with it."
         )
-        return said
+        return sentences
 
     def plot(
         self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
@@ -255,13 +255,13 @@ class _Layers:
     @torch.inference_mode()
     def measure(self, examples: range) -> dict[str, Tensor]:
         """Return what the layers predict, `layer row ...`; a row is a position read of an example."""
-        held, ends, expected = self._run(examples)
+        recorded, ends, expected = self._run(examples)
         # Checked at the last tokens whatever is read: these logits the run gives anyway.
         end = self.normalise(ends)
         refuse_other_logits(self.model, self.head.logits(end.float(), slice(None)), expected)
         device = self.head.W_U.device
-        last = self.normalise(held[self.layers[-1]]).to(device)
-        hidden = [self.normalise(self.transform(held[layer], layer)).to(device).float() for layer in self.layers]
+        last = self.normalise(recorded[self.layers[-1]]).to(device)
+        hidden = [self.normalise(self.transform(recorded[layer], layer)).to(device).float() for layer in self.layers]
         # The last position has no next token: it is given token 0, and its rank is taken out of the table.
         target = to_device(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
         found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
@@ -272,13 +272,13 @@ class _Layers:
         batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
         rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
         places = torch.tensor([place for i in examples for place in self.where[i]])
-        held: dict[int, Tensor] = {}
+        recorded: dict[int, Tensor] = {}
         ends: list[Tensor] = []
 
         def keep(layer: int) -> Hook:
             def take(residual: Tensor, hook: object) -> None:
                 there = residual.device
-                held[layer] = residual[to_device(rows, there), to_device(places, there)]
+                recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
                 if layer == self.layers[-1]:
                     ends.append(
                         residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
@@ -287,7 +287,7 @@ class _Layers:
             return hook_name("resid_post", layer), read_hook(take)
 
         logits = self.model.run(batch, [keep(layer) for layer in self.layers], keep="last")
-        return held, ends[0], logits[:, 0]
+        return recorded, ends[0], logits[:, 0]
 
 
 def _table(

@@ -100,9 +100,9 @@ def answered_and_scored(
     table = graph.table
     answers, cut = table["model_answer"].tolist(), [False] * len(table)
     if plan.answers == MODEL:
-        asked = {place: frame for place, frame in enumerate(frames) if frame is not None}
-        prompts = [frame.asking(table["question"].iloc[place]) for place, frame in asked.items()]
-        by_place = dict(zip(asked, own_answers(run, model, prompts, asking, known), strict=True))
+        prompted = {place: frame for place, frame in enumerate(frames) if frame is not None}
+        prompts = [frame.asking(table["question"].iloc[place]) for place, frame in prompted.items()]
+        by_place = dict(zip(prompted, own_answers(run, model, prompts, asking, known), strict=True))
         written = [by_place.get(place) for place in range(len(table))]
         answers = [one.text if one else None for one in written]
         cut = [one is not None and not one.ended for one in written]

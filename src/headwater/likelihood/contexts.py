@@ -99,9 +99,9 @@ class ContextWording:
         prompt = self.predecessor_prompt if last and self.predecessor_prompt is not None else self.prompt
         if self.context != CHAT:
             alone = self.alone
-            said = "".join(f"{alone.asking(question)}{alone.joint}{answer}\n" for question, answer in before)
+            earlier = "".join(f"{alone.asking(question)}{alone.joint}{answer}\n" for question, answer in before)
             frame = question_frame(self.model, self.context, prompt)
-            return Frame(said + frame.before, frame.after, frame.joint)
+            return Frame(earlier + frame.before, frame.after, frame.joint)
         *opening, turn = _messages(self.prompt)
         if SLOT not in turn["content"]:
             raise InputError(f"prompt: of a conversation the last message must hold {SLOT}, found {shown(turn)}.")
@@ -166,30 +166,30 @@ def frames_of(
     elif wording.predecessors == GOLD:
         pairs = {name: [(one["question"], one["answers"][0]) for one in some] for name, some in below.items()}
     else:
-        asked = {name: [one["question"] for one in some] for name, some in below.items()}
-        pairs = _answered(run, asked, wording, asking, known)
+        questions = {name: [one["question"] for one in some] for name, some in below.items()}
+        pairs = _answered(run, questions, wording, asking, known)
     return [None if (shown := pairs[name]) is None else wording.behind(shown) for name in rows]
 
 
 def _answered(
     run: Run,
-    asked: Mapping[str, Sequence[str]],
+    by_node: Mapping[str, Sequence[str]],
     wording: ContextWording,
     asking: AnsweringOptions,
     known: dict[str, Own | None],
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each after those before it."""
-    pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in asked}
+    pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
     # Turn by turn over all nodes, so that each turn is one batch of prompts.
-    for turn in range(max(map(len, asked.values()), default=0)):
+    for turn in range(max(map(len, by_node.values()), default=0)):
         prompts = {}
-        for name, questions in asked.items():
-            said = pairs[name]
-            if said is not None and turn < len(questions):
-                frame = wording.behind(said, last=False) if wording.predecessors == TURNS else wording.alone
+        for name, questions in by_node.items():
+            earlier = pairs[name]
+            if earlier is not None and turn < len(questions):
+                frame = wording.behind(earlier, last=False) if wording.predecessors == TURNS else wording.alone
                 prompts[name] = frame.asking(questions[turn])
         answers = own_answers(run, wording.model, prompts.values(), asking, known, f"predecessors_{turn}")
         for name, answer in zip(prompts, answers, strict=True):
-            said = pairs[name]
-            pairs[name] = None if answer is None or said is None else [*said, (asked[name][turn], answer.text)]
+            earlier = pairs[name]
+            pairs[name] = None if answer is None or earlier is None else [*earlier, (by_node[name][turn], answer.text)]
     return pairs

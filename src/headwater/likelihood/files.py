@@ -83,12 +83,12 @@ class ScoredTexts(Result):
     def report(self) -> list[str]:
         """Return how many texts have scores and why others have none, the medians, and what they cannot say alone."""
         found = self.findings()
-        said = [
+        sentences = [
             f"{found['scored']:,} of {found['texts']:,} texts have scores, of {found['tokens']:,} tokens; "
             f"{found['windowed']:,} were read in windows."
         ]
-        said += [f"Not scored: {count:,} ({note})." for note, count in found["not_scored"].items()]
-        return [*said, *score_sentences(whole_summary(self))]
+        sentences += [f"Not scored: {count:,} ({note})." for note, count in found["not_scored"].items()]
+        return [*sentences, *score_sentences(whole_summary(self))]
 
     def findings(self) -> dict[str, Any]:
         """Count the texts, those that could not be scored, and why."""
@@ -178,14 +178,14 @@ def score_file(
         other = token_statistics(reference, given, **reading) if reference is not None else None  # type: ignore[arg-type]
         lowered = [text.lower() for text in stats.texts["content"]]
         lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
-        behind = prefixed_statistics(model, given, prefix, **computing) if prefix else None  # type: ignore[arg-type]
+        prefixed = prefixed_statistics(model, given, prefix, **computing) if prefix else None  # type: ignore[arg-type]
         norms = gradient_norms(model, stats.texts["content"], progress=False) if gradient_norm else None
         scores = memorization_scores(
             stats,
             k=shares,
             reference=other,
             lowercased=lower,
-            prefixed=behind,
+            prefixed=prefixed,
             token_counts=counts,
             maximum_entropy=maximum_entropy,
             gradient_norms=norms,

@@ -48,14 +48,14 @@ def framed(frame: Frame | None, span: str, question: str, answer: str | None) ->
     if frame is None:
         return Framed("", ())
     start, kind = len(frame.before), ChatText if frame.is_chat else str
-    asked = (start, start + len(question))
+    characters = (start, start + len(question))
     if span == "question":
-        return Framed(kind(frame.before + question), (asked,))
+        return Framed(kind(frame.before + question), (characters,))
     if not answer:
         return Framed("", ())
     text = kind(f"{frame.asking(question)}{frame.joint}{answer}")
     answered = (len(text) - len(answer), len(text))
-    return Framed(text, (asked, answered) if span == "both" else (answered,))
+    return Framed(text, (characters, answered) if span == "both" else (answered,))
 
 
 def shuffled_words(text: str, rng: np.random.Generator) -> str:

@@ -90,15 +90,15 @@ class Membership(Result):
         """Return what every score tells, and whether words alone, without the model, tell as much."""
         rows = each_row(whole_summary(self))
         baseline = next((row for row in rows if row["score"] == BASELINE and math.isfinite(row["auc"])), None)
-        said = [
+        sentences = [
             f"The words of the texts alone, without the model, tell members from non-members with AUC {_auc(baseline)}."
             if baseline
             else "There is no baseline without the model here: whether the words alone tell as much is not known."
         ]
         for row in rows:
             if row["score"] != BASELINE:
-                said.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline)}.")
-        return said
+                sentences.append(f"{column(row['score'], row['k'])}: AUC {_auc(row)}{_verdict(row, baseline)}.")
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the AUC of each score with its interval, and the baseline's."""

@@ -66,9 +66,9 @@ def _what(profile: Profiled) -> str:
 def _by_depth(profile: Profiled) -> str:
     medians = (-profile.depthwise.groupby("depth")[profile.main].median()).dropna()
     unit = "graph averages" if profile.run.options["aggregate"] == "group" else "questions"
-    said = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in medians.items())
+    listed = ", ".join(f"{value:.2f} at depth {depth}" for depth, value in medians.items())
     rises = all(a < b for a, b in itertools.pairwise(medians))
-    lines = [f"Min-K%, median over {unit}: {said}."]
+    lines = [f"Min-K%, median over {unit}: {listed}."]
     if len(medians) > 1:
         lines.append(
             f"The medians {'rise' if rises else 'do not rise'} at every step; those of the published figures do."
@@ -147,11 +147,11 @@ def _gaps(profile: Profiled) -> str:
 
 def _popularity(profile: Profiled) -> str:
     rows = _rows(profile, f"spearman with {POPULARITY}", profile.main)
-    said = ", ".join(f"{_plain(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
+    listed = ", ".join(f"{_plain(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
     return (
         f"How often the training data tell a fact is known here; its rank correlation with the score (higher = more "
-        f"likely seen) is {said}."
-        if said
+        f"likely seen) is {listed}."
+        if listed
         else ""
     )
 

@@ -99,14 +99,14 @@ def score_sentences(summary: pd.DataFrame) -> list[str]:
     """Say what a summary of scores shows: of several layers, at the last."""
     if "layer" in summary:
         summary = summary[summary["layer"] == summary["layer"].max()]
-    said = [
+    sentences = [
         f"{column(row['score'], row.get('k', math.nan))}: median {row['median']:.4g}, half of the texts between "
         f"{row['lower_quartile']:.4g} and {row['upper_quartile']:.4g}."
         for row in each_row(summary)
         if row["texts"]
     ]
     return [
-        *said,
+        *sentences,
         "Higher is more likely seen; whether a value is high, only scores of texts that were not seen can say "
         "(hw.membership).",
     ]
@@ -242,9 +242,9 @@ def prefixed_statistics(
         if not isinstance(text, str):
             raise InputError(f"Text {index} is a {type(text).__name__}, not a string.")
     # An empty text stays empty: with the prefix it would have tokens, and a score of nothing.
-    behind = [prefix + text if text else "" for text in listed]
+    prefixed = [prefix + text if text else "" for text in listed]
     spans = [(len(prefix), len(prefix) + len(text)) if text else None for text in listed]
-    return token_statistics(model, behind, spans=spans, precision=precision, batch_size=batch_size, progress=progress)
+    return token_statistics(model, prefixed, spans=spans, precision=precision, batch_size=batch_size, progress=progress)
 
 
 def checked_shares(k: float | Iterable[float]) -> list[float]:
@@ -372,8 +372,8 @@ def _means_like(
         else [min(len(other.texts), len(contents))]
     )
     if len(differing):
-        told = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
-        wanted = told.get(name, "the same texts")
+        words = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
+        wanted = words.get(name, "the same texts")
         raise InputError(
             f"The statistics given as {name}= are not of {wanted}: they differ from text {differing[0]} on."
         )

@@ -119,17 +119,17 @@ class TextStatistics(Result):
     def report(self) -> list[str]:
         """Return how likely the tokens are to the model, by the last layer read, and what was not scored."""
         scored = int((self.texts["scored"] > 0).sum())
-        said = [f"{scored:,} of {len(self.texts):,} texts have tokens to score."]
+        sentences = [f"{scored:,} of {len(self.texts):,} texts have tokens to score."]
         lost = self.texts.loc[self.texts["scored"] == 0, "note"].value_counts()
-        said += [f"Not scored: {count:,} ({note})." for note, count in lost.items()]
+        sentences += [f"Not scored: {count:,} ({note})." for note, count in lost.items()]
         for row in whole_summary(self).tail(1).to_dict("records"):
             at = f" at layer {row['layer']}" if "layer" in row else ""
-            said.append(
+            sentences.append(
                 f"The {row['tokens']:,} tokens{at} have a mean log-probability of {row['log_probability']:.2f} nats, "
                 f"where {-row['entropy']:.2f} would be expected of words that the model itself had drawn; "
                 f"{row['greedy']:.0%} are its first choice."
             )
-        return said
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw how the log-probabilities are distributed; with several layers, their quartiles by layer."""

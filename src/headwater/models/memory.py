@@ -67,8 +67,8 @@ def failures_named(what: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, HeadwaterError) or is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split()) or "no message"
-        raise InputError(f"{what} failed: {type(error).__name__}: {said}") from error
+        message = " ".join(str(error).split()) or "no message"
+        raise InputError(f"{what} failed: {type(error).__name__}: {message}") from error
 
 
 @runtime_checkable

@@ -57,11 +57,11 @@ class AttributionRunner(Runner):
                 f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number."
             )
         self.plan, self.group = plan, Group(plan, examples)
-        held, base = self._run_with_graph()
+        recorded, base = self._run_with_graph()
         others, other = other_run(self.group)
         self.values = values_written(self.group, others)
         self.readout = Readout(self.group, base, other, {})
-        self._products = [self._product(m, held) for m in range(len(plan.metrics))]
+        self._products = [self._product(m, recorded) for m in range(len(plan.metrics))]
 
     def measure(self, cells: range) -> Measured:
         """Add to the unedited values what each cell covers."""
@@ -72,12 +72,12 @@ class AttributionRunner(Runner):
 
     def _run_with_graph(self) -> tuple[dict[str, Tensor], Reads]:
         """Run the prompts that are edited, with gradients from the embeddings on; return what they are wanted at."""
-        held: dict[str, Tensor] = {}
+        recorded: dict[str, Tensor] = {}
 
         def hold(activation: Tensor, hook: object, name: str) -> Tensor:
             # a fork: what else is computed of the same tensor (Gemma 4's later layers read the embedding) is not edited
-            held[name] = activation.view_as(activation)
-            return held[name]
+            recorded[name] = activation.view_as(activation)
+            return recorded[name]
 
         group, places = self.group, self.group.places
         names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
@@ -89,9 +89,9 @@ class AttributionRunner(Runner):
         hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
         logits = self.plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
-            return held, read_run(group, group.kept, held, logits)
+            return recorded, read_run(group, group.kept, recorded, logits)
 
-    def _product(self, m: int, held: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
+    def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
         """By place, layer of the values and draw: (value - activation) · gradient of one metric.
 
         Summed over the width; by key for a pattern.
@@ -108,12 +108,12 @@ class AttributionRunner(Runner):
             )
         places = sorted(self.group.places)
         sites = self.group.sites
-        ends = [held[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
+        ends = [recorded[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
         # A site after all that a metric reads has no slope: None, taken as 0 below.
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
         products, finite = {}, []
         for (site, layer), slope in zip(places, slopes, strict=True):
-            current = held[sites[site].hook_name(layer)].detach()
+            current = recorded[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(current) if slope is None else slope
             for source, sample in sorted(self.group.drawn(site, layer)):
                 row = sites[site]

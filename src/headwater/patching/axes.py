@@ -184,9 +184,9 @@ def axes_of(
 
 def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
     """Return the window of each axis that has one, a size or "cumulative"; refuse one of an axis that does not run."""
-    asked = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
+    sizes = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
     by_axis: dict[str, int | str] = {}
-    for axis, size in asked.items():
+    for axis, size in sizes.items():
         if axis not in over:
             raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
         try:
@@ -199,8 +199,8 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
 
 def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
     """Return the requested layers of a site; refuse those that the site has not, or that cannot be edited."""
-    asked, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
-    found = tuple(layer for layer in asked if layer in has)
+    wanted, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
+    found = tuple(layer for layer in wanted if layer in has)
     if not found:
         raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, has))}.")
     return site.among(found, model, edited=True)

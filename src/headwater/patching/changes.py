@@ -337,15 +337,15 @@ class Noise(_Changing):
         for site, layer in wanted.places:
             size = self.site(site).size(model.shape, wanted.width)
             # Padding gets no noise, so that a draw does not depend on how long the longest prompt of a group is.
-            held = torch.zeros(len(wanted.examples), self.samples, *size)
+            sampled = torch.zeros(len(wanted.examples), self.samples, *size)
             for row, example in enumerate(wanted.examples):
                 length = len(self.inputs.pair.base[example])
                 for sample in range(self.samples):
                     shape = (length, *size[1:])
-                    held[row, sample, :length] = draw(
+                    sampled[row, sample, :length] = draw(
                         self.inputs.arguments["seed"], site, layer, example, sample, shape
                     )
-            drawn[site, layer] = held.flatten(0, 1).to(model.device, model.dtype)
+            drawn[site, layer] = sampled.flatten(0, 1).to(model.device, model.dtype)
         return drawn
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:

@@ -106,8 +106,8 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
         else {str(k): v for k, v in given.items() if v is not None}
     )
     if unknown := [name for name in asked if name not in known]:
-        said = did_you_mean(unknown[0], known)
-        raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{said}")
+        hint = did_you_mean(unknown[0], known)
+        raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{hint}")
     if absent := [name for name in known[:2] if name not in asked]:
         raise InputError(f"The node {shown(dict(asked))} names no {absent[0]}.")
     (site,) = _site(asked.pop("site"), model)
@@ -285,12 +285,12 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
 
 def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
     """Check dictionaries: features of one, or of several."""
-    asked = one_or_several(listed)
-    if wrong := [one for one in asked if not isinstance(one, Features)]:
+    dictionaries = one_or_several(listed)
+    if wrong := [one for one in dictionaries if not isinstance(one, Features)]:
         raise InputError(
             f"features= holds {shown(wrong[0])}: give what hw.features or hw.load_sae returns, .only([...])."
         )
-    fitted = tuple(one.fitted(model) for one in asked)
+    fitted = tuple(one.fitted(model) for one in dictionaries)
     if len({one.name for one in fitted}) < len(fitted):
         raise InputError(f"The dictionary {fitted[0].name!r} is named twice: name its features together, or name= it.")
     return fitted
@@ -300,8 +300,8 @@ def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
     """What a set of features, or its complement in their dictionaries, holds."""
     parts = []
     for site in members:
-        held = set(site.units)
-        among = tuple(feature for feature in range(site.count) if (feature in held) != complement)
+        chosen = set(site.units)
+        among = tuple(feature for feature in range(site.count) if (feature in chosen) != complement)
         if among:
             parts.append(Part(site, site.layer, None if len(among) == site.count else among))
     return parts
@@ -329,10 +329,10 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
     layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
     if row.among is None:
         return [Part(site, layer, None) for layer in layers if (layer in members) != complement]
-    every, held = range(row.among(shape)), set(members)
+    every, chosen = range(row.among(shape)), set(members)
     parts = []
     for layer in layers:
-        among = tuple(index for index in every if ((layer, index) in held) != complement)
+        among = tuple(index for index in every if ((layer, index) in chosen) != complement)
         if among:
             # None where all are named: the whole activation is written without an index.
             parts.append(Part(site, layer, None if len(among) == len(every) else among))
@@ -346,15 +346,15 @@ def _called(row: ComponentKind, member: object) -> str:
 
 def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
     """Name a set by its members, or by their number."""
-    said = [
+    names = [
         f"feature {number} of {member.name}" if kind == FEATURES else _called(KINDS[kind], member)
         for kind, listed in members.items()
         for member, number in ((m, n) for m in listed for n in (m.units if kind == FEATURES else (None,)))
     ]
-    if len(said) > NAMED_IN_FULL:
+    if len(names) > NAMED_IN_FULL:
         sizes = {k: sum(len(m.units) if k == FEATURES else 1 for m in listed) for k, listed in members.items()}
-        said = [f"{size:,} {kind}" for kind, size in sizes.items() if size]
-    return f"all {' and '.join(members)} but {', '.join(said)}" if complement else ", ".join(said)
+        names = [f"{size:,} {kind}" for kind, size in sizes.items() if size]
+    return f"all {' and '.join(members)} but {', '.join(names)}" if complement else ", ".join(names)
 
 
 def _numbered(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:

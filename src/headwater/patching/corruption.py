@@ -111,7 +111,7 @@ def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Se
 
     def keep(activation: Tensor, hook: object, start: int) -> None:
         rows = zip(activation, at[start:], strict=False)
-        entries.extend(held[list(places)].float().flatten().cpu() for held, places in rows)
+        entries.extend(activations[list(places)].float().flatten().cpu() for activations, places in rows)
 
     for start in range(0, len(prompts), BATCH):
         batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))

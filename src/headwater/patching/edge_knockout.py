@@ -165,7 +165,7 @@ def knockout(
     )
     plan = Plan(model, PromptPair(base), cells, metrics, batch_size=batch_size)
     where = [layers_and_heads(layers, edges.heads, model.shape) for _, edges in named]
-    of_layers = [tuple(asked) for asked, _ in where]
+    of_layers = [tuple(numbers) for numbers, _ in where]
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
         "matrices": [torch.nonzero(matrix).tolist() for of_example in matrices for matrix in of_example],
@@ -320,18 +320,18 @@ def knocked_out_states(
     checked_name("variant", variant, VARIANTS)
     base = read_prompts(model, prompts)
     (edges,) = named_edges(block).values()
-    shape, names, asked = model.shape, _states_named(sites, model), _layers_with_attention(layers, model)
+    shape, names, chosen = model.shape, _states_named(sites, model), _layers_with_attention(layers, model)
     cells = CellTable.of(
-        (i, _templates(model, EDGES, edges, matrix, (), {}, asked, variant))
+        (i, _templates(model, EDGES, edges, matrix, (), {}, chosen, variant))
         for i, matrix in enumerate(edges.matrix(p, i, len(base), ahead=model.looks_ahead) for i, p in enumerate(base))
     )
     readings = tuple((name, layer) for name in names for layer in range(shape.n_layers))
     plan = Plan(model, PromptPair(base), cells, (), batch_size=batch_size, states=readings, states_at=at)
     before, after = ({name: torch.empty(shape.n_layers, len(base), shape.d_model) for name in names} for _ in range(2))
     for examples, measured in collect_states(plan, progress):
-        for name, (held, states) in product(names, ((before, measured.before), (after, measured.after))):
+        for name, (kept, states) in product(names, ((before, measured.before), (after, measured.after))):
             by_layer = [states[name, layer].float() for layer in range(shape.n_layers)]
-            held[name][:, examples.start : examples.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
+            kept[name][:, examples.start : examples.stop] = torch.stack([one.to(by_layer[0]) for one in by_layer]).cpu()
     return before, after
 
 

@@ -106,8 +106,8 @@ class EditHook(PromptHook):
         self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]
     ) -> Callable[[Tensor], Tensor]:
         """Return what writes the edit into an activation of these prompts."""
-        _, asked = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
-        heads = None if asked is None else resolve_indices(asked, site.n_heads(model.shape), "head")
+        _, numbers = layers_and_heads(layer, self.heads, model.shape, kv_site_of([site]))
+        heads = None if numbers is None else resolve_indices(numbers, site.n_heads(model.shape), "head")
         units = None if site.units is None or len(site.units) == site.width(model.shape, 1) else tuple(site.units)
         edits = []
         for example, prompt in enumerate(prompts):

@@ -65,9 +65,9 @@ def read_run(
     read: Reads = {}
     for site, layer in group.readings:
         if site != LOGITS:
-            held = activations[SITES[site].hook_name(layer)]
-            at = to_device_many([torch.tensor(kept) for kept in positions], held.device)
-            read[site, layer] = [held[i, own] for i, own in enumerate(at)]
+            activation = activations[SITES[site].hook_name(layer)]
+            at = to_device_many([torch.tensor(kept) for kept in positions], activation.device)
+            read[site, layer] = [activation[i, own] for i, own in enumerate(at)]
         elif logits is not None:
             places = [torch.tensor([columns.index(p) for p in kept]) for kept in positions]
             read[site, layer] = [logits[i, own] for i, own in enumerate(to_device_many(places, logits.device))]
@@ -119,7 +119,7 @@ class Readout:
         # A cell that nothing is delivered for keeps these: its effect is 0 without a run.
         measured.values = measured.unedited.clone()
         states = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
-        measured.before, measured.after = states, {reading: held.clone() for reading, held in states.items()}
+        measured.before, measured.after = states, {reading: state.clone() for reading, state in states.items()}
         return measured
 
     def collect(self, cells: range, run: Callable[[Variants, Deliver], None]) -> Measured:

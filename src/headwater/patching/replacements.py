@@ -363,11 +363,11 @@ class Mean(_OfDataset):
         for start in range(0, len(self.pool), BATCH):
             numbers = range(start, min(start + BATCH, len(self.pool)))
             lengths = [len(self.pool[i]) for i in numbers]
-            held = self.runs(wanted, numbers)
+            values = self.runs(wanted, numbers)
             by_position = self.mean_over == "examples"
             # One less per prompt: its first token is left out of the sum.
             count += len(numbers) if by_position else sum(lengths) - len(numbers)
-            for place, activation in held.items():
+            for place, activation in values.items():
                 added = activation.double().sum(0) if by_position else _sum_over_tokens(activation, lengths)
                 sums[place] = sums[place] + added if place in sums else added
         self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
@@ -491,10 +491,10 @@ def capture(
 
     `before` are hooks that act before anything is kept.
     """
-    held: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
 
     def hold(activation: Tensor, hook: object, name: str) -> None:
-        held[name] = activation.clone()
+        kept[name] = activation.clone()
 
     n_layers = model.shape.n_layers
     # Kept in any case: what is not finite anywhere in a run shows in its last residual stream.
@@ -502,5 +502,5 @@ def capture(
     hooks = [(name, read_hook(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:
         out = model.run(batch, [*before, *hooks], keep=keep, stop_at=n_layers if keep is None else None)
-        finite_output(model, held[last], batch, None)
-    return held, out
+        finite_output(model, kept[last], batch, None)
+    return kept, out

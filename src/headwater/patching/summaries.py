@@ -140,8 +140,8 @@ def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFram
     for column, wanted in fixed.items():
         known = table[column].tolist() if column in table.columns else []
         if not isinstance(wanted, str | Integral) or wanted not in known:
-            held = [str(one) for one in dict.fromkeys(known) if not pd.isna(one)]
-            listed = f"; it has {', '.join(held[:LISTED])}{', ...' if len(held) > LISTED else ''}" if held else ""
+            names = [str(one) for one in dict.fromkeys(known) if not pd.isna(one)]
+            listed = f"; it has {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}" if names else ""
             if column not in table.columns:
                 near = f"it is not a column of its table.{did_you_mean(column, table.columns)}"
                 raise InputError(f"A sweep has no {column}= to fix or draw: {hint_for('plot', column) or near}")
@@ -223,16 +223,16 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     among = f"of {n_cells} cells the strongest is " if n_cells > 1 else ""
     size = said_number(best["mean"], best["low"], best["high"])
     named = f"{among}{where}, " if where else ""
-    said = [f"{site}: {named}{size} {of}, over {examples} {unit}.".replace("_", " ")]
+    sentences = [f"{site}: {named}{size} {of}, over {examples} {unit}.".replace("_", " ")]
     if examples < 2:
-        said.append(f"{site}: one example has no interval, and says nothing of others.".replace("_", " "))
+        sentences.append(f"{site}: one example has no interval, and says nothing of others.".replace("_", " "))
     elif n_cells > 1:
         certain = int(((cells["low"] > 0) | (cells["high"] < 0)).sum())
-        said.append(
+        sentences.append(
             f"{site}: {certain} of {n_cells} cells have a 95 % interval that leaves 0 out; by chance one in twenty "
             "would, and the strongest of many is overestimated.".replace("_", " ")
         )
-    return said
+    return sentences
 
 
 def edited_run(options: Mapping[str, Any]) -> list[str]:
@@ -433,8 +433,8 @@ def claim_on(
     evidence = ClaimEffects(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
     what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=drawing.seed, notes=notes)
-    asked = {"cells": here.names(chosen), "metric": here.metric, "value": value, "margin": margin, **vars(drawing)}
-    return Claim.of(judged, sweep.run, asked | {option: one.run for option, one in others.items()})
+    options = {"cells": here.names(chosen), "metric": here.metric, "value": value, "margin": margin, **vars(drawing)}
+    return Claim.of(judged, sweep.run, options | {option: one.run for option, one in others.items()})
 
 
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:

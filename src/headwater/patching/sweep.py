@@ -204,11 +204,11 @@ class Sweep(Result):
         direction = str(self.run.options.get("direction", DIRECTIONS[0]))
         cells = summarize(self.table, self.coordinates, value, level=0.95, seed=0)
         parts = [part for _, part in cells.groupby(["site", "metric"], sort=False)]
-        said = [sentence for part in parts for sentence in strongest(part, value, direction)]
+        sentences = [sentence for part in parts for sentence in strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:
-            said.append("These effects are linear estimates from gradients, not runs with the edit.")
-        said += edited_run(self.run.options)
-        return [*said, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
+            sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
+        sentences += edited_run(self.run.options)
+        return [*sentences, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
 
     def _equal_sets(self) -> list[str]:
         """Say which ablated sets have the same members under two names."""

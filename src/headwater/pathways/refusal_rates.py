@@ -134,8 +134,8 @@ def refusals(
         raise InputError("pathways was traced on other answers: give the answers that it was traced on.")
     checked_count("batch_size", batch_size)
     chat = prompt is None and bool(getattr(model.tokenizer, "chat_template", None))
-    asked: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt
-    frame = question_frame(model, CHAT if chat else "raw", asked)
+    prompts: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt
+    frame = question_frame(model, CHAT if chat else "raw", prompts)
     options = {"answered": answered, "pathways": pathways, "prompt": frame.asking(SLOT)}
     max_new_tokens = limit_of(model, frame, max_new_tokens)
     options |= {"max_new_tokens": max_new_tokens}

@@ -189,8 +189,8 @@ def _baselines(measured: Effects, draws: Bootstrap, own: NDArray[np.bool_], awar
         MARGIN: -np.abs(truth[PROBE]),
         BY_LOGIT: logit_baseline(truth[PROBE], own, half) if np.isfinite(aware).any() else aware,
     }
-    asked = (WRONG_ANSWER, z, truth), (ANY_MODE, own, mode)
-    return pd.concat([compare(draws, what, half, scores, name) for name, what, scores in asked], ignore_index=True)
+    targets = (WRONG_ANSWER, z, truth), (ANY_MODE, own, mode)
+    return pd.concat([compare(draws, what, half, scores, name) for name, what, scores in targets], ignore_index=True)
 
 
 def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | None) -> pd.DataFrame:

@@ -118,13 +118,13 @@ def _of_site(cache: Any, site: str, layer: int) -> Float[ndarray, "row feature"]
 def _chosen(layers: Sequence[int] | int | None, found: Sequence[object]) -> list[int]:
     try:
         known = [number for one in found for number in whole_numbers(one)]
-        asked = known if layers is None else whole_numbers(layers)
+        wanted = known if layers is None else whole_numbers(layers)
     except TypeError:
         raise InputError(f"layers={shown(layers)} of states of {shown(found)[:80]} are not layers. {WANTED}") from None
-    missing = [layer for layer in asked if layer not in known]
-    if missing or not asked or len(set(asked)) < len(asked) or known != list(found):
+    missing = [layer for layer in wanted if layer not in known]
+    if missing or not wanted or len(set(wanted)) < len(wanted) or known != list(found):
         raise InputError(f"layers={shown(layers)}: the states have layers {', '.join(map(str, known)) or 'none'}.")
-    return asked
+    return wanted
 
 
 def _array(part: object) -> Float[ndarray, "row feature"]:

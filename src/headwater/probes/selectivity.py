@@ -164,14 +164,14 @@ class ProbeFit(Result):
             InputError: there is no such layer.
         """
         layers = self.table["layer"].tolist()
-        asked = (
+        wanted = (
             [self.best] if layer is None else [one for one in layers if isinstance(layer, Integral) and one == layer]
         )
-        if not asked:
+        if not wanted:
             raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
-        place = layers.index(asked[0])
+        place = layers.index(wanted[0])
         seen = frozenset(one for one in self.predictions["group"] if isinstance(one, str))
-        return Probe(self.site, "given", asked[0], self.weight[place], float(self.bias[place]), seen)
+        return Probe(self.site, "given", wanted[0], self.weight[place], float(self.bias[place]), seen)
 
     def report(self) -> list[str]:
         """Return what the best layer reads, and what of it a probe could have learned of anything."""
@@ -179,32 +179,32 @@ class ProbeFit(Result):
         layers = len(self.table)
         auc_said = said_number(row["auc"], row["auc_low"], row["auc_high"], places=3)
         accuracy = said_number(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
-        said = [
+        sentences = [
             f"Layer {row['layer']:.0f} is read best: AUC {auc_said}, accuracy {accuracy} where the commoner label "
             f"alone has {row['majority']:.3f}, over {row['rows']:.0f} rows of {row['groups']:.0f} groups left out in "
             "turn."
         ]
         if layers > 1:
-            said.append(f"It is the best of {layers} layers, and so somewhat overestimated.")
+            sentences.append(f"It is the best of {layers} layers, and so somewhat overestimated.")
         below = [f"{one['layer']:.0f}" for one in each_row(self.table) if one["auc_high"] < 0.5]
         if below:
-            said.append(
+            sentences.append(
                 f"The interval of the AUC is wholly below 0.5 (layer{'s' * (len(below) > 1)} {', '.join(below)}). "
                 "That is the sign of matched pairs, such as one text with two endings, split over folds: give "
                 "groups= with one name for each pair."
             )
         if not row["auc_low"] > 0.5 and not row["auc_high"] < 0.5:
-            said.append("That is indistinguishable from chance.")
+            sentences.append("That is indistinguishable from chance.")
         if np.isfinite(row["selectivity"]):
             selectivity = said_number(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
-            said.append(
+            sentences.append(
                 f"Labels drawn at random are read with accuracy {row['control_accuracy']:.3f}: selectivity "
                 f"{selectivity}."
             )
             if not row["selectivity_low"] > 0:
-                said.append("The probe reads no more here than it could learn of any labels.")
-        said.append("That a probe reads something does not say that the model does.")
-        return said
+                sentences.append("The probe reads no more here than it could learn of any labels.")
+        sentences.append("That a probe reads something does not say that the model does.")
+        return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw AUC by layer with its interval, the control task's AUC, and selectivity."""
@@ -403,16 +403,16 @@ def _of_layer(
 
 def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
     """Measure one layer."""
-    held = {name: tensor.numpy() for name, tensor in piece.items()}
+    arrays = {name: tensor.numpy() for name, tensor in piece.items()}
     labels = task.labels
-    right = _right(held["logit"], labels)
+    right = _right(arrays["logit"], labels)
     draws = task.draws
-    aucs = draws.apply(lambda counts: auc(held["logit"], labels, counts=counts, strata=held["fold"]))
+    aucs = draws.apply(lambda counts: auc(arrays["logit"], labels, counts=counts, strata=arrays["fold"]))
     measured = {"auc": interval(aucs, task.level), "accuracy": interval(draws.mean(right), task.level)}
     numbers = {"majority": float(max(labels.mean(), 1 - labels.mean())), "control_auc": np.nan}
     control = np.full_like(right, np.nan)
-    if len(held["control_logit"]):
-        tasks = list(zip(held["control_logit"], held["control_label"], held["control_fold"], strict=True))
+    if len(arrays["control_logit"]):
+        tasks = list(zip(arrays["control_logit"], arrays["control_label"], arrays["control_fold"], strict=True))
         numbers["control_auc"] = float(np.mean([auc(logit, drawn, strata=fold) for logit, drawn, fold in tasks]))
         control = np.mean([_right(logit, drawn) for logit, drawn, _ in tasks], axis=0)
     numbers["control_accuracy"] = float(control.mean())

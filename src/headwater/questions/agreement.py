@@ -57,13 +57,13 @@ def agreement(
         _answered(place, question, accepted[0])
         for place, (question, accepted) in enumerate(zip(known["question"], known["answers"], strict=True))
     ]
-    said = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], FailureLimit())
+    extracted = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], FailureLimit())
     name = extractor if isinstance(extractor, str) else getattr(extractor, "__name__", type(extractor).__name__)
     whole: list[Mapping[str, tuple[Span, ...]] | None] = [
         {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
     ]
     known = known.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=known.index, dtype=object))
-    rows = [row for title, spans in ((name, said), (WHOLE, whole)) for row in _shares(known, title, spans)]
+    rows = [row for title, spans in ((name, extracted), (WHOLE, whole)) for row in _shares(known, title, spans)]
     return pd.DataFrame(rows)
 
 
@@ -76,10 +76,10 @@ def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]
 
 
 def _shares(
-    known: pd.DataFrame, title: str, said: Iterable[Mapping[str, tuple[Span, ...]] | None]
+    known: pd.DataFrame, title: str, extracted: Iterable[Mapping[str, tuple[Span, ...]] | None]
 ) -> list[dict[str, object]]:
-    asked = zip(known["subject"], known["property"], known["answer"], said, strict=True)
-    compared = pd.DataFrame([_compared(*one) for one in asked])
+    compared_rows = zip(known["subject"], known["property"], known["answer"], extracted, strict=True)
+    compared = pd.DataFrame([_compared(*one) for one in compared_rows])
     each = compared.groupby(known["dataset"].to_numpy(), sort=False)
     counts, means = each.size(), each.mean()
     return [
@@ -92,10 +92,10 @@ def _compared(
     subject: Iterable[Span],
     prop: Iterable[Span],
     answer: Iterable[Span],
-    said: Mapping[str, tuple[Span, ...]] | None,
+    extracted: Mapping[str, tuple[Span, ...]] | None,
 ) -> dict[str, float]:
     named = [_places(part) for part in (subject, prop, answer)]
-    found = [_places((said or {}).get(part, ())) for part in PARTS]
+    found = [_places((extracted or {}).get(part, ())) for part in PARTS]
     every, got = named[0] | named[1], found[0] | found[1]
     return {
         "subject": float(named[0] == found[0]),
@@ -106,7 +106,7 @@ def _compared(
         "answer": float(named[2] == found[2]),
         "answer_overlap": len(named[2] & found[2]) / len(named[2]),
         "answer_named": len(named[2] & found[2]) / len(found[2]) if found[2] else float("nan"),
-        "no_reply": float(said is None),
+        "no_reply": float(extracted is None),
     }
 
 

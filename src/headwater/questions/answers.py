@@ -139,7 +139,7 @@ class AnsweredQuestions(Result):
 
     def report(self) -> list[str]:
         """Return how many questions of each set can be used, how many answers are wrong, and why others dropped out."""
-        said = []
+        sentences = []
         for row in self.findings()["datasets"]:
             dropped = ", ".join(f"{count:,} {cause}" for cause, count in row["dropped"].items())
             used = f"{row['used']:,} of {row['questions']:,} questions used"
@@ -148,13 +148,13 @@ class AnsweredQuestions(Result):
                 wrong = (
                     f"{row['wrong']:.0%} of the answers ({100 * row['low']:.0f} to {100 * row['high']:.0f} %) are wrong"
                 )
-            said.append(f"{row['dataset']}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
-            said.append(
+            sentences.append(f"{row['dataset']}: {used}, {wrong}{f'; dropped: {dropped}' if dropped else ''}.")
+            sentences.append(
                 f"{row['dataset']}: the exact words lack the accepted answer in {row['lacks_match']:,} of "
                 f"{row['right']:,} right answers, and only repeat the question in {row['repeats_question']:,} of "
                 f"{row['used']:,} answers."
             )
-        return said
+        return sentences
 
     def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
@@ -336,14 +336,14 @@ def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) 
         return
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
-        said = [labelled(one, label).verdict.is_right for one in answers]
+        verdicts = [labelled(one, label).verdict.is_right for one in answers]
         # Pieces hold tensors alone: -1 is what a judge could not say.
-        return {"right": torch.tensor([-1 if one is None else int(one) for one in said], dtype=torch.int8)}
+        return {"right": torch.tensor([-1 if one is None else int(one) for one in verdicts], dtype=torch.int8)}
 
     asked, answered = tee(batches)
     for made, answers in zip(run.pieces("judged", asked, compute), answered, strict=True):
-        said = [None if one < 0 else bool(one) for one in made["right"].tolist()]
-        yield [replace(one, verdict=Verdict(is_right)) for one, is_right in zip(answers, said, strict=True)]
+        verdicts = [None if one < 0 else bool(one) for one in made["right"].tolist()]
+        yield [replace(one, verdict=Verdict(is_right)) for one, is_right in zip(answers, verdicts, strict=True)]
 
 
 def _extracted(
@@ -362,8 +362,8 @@ def _extracted(
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         usable = [place for place, one in enumerate(answers) if cause_of(one) is None]
         pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
-        said = dict(zip(usable, call_extractor_on(ask, pairs, silence), strict=True))
-        found = [said.get(place, {}) for place in range(len(answers))]
+        extracted = dict(zip(usable, call_extractor_on(ask, pairs, silence), strict=True))
+        found = [extracted.get(place, {}) for place in range(len(answers))]
         # Spans are ragged, so their JSON goes into a piece as bytes.
         return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
 
@@ -390,9 +390,9 @@ def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run:
     """Put the outcomes, in the order of the questions, into tables."""
     used = [row for row in rows if isinstance(row, dict)]
     lost = [place for place, row in enumerate(rows) if isinstance(row, Dropped)]
-    said = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype="str")
+    fields = pd.DataFrame([rows[place] for place in lost], columns=list(Dropped._fields), dtype="str")
     dropped = questions.table.loc[lost, ["dataset", "id", "question"]].reset_index(drop=True)
-    dropped = dropped.assign(answer=said["answer"], cause=said["cause"])
+    dropped = dropped.assign(answer=fields["answer"], cause=fields["cause"])
     if not used:
         listed = ", ".join(f"{count:,} {cause}" for cause, count in dropped["cause"].value_counts().items())
         hint = " Give a higher max_new_tokens." if CUT in dropped["cause"].tolist() else ""

@@ -82,9 +82,9 @@ class ChatEndpoint:
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         target = self.url.rstrip("/") + "/chat/completions"
-        asked = urllib.request.Request(target, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(target, json.dumps(body).encode(), headers)
         try:
-            return str(json.loads(self._read(asked))["choices"][0]["message"]["content"] or "")
+            return str(json.loads(self._read(request))["choices"][0]["message"]["content"] or "")
         except urllib.error.HTTPError as error:
             error.close()
             # Overload and failures of a server pass; a wrong key, model or address does not, and is said at once.
@@ -107,10 +107,10 @@ class ChatEndpoint:
             What the last readable reply says.
         """
         best: T | None = None
-        asked, failure = list(messages), None
+        sent, failure = list(messages), None
         for attempt in range(self.tries):
             try:
-                reply = self.request(asked)
+                reply = self.request(sent)
             except NoReplyError as error:
                 failure = error
                 if attempt < self.tries - 1:
@@ -120,9 +120,9 @@ class ChatEndpoint:
             best = best if found is None else found
             if not complaint:
                 return best
-            asked = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
+            sent = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": complaint}]
         # Only where no try brought any reply; one that could not be read counts as a reply.
-        if len(asked) == len(messages) and failure is not None:
+        if len(sent) == len(messages) and failure is not None:
             raise failure
         return best
 
@@ -168,15 +168,15 @@ class FailureLimit:
                 return False, None
 
         if workers == 1:  # nothing is asked after what fails
-            said = [one(thing) for thing in things]
+            replies = [one(thing) for thing in things]
         else:
             with ThreadPoolExecutor(max_workers=workers) as pool:
-                said = list(pool.map(one, things))
-        for heard, _ in said:
+                replies = list(pool.map(one, things))
+        for heard, _ in replies:
             self._unheard = 0 if heard else self._unheard + 1
         if self._unheard >= SILENT:
             raise InputError(
                 f"Nothing replied {self._unheard} times in a row: {failures[-1]} Earlier replies are kept where "
                 "out= names a folder: the same call goes on from there."
             )
-        return [found for _, found in said]
+        return [found for _, found in replies]

@@ -110,8 +110,8 @@ def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
                 bar.update()
                 return found
 
-            said = silence.each(one, part, workers)
-            return {"score": torch.tensor([math.nan if one is None else one for one in said], dtype=torch.float64)}
+            verdicts = silence.each(one, part, workers)
+            return {"score": torch.tensor([math.nan if one is None else one for one in verdicts], dtype=torch.float64)}
 
         made = run.pieces("judged", parts, compute, bar, len)
         found = [score for piece in made for score in piece["score"].tolist()]

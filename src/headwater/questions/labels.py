@@ -105,19 +105,19 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
         found = match(answer, accepted, label)
         return Verdict(found is not None, found.alias if found else "")
     try:
-        said = label(question, accepted, answer)
+        judged = label(question, accepted, answer)
     except HeadwaterError:
         raise
     except Exception as error:
         raise InputError(
             f"The judge failed on the question {question!r} and the answer {answer!r}: {type(error).__name__}: {error}"
         ) from error
-    if said is not None and not isinstance(said, bool | np.bool_):
+    if judged is not None and not isinstance(judged, bool | np.bool_):
         raise InputError(
-            f"The judge returned {said!r} for the answer {answer!r}; it must return True (right), False, or None where "
-            "it cannot say."
+            f"The judge returned {judged!r} for the answer {answer!r}; it must return True (right), False, or None "
+            "where it cannot say."
         )
-    return Verdict(None if said is None else bool(said))
+    return Verdict(None if judged is None else bool(judged))
 
 
 def check_label(label: object) -> None:

@@ -78,12 +78,12 @@ class ModelExtractor:
 
     def of_model(self, model: HookedModel | None) -> ModelExtractor:
         """Return the extractor that asks `model` where this one names none."""
-        asked = self.model or model
-        if asked is None:
+        extractor = self.model or model
+        if extractor is None:
             raise InputError("extractor='model' names no model: give model= too, or the loaded model in its place.")
-        if asked.tokenizer is None:
-            raise InputError(f"{asked.name} has no tokenizer: it cannot be asked for exact words.")
-        return ModelExtractor(asked, self.tries)
+        if extractor.tokenizer is None:
+            raise InputError(f"{extractor.name} has no tokenizer: it cannot be asked for exact words.")
+        return ModelExtractor(extractor, self.tries)
 
     def __call__(self, question: str, answer: str) -> Mapping[str, object]:
         """Return the words of one example."""
@@ -101,12 +101,12 @@ class ModelExtractor:
             prompts = {place: _prompt(self.model, *pairs[place], turn) for place in sorted(is_open)}
             fitting = {place: tokens for place, tokens in prompts.items() if tokens}
             for place, text in _written(self.model, fitting).items():
-                said = parts_of(text)
-                valid = exact_words(said, *pairs[place])
-                new = {part: said[part] for part in PARTS if part in valid and part not in found[place]}
+                parts = parts_of(text)
+                valid = exact_words(parts, *pairs[place])
+                new = {part: parts[part] for part in PARTS if part in valid and part not in found[place]}
                 found[place] |= new
                 # "none" is a reply, too: an answer without exact words is not asked about again.
-                has_none = not pairs[place][1].strip() or said.get("answer", "").strip(". ").lower() == NONE
+                has_none = not pairs[place][1].strip() or parts.get("answer", "").strip(". ").lower() == NONE
                 if {*PARTS} - {*found[place]} <= ({"answer"} if has_none else set()):
                     is_open.discard(place)
             # A pair too long for one example is too long in every order.
@@ -119,17 +119,17 @@ EXTRACTORS.add("model", ModelExtractor())
 
 def parts_of(text: str) -> dict[str, str]:
     """Read what was written after `Subject:`; a chat model may begin with that word itself."""
-    said: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for number, line in enumerate(text.split("\n")):
         label = re.match(r"\s*(Subject|Property|Exact answer)\s*:(.*)", line)
         if label:
             part = next(name for name, shown in LABELS.items() if shown == label[1])
-            said.setdefault(part, label[2].strip())
+            parts.setdefault(part, label[2].strip())
         elif number == 0 and line.strip():
-            said["subject"] = line.strip()
-        elif said and not line.strip():
+            parts["subject"] = line.strip()
+        elif parts and not line.strip():
             break
-    return {part: words for part, words in said.items() if words}
+    return {part: words for part, words in parts.items() if words}
 
 
 def _prompt(model: HookedModel, question: str, answer: str, turn: int) -> list[int]:

@@ -159,5 +159,5 @@ def lacks_match(text: str, exact: Sequence[Span], matched: str) -> bool:
 
 def repeats_question(question: str, text: str, exact: Sequence[Span]) -> bool:
     """Say whether every one of the exact words, by their places, is a word of the question."""
-    asked = {word.text for word in normalised_words(question)}
-    return all(word.text in asked for start, end in exact for word in normalised_words(text[start:end]))
+    known = {word.text for word in normalised_words(question)}
+    return all(word.text in known for start, end in exact for word in normalised_words(text[start:end]))

@@ -143,25 +143,25 @@ def _without_names(words: list[_Word]) -> tuple[list[Span], list[Span]]:
     """
     lower = [word.lower() for word in words]
     asking = next((n for n, word in enumerate(lower) if word in ASKING), -1)
-    before, behind = _stripped(words[: max(asking, 0)]), words[asking + 1 :]
-    has_auxiliary = bool(behind) and behind[0].lower() in AUXILIARIES
-    if asking >= 0 and lower[asking] in ("who", "whom") and behind and not has_auxiliary:
+    before, after = _stripped(words[: max(asking, 0)]), words[asking + 1 :]
+    has_auxiliary = bool(after) and after[0].lower() in AUXILIARIES
+    if asking >= 0 and lower[asking] in ("who", "whom") and after and not has_auxiliary:
         head = 1
     elif asking >= 0 and lower[asking] in ("when", "where", "why", "how") and has_auxiliary:
         head = 0
     else:
-        start = next((n for n, word in enumerate(behind) if word.lower() not in SMALL | {"many", "much"}), len(behind))
-        is_kind = len(behind) > 1 and behind[0].lower() in GENERAL and behind[1] == "of"  # "what kind of thing is ..."
+        start = next((n for n, word in enumerate(after) if word.lower() not in SMALL | {"many", "much"}), len(after))
+        is_kind = len(after) > 1 and after[0].lower() in GENERAL and after[1] == "of"  # "what kind of thing is ..."
         ends = (
             n
-            for n, word in enumerate(behind)
+            for n, word in enumerate(after)
             if n > start and word.lower() in AUXILIARIES | (LINKS - {"of"} if is_kind else LINKS)
         )
-        head = next(ends, len(behind))
-    asked, rest = _stripped(behind[:head]), _stripped(behind[head:])
-    if not asked and len(rest) > 1 and behind[0].lower() in ("do", "does", "did") and not LINKS & {*rest}:
+        head = next(ends, len(after))
+    asked, rest = _stripped(after[:head]), _stripped(after[head:])
+    if not asked and len(rest) > 1 and after[0].lower() in ("do", "does", "did") and not LINKS & {*rest}:
         asked, rest = rest[-1:], rest[:-1]  # "where does a gardener work"
-    if head < len(behind) and behind[head] == "'s":
+    if head < len(after) and after[head] == "'s":
         asked, rest = rest, asked
     found = [part for part in (before, rest) if part]
     if not found:
@@ -180,11 +180,11 @@ def _to_the_end(words: list[_Word], names: list[Span]) -> list[Span]:
     start = next((words[n + 1].start for n in reversed(range(len(words) - 1)) if words[n] in ("of", "for")), None)
     if start is None or not any(begin >= start for begin, _ in names):
         return names
-    behind = [word for word in words if word.start >= start]
+    after = [word for word in words if word.start >= start]
     holds = any(begin < start < end for begin, end in names) or any(
-        word.lower() in AUXILIARIES | LINKS for word in behind
+        word.lower() in AUXILIARIES | LINKS for word in after
     )
-    return names if holds else [span for span in names if span[1] <= start] + [(start, behind[-1].end)]
+    return names if holds else [span for span in names if span[1] <= start] + [(start, after[-1].end)]
 
 
 def _opens(words: list[_Word]) -> bool:
@@ -375,9 +375,9 @@ def _new_name(text: str, words: list[_Word], known: _Known, is_behind: bool) -> 
         if own[0].lower() in ARTICLES | FILLERS and len(own) > 1:
             start = own[1].start
         before = next((word.lower() for word in reversed(words) if word.end < start), "")
-        behind = next((word for word in words if word.start == end + 1), None)
+        after = next((word for word in words if word.start == end + 1), None)
         describes = before in ("a", "an") or (before == "the" and is_behind and len(own) == 1)
-        if behind is not None and describes and behind.islower() and behind not in ENDS | SMALL:
+        if after is not None and describes and after.islower() and after not in ENDS | SMALL:
             return _new_phrase(text, [word for word in words if word.start >= start], known)
         return text[start:end]
     return None

@@ -143,10 +143,10 @@ def states_at(
         if shared:
             batch, options = unpadded(batch.tokens), {"past_key_values": FixedPrefix(start)}
         edits = editing(rows, shared) if editing is not None else ()
-        held: dict[int, Tensor] = {}
-        model.run(batch, [*edits, *_keep(held, n_layers, columns, site)], stop_at=n_layers, **options)
+        kept: dict[int, Tensor] = {}
+        model.run(batch, [*edits, *_keep(kept, n_layers, columns, site)], stop_at=n_layers, **options)
         # Layers of a spread model lie on several devices, and are stacked on the first.
-        by_layer = [held[layer].to(model.device) for layer in range(n_layers)]
+        by_layer = [kept[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
 
     shared, start = 0, KeysValues()
@@ -165,12 +165,12 @@ def states_at(
     return states
 
 
-def _keep(held: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) -> Iterator[Hook]:
+def _keep(kept: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) -> Iterator[Hook]:
     """Yield a hook per layer that keeps each row's state, `row d_model`."""
     for layer in range(n_layers):
 
         def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
             there = activation.device
-            held[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
+            kept[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
 
         yield SITES[site].hook_name(layer), read_hook(keep)

@@ -76,13 +76,13 @@ def multi_token_scores(
     `relations` are those that `classify_heads` was given; which were used, and k, are the map's.
     """
     known = {name: one for name, one in relations_of(model, head_map, relations).items() if name in RELATIONS}
-    asked = [(*multi_token_prompts(model, tokens.relation), k) for tokens, k in known.values()]
-    asked = [one for one in asked if one[1].targets]
-    if not asked:
+    prompted = [(*multi_token_prompts(model, tokens.relation), k) for tokens, k in known.values()]
+    prompted = [one for one in prompted if one[1].targets]
+    if not prompted:
         return None
 
     def work(run: Run) -> DynamicScores:
-        return scored_prompts(run, model, head_map, asked, [OPENING], 64)
+        return scored_prompts(run, model, head_map, prompted, [OPENING], 64)
 
     options = {"templates": [OPENING], "head_map": head_map.run.options}
     return run_or_resume(DynamicScores, "multi_token_scores", model, options, work, out=out, progress=progress)
@@ -181,8 +181,8 @@ def reproduce_maps(
         if not isinstance(model, HookedModel):
             return
         if correlations:
-            asked: dict[str, Any] = {"relations": of, "templates": templates, "bos": "tokenizer"}
-            measured = steps("correlations", dynamic_scores, model, head_map, **asked)
+            options: dict[str, Any] = {"relations": of, "templates": templates, "bos": "tokenizer"}
+            measured = steps("correlations", dynamic_scores, model, head_map, **options)
             yield compare_correlations(measured.correlations, numbers)
         if multi_token and (longer := steps("longer_sources", multi_token_scores, model, head_map, of)) is not None:
             yield compare_correlations(longer.correlations, numbers, LONGER)

@@ -176,11 +176,11 @@ def reproduce_membership(
 
     def work(run: Run) -> Reproduction:
         numbers = source.models[name].get(benchmark, {}) if name else {}
-        asked = {"long": "window", "batch_size": batch_size, "progress": progress}
+        scoring = {"long": "window", "batch_size": batch_size, "progress": progress}
         if benchmark == JOINED:
-            scored = [_scored_joined(run, place, model, table, asked) for place, table in enumerate(tables)]
+            scored = [_scored_joined(run, place, model, table, scoring) for place, table in enumerate(tables)]
         else:
-            scored = [_scored(run, place, model, reference, table, asked) for place, table in enumerate(tables)]
+            scored = [_scored(run, place, model, reference, table, scoring) for place, table in enumerate(tables)]
         notes = [] if name else [no_numbers(model.name, source)]
         notes += [not_held(f"{name} on {benchmark}")] if name and not numbers else []
         rows = compare_membership(scored, benchmark, numbers)
@@ -191,22 +191,24 @@ def reproduce_membership(
 
 
 def _scored(
-    run: Run, place: int, model: HookedModel, other: HookedModel | None, table: pd.DataFrame, asked: dict[str, Any]
+    run: Run, place: int, model: HookedModel, other: HookedModel | None, table: pd.DataFrame, scoring: dict[str, Any]
 ) -> _Scored:
     """Score the texts of one file."""
     below = f"file_{place}"
     given = table["text"].tolist()
     lowered = [text.lower() for text in given]
-    stats = token_statistics(model, given, out=run.below(f"{below}/texts"), **asked)
-    lowercased = token_statistics(model, lowered, out=run.below(f"{below}/lowercased"), **asked)
-    under = token_statistics(other, given, out=run.below(f"{below}/reference"), **asked) if other is not None else None
+    stats = token_statistics(model, given, out=run.below(f"{below}/texts"), **scoring)
+    lowercased = token_statistics(model, lowered, out=run.below(f"{below}/lowercased"), **scoring)
+    under = (
+        token_statistics(other, given, out=run.below(f"{below}/reference"), **scoring) if other is not None else None
+    )
     return _wide(table, memorization_scores(stats, lowercased=lowercased, reference=under))
 
 
-def _scored_joined(run: Run, place: int, model: HookedModel, table: pd.DataFrame, asked: dict[str, Any]) -> _Scored:
+def _scored_joined(run: Run, place: int, model: HookedModel, table: pd.DataFrame, scoring: dict[str, Any]) -> _Scored:
     """Score the stretches of the texts of one file."""
     whole = table.drop_duplicates("row")["text"].tolist()
-    stats = token_statistics(model, whole, out=run.below(f"file_{place}/texts"), **asked)
+    stats = token_statistics(model, whole, out=run.below(f"file_{place}/texts"), **scoring)
     return _wide(table, memorization_scores(of_stretches(model, stats, table)))
 
 

@@ -80,26 +80,26 @@ def reproduce_memorization(
     model = model if isinstance(model, HookedModel) else load(model)
     reference = published_numbers("memorization")
     name = reference.name_of(model.name, model.shape, published)
-    asked: dict[str, Any] = {"judge": judge, "predecessors": predecessors, **_asking(model, predecessors)}
+    asking: dict[str, Any] = {"judge": judge, "predecessors": predecessors, **_asking(model, predecessors)}
     options = {"published": name, "graph": graph.name, "nodes": graph.table, "graph_notes": list(graph.notes)}
 
     def profiled(steps: Steps, of: DepthGraph) -> DepthProfile:
-        return steps("profile", memorization, model, of, controls=False, batch_size=batch_size, **asked)
+        return steps("profile", memorization, model, of, controls=False, batch_size=batch_size, **asking)
 
     def work(run: Run) -> Reproduction:
         steps = timed_steps(run, lambda trial, places: profiled(trial, _alone(graph, places)), len(graph), "questions")
         profile = profiled(steps, graph)
         notes = [] if name else [no_numbers(model.name, reference)]
         notes += [OWN_SCORES] if graph.table["score"].isna().all() else []
-        held = bool(name) and predecessors == NONE
-        notes += [NOT_HELD] if name and not held else []
+        is_compared = bool(name) and predecessors == NONE
+        notes += [NOT_HELD] if name and not is_compared else []
         notes += [not_held(name)] if name and not reference.models[name].get("accuracy") else []
-        rows = compare_depth(profile.judged, reference.models[name] if name and held else {})
+        rows = compare_depth(profile.judged, reference.models[name] if name and is_compared else {})
         notes += [*_asked(profile), *graph.notes]
         return Reproduction(compared(rows), name, reference.source, notes, run.record)
 
     return run_or_resume(
-        Reproduction, "reproduce_memorization", model, options | asked, work, out=out, progress=progress
+        Reproduction, "reproduce_memorization", model, options | asking, work, out=out, progress=progress
     )
 
 
@@ -114,7 +114,7 @@ def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:
     """Return the options of `memorization` that ask a model as was published; none where it has no chat template."""
     if not getattr(model.tokenizer, "chat_template", None):
         return {}
-    behind = {
+    after = {
         GOLD: _messages(ASKED_PAIRS, SYSTEM_PAIRS),
         PREDICTED: _messages(ASKED_PAIRS, SYSTEM_PAIRS),
         TURNS: _messages(ASKED_LAST),
@@ -122,14 +122,14 @@ def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:
     return {
         "context": "chat",
         "prompt": _messages(ASKED, SYSTEM),
-        "predecessor_prompt": behind.get(predecessors),
+        "predecessor_prompt": after.get(predecessors),
         "max_new_tokens": min(NEW_TOKENS, model.shape.n_ctx // 2),
     }
 
 
-def _messages(asked: str, system: str | None = None) -> list[dict[str, str]]:
+def _messages(question: str, system: str | None = None) -> list[dict[str, str]]:
     first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": asked}]
+    return [*first, {"role": "user", "content": question}]
 
 
 def _asked(profile: DepthProfile) -> list[str]:
@@ -139,9 +139,9 @@ def _asked(profile: DepthProfile) -> list[str]:
         return []
     how = "as a chat, for whole answers" if options["context"] == "chat" else "in a raw prompt, for one line"
     limit = f"up to {options['max_new_tokens']:,} tokens"
-    said = f"The model was asked {how} of {limit}, greedily (published: a chat, up to 1,024 tokens, sampled)."
+    sentence = f"The model was asked {how} of {limit}, greedily (published: a chat, up to 1,024 tokens, sampled)."
     cut = f"{profile.cut:,} answers had not ended there and are not judged."
-    return [said, cut] if profile.cut else [said]
+    return [sentence, cut] if profile.cut else [sentence]
 
 
 def compare_depth(judged: pd.DataFrame, numbers: Mapping[str, Any]) -> pd.DataFrame:

@@ -101,14 +101,14 @@ class Reproduction(Result):
     def report(self) -> list[str]:
         """Return how far measured numbers are from published ones, and what to know before comparing."""
         beside = f"the published {self.published_model}" if self.published_model else "no published model"
-        said = [f"{self.run.model} beside {beside}; numbers compared: {self.table['difference'].count():,}."]
-        said += [
+        sentences = [f"{self.run.model} beside {beside}; numbers compared: {self.table['difference'].count():,}."]
+        sentences += [
             f"{row['quantity']}: {row['compared']} of {row['numbers']} numbers compared, the largest difference is "
             f"{row['largest_difference']:.4g}; {row['outside']} published lie outside the measured one's interval."
             for row in whole_summary(self).to_dict("records")
             if row["compared"]
         ]
-        return [*said, *self.notes, f"Published numbers: {self.source}"]
+        return [*sentences, *self.notes, f"Published numbers: {self.source}"]
 
     def findings(self) -> dict[str, Any]:
         """Return what was compared, and the largest difference of each quantity, as JSON values."""

@@ -125,11 +125,11 @@ def _narrowest(text: Any, least: dict[tuple[float, ...], float], room: Callable[
 
 def _title(ax: Any, title: str) -> None:
     """Put a title where the axes' own is, as far above them."""
-    held = next((place for place in PLACES if ax.get_title(place)), None)
-    if held is None:
+    place_of_title = next((place for place in PLACES if ax.get_title(place)), None)
+    if place_of_title is None:
         ax.set_title(title)
         return
-    words = ax.get_title(held)
+    words = ax.get_title(place_of_title)
     for child in ax.get_children():
         if getattr(child, "get_text", str)() == words:
             child.set_text(title)

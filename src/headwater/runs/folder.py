@@ -110,12 +110,12 @@ class RunFolder:
         written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
         seen = _await(lambda: self._record_is(written) or None)
         blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
-        told = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
-        missing = next((what for what, _ in told if what), None)
+        answers = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
+        missing = next((what for what, _ in answers if what), None)
         if missing:
             raise RunFolderError(
-                f"The processes do not share the output folder: process 0 has its run in {told[0][1]}, and {missing}. "
-                "Give every process the same folder, on a file system that all machines see."
+                f"The processes do not share the output folder: process 0 has its run in {answers[0][1]}, and "
+                f"{missing}. Give every process the same folder, on a file system that all machines see."
             )
 
     def _record_is(self, written: dict[str, Any]) -> bool:

@@ -163,14 +163,14 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise UnknownIdentityError(f"a {_name_of(tokenizer)}, no tokenizer of transformers")
-    said = {
+    settings = {
         name: str(getattr(tokenizer, name, None))
         for name in ("special_tokens_map", "chat_template", "add_bos_token", "add_eos_token", "split_special_tokens")
     }
     own = type(tokenizer) if not is_library(type(tokenizer).__module__) else None
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if callable(getattr(backend, "to_str", None)):
-        found = _digest_of_rules(backend, _look_at_rules(backend), tuple(said.items()))
+        found = _digest_of_rules(backend, _look_at_rules(backend), tuple(settings.items()))
         return found if own is None else digest([found, own])
     model = getattr(tokenizer, "sp_model", None)
     parts = [
@@ -180,7 +180,7 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
         {key: value for key, value in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(value, PLAIN)},
         type(tokenizer),
     ]
-    return digest([parts, said, own])
+    return digest([parts, settings, own])
 
 
 def _look_at_rules(backend: Any) -> str:
@@ -194,10 +194,10 @@ def _look_at_rules(backend: Any) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _digest_of_rules(backend: Any, look: str, said: tuple[tuple[str, str], ...]) -> str:
+def _digest_of_rules(backend: Any, look: str, settings: tuple[tuple[str, str], ...]) -> str:
     """Hash a fast tokenizer's rules: `tokenizer.json` after padding and truncation."""
     rules = backend.to_str()
-    return digest([[rules[rules.index('"added_tokens"') :]], dict(said), None])
+    return digest([[rules[rules.index('"added_tokens"') :]], dict(settings), None])
 
 
 def _name_of(value: object) -> str:
@@ -337,14 +337,16 @@ class _Digests:
         if not is_own and is_library(function.__module__) and found_by_name(function):
             return _by_name(function)
         code = function.__code__
-        held = {name: content_of(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
+        cells = {
+            name: content_of(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+        }
         return hashed(
             "function",
             self._code(code),
             self.of(function.__defaults__),
             self.of(function.__kwdefaults__),
             self._mapping("attributes", vars(function)),
-            self._mapping("closure", held),
+            self._mapping("closure", cells),
             self._globals(function),
         )
 

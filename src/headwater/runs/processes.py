@@ -78,11 +78,11 @@ class Processes:
                 failure = error
                 # Sent to all, who would wait otherwise; an error of another library might not pickle.
                 outcome = None, error if isinstance(error, HeadwaterError) else HeadwaterError(f"Process 0: {error!r}")
-        value, told = self.together(step, outcome)[0]
+        value, failed = self.together(step, outcome)[0]
         if failure is not None:
             raise failure
-        if told is not None:
-            raise told
+        if failed is not None:
+            raise failed
         return value  # type: ignore[no-any-return]
 
 

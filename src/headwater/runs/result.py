@@ -254,8 +254,8 @@ def shown_by(shown: Any, what: Mapping[str, object]) -> View:
     known = list(inspect.signature(show).parameters)[1:]
     if unknown := [name for name in what if name not in known]:
         offered = f"it takes {', '.join(known)}" if known else "it takes none"
-        said = did_you_mean(unknown[0], known)
-        raise InputError(f"The view of a {type(shown).__name__} has no option {unknown[0]}=: {offered}.{said}")
+        hint = did_you_mean(unknown[0], known)
+        raise InputError(f"The view of a {type(shown).__name__} has no option {unknown[0]}=: {offered}.{hint}")
     return show(shown, **what)
 
 

@@ -93,10 +93,10 @@ def _hash_of_json(value: Mapping[str, object]) -> str:
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor], about: str = "") -> None:
     """Write named tensors atomically, with what they are and the hash of their content."""
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     # One entry: safetensors writes several in an order that differs from process to process.
-    seal = {SEAL: f"{about} {_hash_of_tensors(held)}"}
-    write_atomically(file, lambda temporary: save_file(held, temporary, seal))
+    seal = {SEAL: f"{about} {_hash_of_tensors(contiguous)}"}
+    write_atomically(file, lambda temporary: save_file(contiguous, temporary, seal))
 
 
 def read_tensors(file: Path, about: str | None = None) -> dict[str, Tensor]:

@@ -200,22 +200,22 @@ def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
 def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int], level: float) -> str:
     """Say in one sentence what was measured."""
     n, n_placebos, n_held_out = counts
-    said = f"{what}: effect {row['effect']:.3g}"
+    sentence = f"{what}: effect {row['effect']:.3g}"
     if not np.isnan(row["low"]):
-        said += f" ({100 * level:g} % interval {row['low']:.3g} to {row['high']:.3g})"
-    said += f" over {n:,} prompt{'s' * (n != 1)}"
+        sentence += f" ({100 * level:g} % interval {row['low']:.3g} to {row['high']:.3g})"
+    sentence += f" over {n:,} prompt{'s' * (n != 1)}"
     if n_placebos:
-        said += (
+        sentence += (
             f"; {n_placebos:,} random sets like it reach {row['placebo']:.2g} on average and {row['placebo_high']:.2g} "
             f"at their 95 % quantile (p = {row['p_value']:.2g})"
         )
     if not np.isnan(row["other_ablation"]):
-        said += f"; {row['other_ablation']:.3g} under the other ablation"
+        sentence += f"; {row['other_ablation']:.3g} under the other ablation"
     if not np.isnan(row["split_half"]):
-        said += f"; halves of the prompts rank all cells alike with {row['split_half']:.2f}"
+        sentence += f"; halves of the prompts rank all cells alike with {row['split_half']:.2f}"
     if not np.isnan(row["held_out"]):
-        said += f"; {row['held_out']:.3g} on {n_held_out:,} held-out prompt{'s' * (n_held_out != 1)}"
-    return f"{said}."
+        sentence += f"; {row['held_out']:.3g} on {n_held_out:,} held-out prompt{'s' * (n_held_out != 1)}"
+    return f"{sentence}."
 
 
 def _verdict(row: dict[str, Any], failed: list[str]) -> str:

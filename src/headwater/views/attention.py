@@ -57,10 +57,10 @@ def spec_of(
 ) -> dict[str, object]:
     """Return what the script draws: of each text its tokens, `layer head entry` weights, and `layer head key` norms."""
     kept = cache.kept["pattern"].layers
-    asked = list(kept) if layers is None else one_or_several(layers)
-    if not asked:
+    wanted = list(kept) if layers is None else one_or_several(layers)
+    if not wanted:
         raise InputError(f"layers={shown(layers)} names no layer; leave it out, or name some of {list(kept)}.")
-    chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in asked))
+    chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in wanted))
     if missing := [layer for layer in chosen if layer not in kept]:
         raise InputError(f"The cache keeps no pattern of layer {missing[0]}; it keeps those of {list(kept)}.")
     texts = _chosen(cache, example, len(chosen) * len(cache.heads))

@@ -101,10 +101,10 @@ class Board(Clicks):
             InputError: there is no such way to change a node, or the page would be too large.
         """
         wanted = one_or_several(self.how if hows is None else hows)
-        asked = [checked_name("hows", one, tuple(HOWS)) for one in wanted]
-        if not asked:
+        chosen = [checked_name("hows", one, tuple(HOWS)) for one in wanted]
+        if not chosen:
             raise InputError(f"hows= is empty; it may hold {', '.join(HOWS)}.")
-        return board_page(self, asked)
+        return board_page(self, chosen)
 
     def save_html(self, path: str | Path, hows: HowName | Sequence[HowName] | None = None) -> Path:
         """Write `view` into one file that can be sent and opened anywhere.
@@ -146,14 +146,14 @@ def widget_of(clicks: Clicks) -> Any:
     import anywidget
     import traitlets
 
-    held = {
+    spec = {
         "_esm": asset("board_live.js"),
         "page": traitlets.Unicode().tag(sync=True),
         "height": traitlets.Int().tag(sync=True),
     }
     shown = board_page(clicks, [clicks.how], live=True)
     # The class is made here, since anywidget need not be installed.
-    widget = type("BoardWidget", (anywidget.AnyWidget,), held)(page=shown.page, height=shown.height)
+    widget = type("BoardWidget", (anywidget.AnyWidget,), spec)(page=shown.page, height=shown.height)
     widget.on_msg(lambda _, message, buffers: _send(widget, clicks, message))
     return widget
 
@@ -166,16 +166,16 @@ def _send(widget: Any, clicks: Clicks, message: object) -> None:
 
 def answer(clicks: Clicks, message: object) -> dict[str, Any] | None:
     """Return the answer to a message of the page, as JSON values; None where it wants none."""
-    asked = message if isinstance(message, Mapping) else {}
-    named = {"id": asked.get("id")}
+    fields = message if isinstance(message, Mapping) else {}
+    named = {"id": fields.get("id")}
     try:
-        if asked.get("undo"):
+        if fields.get("undo"):
             clicks.undo()
             return None
-        if "known" in asked:
-            how = checked_name("how", asked["known"], tuple(HOWS))
+        if "known" in fields:
+            how = checked_name("how", fields["known"], tuple(HOWS))
             return named | {"kind": "known", "how": how, "known": stored(clicks, known(clicks, how, live=True))}
-        return named | {"kind": "patched", **as_json(clicks.change(asked.get("nodes"), asked.get("how")))}
+        return named | {"kind": "patched", **as_json(clicks.change(fields.get("nodes"), fields.get("how")))}
     except HeadwaterError as error:
         return named | {"kind": "error", "text": str(error)}
 

@@ -55,17 +55,17 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
 def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
     """Return the sweeps of single nodes: of each kind, or, for a page with a kernel, of cells and heads."""
     query = clicks.bench(how).kept[-1]
-    asked: dict[str, dict[str, Any]] = {
+    sweeps: dict[str, dict[str, Any]] = {
         "cells": {"sites": list(clicks.sites), "over": ("layer", "position")},
         "heads": {"sites": HEADS, "over": ("layer", "head")},
         "places": {"sites": HEADS, "over": ("layer", "position", "head")},
         "edges": {"sites": EDGES, "over": ("layer", "head", "key"), "positions": query},
     }
-    kinds = ("cells", "heads") if live else tuple(asked)
+    kinds = ("cells", "heads") if live else tuple(sweeps)
     direction, values = HOWS[how]
     options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
     options |= {"dataset": clicks.mean_of} if values == "mean" else {}
-    return {kind: patch(clicks.model, clicks.clean, clicks.corrupted, **asked[kind], **options) for kind in kinds}
+    return {kind: patch(clicks.model, clicks.clean, clicks.corrupted, **sweeps[kind], **options) for kind in kinds}
 
 
 def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
@@ -75,10 +75,10 @@ def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
         effects = sweep.table.set_index(index)["effect"]
         wanted = [list(clicks.sites) if name == "site" else sorted(sweep.table[name].unique()) for name in index]
-        held = np.full([len(one) for one in wanted], np.nan)
+        grid = np.full([len(one) for one in wanted], np.nan)
         places = [sweep.table[name].map(one.index).to_numpy() for name, one in zip(index, wanted, strict=True)]
-        held[tuple(places)] = effects.to_numpy(dtype=float)
-        found[kind] = packed(held, "f4")
+        grid[tuple(places)] = effects.to_numpy(dtype=float)
+        found[kind] = packed(grid, "f4")
     return found
 
 

@@ -131,8 +131,8 @@ def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
             "circuit.strongest(20)."
         )
     columns = ["faithfulness", "low", "high", "placebo", "placebo_high"]
-    held = dict(zip(columns, (rounded(rows[one]) for one in columns), strict=True))
-    sizes = zip(rows["edges"].tolist(), rows["examples"].tolist(), *held.values(), strict=True)
+    columns_of = dict(zip(columns, (rounded(rows[one]) for one in columns), strict=True))
+    sizes = zip(rows["edges"].tolist(), rows["examples"].tolist(), *columns_of.values(), strict=True)
     return sorted(
         (
             {"edges": n, "examples": examples} | dict(zip(columns, of_size, strict=True))

@@ -194,11 +194,11 @@ class Clicks:
         if absent := [node.site for node in read if node.site not in (*self.sites, HEADS, EDGES)]:
             raise InputError(f"This board has no {absent[0]}; it has {', '.join((*self.sites, HEADS, EDGES))}.")
         self._how = how
-        asked = (how, read)
+        key = (how, read)
         # A click that is undone and repeated costs nothing.
-        if asked not in self._known:
-            self._known[asked] = self._look(bench, read, how)
-        self.clicks.append(self._known[asked])
+        if key not in self._known:
+            self._known[key] = self._look(bench, read, how)
+        self.clicks.append(self._known[key])
         return self.clicks[-1]
 
     def undo(self) -> Patched | None:
@@ -225,9 +225,9 @@ class Clicks:
             how: of `HOWS`.
         """
         direction, values = HOWS[how]
-        said = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
+        options = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
         both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
-        said += [f"dataset={both if self.dataset is None else 'dataset'}"] * (values == "mean")
+        options += [f"dataset={both if self.dataset is None else 'dataset'}"] * (values == "mean")
         if len(nodes) > 1:
             where = [f"together={[dict(node) for node in nodes]!r}"]
         else:
@@ -238,7 +238,7 @@ class Clicks:
                 where.append("over='layer'")
             elif node["site"] == EDGES and "head" not in node:
                 where.append("over=('layer', 'position')")
-        return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *said])})"
+        return f"hw.patch(model, clean, corrupted, {', '.join([*where, 'metric=metric', *options])})"
 
     def _look(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...], how: str) -> Patched:
         since = time.perf_counter()
@@ -277,8 +277,8 @@ class Clicks:
         return table.sort_values("after", ascending=False, kind="stable").reset_index(drop=True)
 
     def __repr__(self) -> str:
-        held = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
-        return f"{type(self).__name__}({self.model.name}: {held})"
+        state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
+        return f"{type(self).__name__}({self.model.name}: {state})"
 
 
 def _layers(first: NextTokens, then: NextTokens) -> pd.DataFrame:

@@ -59,14 +59,14 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
     found = []
     for text, row in zip(texts, table.to_dict("records"), strict=True):
         part = tokens[owners[text]] if text in owners else none
-        said, score = row.get("model_answer"), row.get("score", math.nan)
+        answer, score = row.get("model_answer"), row.get("score", math.nan)
         found.append(
             {
                 "name": str(row["group"]),
                 "depth": row["depth"],
                 "question": str(row["question"]),
                 "answer": str(row["answer"]),
-                "said": said if isinstance(said, str) else None,
+                "said": answer if isinstance(answer, str) else None,
                 "score": None if pd.isna(score) else float(score),
                 "tokens": part["token"].astype(str).tolist(),
                 "log_probability": rounded(part["log_probability"]),

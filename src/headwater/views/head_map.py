@@ -55,16 +55,16 @@ def spec_of(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = No
     known = [label for label in labels() if label in present]
     names = names_of(maps)
     rule = f"{maps[0].run.options['rule']} rule"
-    held = [_map(name, one, relations, known) for name, one in zip(names, maps, strict=True)]
+    drawn = [_map(name, one, relations, known) for name, one in zip(names, maps, strict=True)]
     if model is not None:
-        held[0]["writes"] = _written(maps[0], model)
+        drawn[0]["writes"] = _written(maps[0], model)
     return {
         "title": title_of(maps),
         "note": rule,
         "relations": relations,
         "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in known],
         "quiet": UNCLASSIFIED,
-        "maps": held,
+        "maps": drawn,
     }
 
 
@@ -118,8 +118,8 @@ def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, li
     found: dict[str, list[list[object]]] = {}
     for (layer, head, _), of_source in table.groupby(["layer", "head", "rank"]):
         source, sigma = of_source[["source", "sigma"]].iloc[0]
-        said = [of_source.loc[of_source["sign"] == sign, "target"].tolist() for sign in SIGNS]
-        found.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *said])
+        ends = [of_source.loc[of_source["sign"] == sign, "target"].tolist() for sign in SIGNS]
+        found.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *ends])
     return found
 
 

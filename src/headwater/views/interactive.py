@@ -57,8 +57,8 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
             the page, that of the figure where one draws the same; its `note`, if there is one, is below.
         height: of the frame in a notebook, in pixels.
     """
-    said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
-    below = f'{said}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
+    report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    below = f'{report}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
     return page_around(spec, scripts, (drawn(result), caption_of(result)), below, height)
 
 
@@ -79,12 +79,12 @@ def page_around(
         height: of the frame in a notebook, in pixels.
     """
     # ASCII alone, whatever encoding the page is served in; a browser's JSON.parse refuses NaN.
-    held = json.dumps(spec, ensure_ascii=True, allow_nan=False)
-    if len(held) > LARGEST:
-        raise InputError(f"This view would take {len(held) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
+    text = json.dumps(spec, ensure_ascii=True, allow_nan=False)
+    if len(text) > LARGEST:
+        raise InputError(f"This view would take {len(text) / 2**20:.0f} MB: choose fewer layers, heads or examples.")
     # "</script>" in a text would end the block. In JSON these marks occur only in strings, where an escape is the same.
     for mark in "<>&":
-        held = held.replace(mark, f"\\u{ord(mark):04x}")
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
     title, picture = text_of(str(spec["title"])), figure[0]
     page = (
@@ -94,7 +94,7 @@ def page_around(
         f"<title>{title}</title><style>{asset('core.css')}</style></head>\n"
         f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
         f"<details><summary>what it says</summary>{below}</details>\n"
-        f'<script type="application/json" id="spec">{held}</script>\n'
+        f'<script type="application/json" id="spec">{text}</script>\n'
         f"<script>{asset('core.js')}</script>\n<script>{drawing}</script></body></html>\n"
     )
     return View(page, height, None if isinstance(picture, str) else picture)
@@ -131,10 +131,10 @@ def line_of(
         count: the column that says over how many each is.
     """
     at, *values = columns
-    held = {key: rounded(rows[column]) for key, column in zip(("value", "low", "high"), values, strict=True)}
+    curve = {key: rounded(rows[column]) for key, column in zip(("value", "low", "high"), values, strict=True)}
     line = {"name": name, "color": look[0], "shape": look[1], "dashed": dashed, "control": control}
     counted = {} if count is None else {"count": rounded(rows[count])}
-    return line | {"at": rows[at].tolist()} | held | counted
+    return line | {"at": rows[at].tolist()} | curve | counted
 
 
 def rounded(numbers: pd.Series | np.ndarray) -> list[float | None]:

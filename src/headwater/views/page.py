@@ -112,9 +112,9 @@ COLORS = 128
 @VIEWS.add(Result)
 def picture(result: Result) -> View:
     """Show what a result reports, its main figure and its summary."""
-    said = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
-    body = said + picture_in(figure, caption_of(result)) + table_of(result.summary())
+    body = report + picture_in(figure, caption_of(result)) + table_of(result.summary())
     return View(page_of(repr(result), body, result.run), picture=None if isinstance(figure, str) else figure)
 
 
@@ -134,8 +134,8 @@ def drawn(result: Result | Circuit) -> bytes | str:
 def _light(png: bytes) -> bytes:
     """Return a picture in so few colours that it takes a quarter; those far from the others, as a legend's, stay."""
     written = BytesIO()
-    with Image.open(BytesIO(png)) as held:
-        few = held.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    with Image.open(BytesIO(png)) as image:
+        few = image.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
     return written.getvalue()
 

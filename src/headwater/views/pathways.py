@@ -34,11 +34,11 @@ def spec_of(pathways: Pathways) -> dict[str, object]:
         "charts": [
             {
                 "title": title_of(pathways, split, value),
-                "y": said,
+                "y": label,
                 "lines": _lines(pathways, split, value) + _controls(pathways, value),
             }
             for split in splits
-            for value, said in VALUES.items()
+            for value, label in VALUES.items()
         ],
     }
 

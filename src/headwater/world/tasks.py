@@ -101,13 +101,13 @@ def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw words said twice, up to a word that was said before."""
     length = int(rng.integers(3, 21))
     drawn = _some(rng, words.plain.of(held_out), length + 1)
-    said, other = drawn[:-1], drawn[-1]
+    series, other = drawn[:-1], drawn[-1]
     cut = int(rng.integers(1, length))
-    changed = [*said[:cut], other, *said[cut + 1 :]]
-    first, again = " ".join(said), " ".join(said[:cut])
+    changed = [*series[:cut], other, *series[cut + 1 :]]
+    first, again = " ".join(series), " ".join(series[:cut])
     clean, corrupted = f"{first} : {again}", f"{' '.join(changed)} : {again}"
-    rest = "".join(f" {word}" for word in said[cut + 1 :])
-    return Line(clean, corrupted, (f" {said[cut]}",), (f" {other}",), {"answer before": (said[cut], other)}, rest)
+    rest = "".join(f" {word}" for word in series[cut + 1 :])
+    return Line(clean, corrupted, (f" {series[cut]}",), (f" {other}",), {"answer before": (series[cut], other)}, rest)
 
 
 def successor(rng: np.random.Generator, words: Words, held_out: bool) -> Line:

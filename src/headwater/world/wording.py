@@ -90,8 +90,8 @@ def question_templates(relations: Sequence[str]) -> dict[str, str]:
     for name in names:
         if not isinstance(name, str) or not name:
             raise InputError(f"relations={shown(names)}: {shown(name)}is not the name of a relation.")
-    asked = {name: wording_of(name).questions["properties"][0] for name in names}
-    return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in asked.items()}
+    sentences = {name: wording_of(name).questions["properties"][0] for name in names}
+    return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in sentences.items()}
 
 
 def _replace(sentence: str, words: Mapping[str, str]) -> str:

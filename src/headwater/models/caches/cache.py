@@ -423,9 +423,9 @@ class Cache(Result):
         named = ({kept.hook.replace("{layer}", "*"): kept for kept in whole} | self.kept).get(name)
         if named is None:
             near = did_you_mean(name, [*self.kept, *(key for key in self.keys() if isinstance(key, str))])
-            held = [each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()]
+            sites = [each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()]
             if not near.startswith(" Did"):
-                near = f" It keeps {'; '.join(held[:12])}{'; ...' * (len(held) > 12)}."
+                near = f" It keeps {'; '.join(sites[:12])}{'; ...' * (len(sites) > 12)}."
             raise InputError(f"The cache does not hold {shown(name)}.{near}")
         if any_layer or (layer is None and len(named.places) == 1):
             return named, 0

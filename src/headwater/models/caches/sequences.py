@@ -109,8 +109,8 @@ def steps(lengths: Int[Tensor, " example"]) -> Int[Tensor, " token"]:
 
 def columns_of(numbers: Sequence[int], lengths: Int[Tensor, " example"]) -> Int[Tensor, "example position"]:
     """Return which token of each text numbers mean; -1 where a text is too short. Negative ones count from its end."""
-    asked = torch.tensor(list(numbers), dtype=torch.long)
-    columns = torch.where(asked < 0, lengths[:, None] + asked, asked.expand(len(lengths), -1))
+    wanted = torch.tensor(list(numbers), dtype=torch.long)
+    columns = torch.where(wanted < 0, lengths[:, None] + wanted, wanted.expand(len(lengths), -1))
     return torch.where((columns >= 0) & (columns < lengths[:, None]), columns, -1)
 
 

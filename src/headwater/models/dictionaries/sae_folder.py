@@ -254,7 +254,7 @@ def _place(config: Mapping[str, object], path: Path) -> tuple[str, Site, int]:
     return hook, *place_found
 
 
-def _autoencoder(config: Mapping[str, object], held: Mapping[str, Tensor], path: Path) -> Autoencoder:
+def _autoencoder(config: Mapping[str, object], tensors: Mapping[str, Tensor], path: Path) -> Autoencoder:
     architecture, where = config.get("architecture", "standard"), path / CONFIG
     if "transcoder" in str(architecture) or config.get("hook_name_out") not in (None, config.get("hook_name")):
         raise InputError(
@@ -275,7 +275,7 @@ def _autoencoder(config: Mapping[str, object], held: Mapping[str, Tensor], path:
     if norm not in NORMS:
         raise InputError(f"{where} has normalize_activations {shown(norm)}; known are {', '.join(NORMS)}.")
     activation, k = _activation(config, architecture, where)
-    weights = _checked(config, architecture, held, path)
+    weights = _checked(config, architecture, tensors, path)
     if norm == "expected_average_only_in":
         weights, norm = _folded(config, weights, where), "none"
     if k is not None and k > weights["W_enc"].shape[1]:
@@ -300,15 +300,17 @@ def _activation(config: Mapping[str, object], architecture: str, where: Path) ->
     return activation, k
 
 
-def _checked(config: Mapping[str, Any], architecture: str, held: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _checked(
+    config: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, Tensor]:
     """Return the weights that an architecture has, each of its size."""
-    encoder = held.get("W_enc")
+    encoder = tensors.get("W_enc")
     if encoder is None or encoder.ndim != 2:
-        raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(held)) or 'nothing'}.")
+        raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(tensors)) or 'nothing'}.")
     d, n = encoder.shape
     sizes: dict[str, tuple[int, ...]] = {"W_enc": (d, n), "W_dec": (n, d), "b_dec": (d,)}
     sizes |= dict.fromkeys(ARCHITECTURES[architecture], (n,))
-    scales = held.get("scaling_factor")
+    scales = tensors.get("scaling_factor")
     if scales is not None and not torch.allclose(scales, torch.ones_like(scales)):
         if not _flag(config, "finetuning_scaling_factor", False, path / CONFIG):
             raise InputError(
@@ -317,16 +319,16 @@ def _checked(config: Mapping[str, Any], architecture: str, held: Mapping[str, Te
             )
         sizes["scaling_factor"] = (n,)
     for name, size in sizes.items():
-        if name not in held:
+        if name not in tensors:
             raise InputError(f"{path / WEIGHTS} has no {name}, which a {architecture} autoencoder needs.")
-        if tuple(held[name].shape) != size:
-            raise InputError(f"{path / WEIGHTS}: {name} is {tuple(held[name].shape)}, where W_enc makes it {size}.")
-        if not bool(held[name].isfinite().all()):
+        if tuple(tensors[name].shape) != size:
+            raise InputError(f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)}, where W_enc makes it {size}.")
+        if not bool(tensors[name].isfinite().all()):
             raise InputError(f"{path / WEIGHTS}: {name} holds NaN or infinity.")
     for key, size_found in (("d_in", d), ("d_sae", n)):
         if config.get(key, size_found) != size_found:
             raise InputError(f"{path / CONFIG} says {key}={shown(config[key])}, but W_enc is {d} by {n}.")
-    return {name: held[name] for name in sizes}
+    return {name: tensors[name] for name in sizes}
 
 
 def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: Path) -> dict[str, Tensor]:

@@ -132,9 +132,9 @@ class KnownWeights:
         is_supported = hasattr(self._raw, "original_model") and family_named(self._shape.architecture) is not None
         config = getattr(self._model, "config", None) if is_supported else self._raw.cfg
         # to_diff_dict makes a config of defaults to compare with at every call; this config as a string is cheaper.
-        held = type(config), str(vars(config))
-        if held != self._config[0]:
-            self._config = held, json.dumps(behaviour(config), default=str)
+        settings = type(config), str(vars(config))
+        if settings != self._config[0]:
+            self._config = settings, json.dumps(behaviour(config), default=str)
         return self._config[1]
 
     @property
