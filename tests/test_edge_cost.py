@@ -59,7 +59,7 @@ def test_the_operations_are_half_to_twice_of_those_counted_while_it_runs(family,
     said = []
     monkeypatch.setattr(duration, "WORTH_TIMING", 0.0)
     monkeypatch.setattr(duration, "say", lambda progress, text: said.append(text))
-    monkeypatch.setattr(duration, "said_time", lambda seconds: f"{seconds:.0f} seconds")
+    monkeypatch.setattr(duration, "spelled_time", lambda seconds: f"{seconds:.0f} seconds")
     with FlopCounterMode(display=False) as counter:
         CALLS[call](model, *prompts(), metric=DIFFERENCE)
     (seconds,) = [float(line.split(" take about ")[1].split()[0]) for line in said]

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from headwater import progress, waiting
-from headwater.progress import Lines, progress_bar, said_time
+from headwater.progress import Lines, progress_bar, spelled_time
 
 
 class Terminal(io.StringIO):
@@ -60,7 +60,7 @@ import sys, time, types
 from importlib import abc, machinery, util
 import headwater as hw
 from headwater import progress, waiting
-from headwater.progress import Lines, progress_bar, said_time
+from headwater.progress import Lines, progress_bar, spelled_time
 waiting.announce_if_slow.__wrapped__.__kwdefaults__["after"] = 0.01
 class Slow(abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -112,7 +112,7 @@ def test_lines_grow_rarer_up_to_one_a_minute(clock, caplog):
             bar.update()
     times = [text.split(" after ")[1].split(",")[0] for text in caplog.messages]
     assert times[:3] == ["10 seconds", "20 seconds", "30 seconds"]
-    assert times[-4:-1] == [said_time(7200 - 60 * i) for i in (2, 1, 0)]
+    assert times[-4:-1] == [spelled_time(7200 - 60 * i) for i in (2, 1, 0)]
     assert len(times) < 140
 
 

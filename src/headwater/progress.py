@@ -52,7 +52,7 @@ class Lines:
     def __exit__(self, kind: object, *_: object) -> None:
         self._over.set()
         if kind is None and self._said > self._begun:
-            log(f"{self.desc}: done after {said_time(time.monotonic() - self._begun)}.")
+            log(f"{self.desc}: done after {spelled_time(time.monotonic() - self._begun)}.")
 
     def _speak(self) -> None:
         while not self._over.wait(max(self._said + SELDOM - time.monotonic(), 0)):
@@ -63,8 +63,8 @@ class Lines:
         self._said = time.monotonic()
         took = self._said - self._begun
         of = f" of {self.total:,}" if self.total else ""
-        left = f", about {said_time(took / self.n * (self.total - self.n))} left" if self.total and self.n else ""
-        log(f"{self.desc}: {self.n:,}{of} {self.unit}s after {said_time(took)}{left}.")
+        left = f", about {spelled_time(took / self.n * (self.total - self.n))} left" if self.total and self.n else ""
+        log(f"{self.desc}: {self.n:,}{of} {self.unit}s after {spelled_time(took)}{left}.")
 
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def log(text: str) -> None:
         print(f"headwater: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def said_time(seconds: float) -> str:
+def spelled_time(seconds: float) -> str:
     """Say how long something takes, in two digits."""
     if seconds < 100:
         return f"{max(seconds, 1):.2g} seconds" if seconds >= 1.5 else "a second"

@@ -44,7 +44,7 @@ class Registry(Mapping[K, T], Generic[K, T]):
         if row is None:
             return lambda made: self.add(name, made)
         if name in self._rows:
-            raise InputError(f"There is a {self.kind} {_said(name)} already; choose another name.")
+            raise InputError(f"There is a {self.kind} {_name(name)} already; choose another name.")
         self._rows[name] = row
         return row
 
@@ -61,8 +61,8 @@ class Registry(Mapping[K, T], Generic[K, T]):
 
     def unknown(self, name: object) -> str:
         """Return the sentence that says that there is no such row, with the nearest or all that there are."""
-        rows = [row if isinstance(row, str) else _said(row) for row in self._filled()]
-        return f"There is no {self.kind} {_said(name)}.{did_you_mean(name, rows)}"
+        rows = [row if isinstance(row, str) else _name(row) for row in self._filled()]
+        return f"There is no {self.kind} {_name(name)}.{did_you_mean(name, rows)}"
 
     def remove(self, name: K) -> T:
         """Take a row out, as for a plug-in that is gone."""
@@ -101,8 +101,8 @@ class Registry(Mapping[K, T], Generic[K, T]):
         return len(self._filled())
 
     def __repr__(self) -> str:
-        return f"Registry({self.kind!r}: {', '.join(_said(name) for name in self._filled())})"
+        return f"Registry({self.kind!r}: {', '.join(_name(name) for name in self._filled())})"
 
 
-def _said(name: object) -> str:
+def _name(name: object) -> str:
     return name.__name__ if isinstance(name, type) else shown(name)

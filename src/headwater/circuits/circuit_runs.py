@@ -30,7 +30,7 @@ from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary
 
@@ -100,7 +100,7 @@ class CircuitRuns(ByMetric, Result):
         for row in whole_summary(self).head(8).to_dict("records"):
             sentence = (
                 f"{row['circuit']}, {row['edges']:,} edges ({row['edges_on_a_path']:,} on a path): faithfulness "
-                f"{said_number(row['faithfulness'], row['low'], row['high'])} on {row['metric']}, over "
+                f"{with_interval(row['faithfulness'], row['low'], row['high'])} on {row['metric']}, over "
                 f"{row['examples']} prompt{'s' * (row['examples'] != 1)}"
             )
             if np.isfinite(row["placebo"]):
@@ -110,9 +110,9 @@ class CircuitRuns(ByMetric, Result):
                     f"(p = {row['p_value']:.2g})"
                 )
             sentences.append(f"{sentence}.".replace("_", " "))
-        if left := said_of_gaps(self.table):
+        if left := gap_sentence(self.table):
             sentences.append(left)
-        sentences += said_of_discovery(self.run)
+        sentences += discovery_sentences(self.run)
         sentences.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
         return sentences
 
@@ -241,7 +241,7 @@ def run_circuits(
         return ran(outcome, Lineup.of(named, placebos, seed), run)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
-    if left := said_of_gaps(result.table):
+    if left := gap_sentence(result.table):
         warnings.warn(left, stacklevel=2)
     return result
 
@@ -351,7 +351,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
     return pd.DataFrame(columns)[list(COLUMNS)]
 
 
-def said_of_gaps(table: pd.DataFrame) -> str | None:
+def gap_sentence(table: pd.DataFrame) -> str | None:
     """Say of how many prompts the gap is not more than rounding, if of any."""
     alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
     for metric, part in alone.groupby("metric", sort=False):
@@ -365,7 +365,7 @@ def said_of_gaps(table: pd.DataFrame) -> str | None:
     return None
 
 
-def said_of_discovery(run: RunRecord) -> list[str]:
+def discovery_sentences(run: RunRecord) -> list[str]:
     """Say on how many of its own prompts circuits of a run were chosen."""
     shared = coinciding(run)
     if not shared:

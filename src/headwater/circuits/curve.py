@@ -26,13 +26,13 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
-from headwater.circuits.circuit import graph_of, said
+from headwater.circuits.circuit import graph_name, graph_of
 from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
     Lineup,
+    discovery_sentences,
+    gap_sentence,
     measured,
-    said_of_discovery,
-    said_of_gaps,
     tabulated,
 )
 from headwater.circuits.faithfulness import ratio_of_means, summarized
@@ -52,7 +52,7 @@ from headwater.options import (
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
 from headwater.stats.resample import interval
@@ -129,14 +129,14 @@ class CircuitCurve(ByMetric, Result):
         words = {"cpr": "CPR", "cmd": "CMD", "log_area": "mean over log size", "least_size": "least size for 0.9"}
         for metric, part in self.areas().groupby("metric", sort=False):
             parts = [
-                f"{words[row['area']]} {said_number(row['value'], row['low'], row['high'], 3)}"
+                f"{words[row['area']]} {with_interval(row['value'], row['low'], row['high'], 3)}"
                 + (f", of random curves {row['placebo']:.3f}" if np.isfinite(row["placebo"]) else "")
                 for row in part.to_dict("records")
             ]
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
-        if left := said_of_gaps(self.table):
+        if left := gap_sentence(self.table):
             sentences.append(left)
-        return [*sentences, *said_of_discovery(self.run)]
+        return [*sentences, *discovery_sentences(self.run)]
 
     def __repr__(self) -> str:
         sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()
@@ -191,7 +191,7 @@ def circuit_curve(
     graph, shares = graph_of(model), checked_sizes(sizes)
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     if edges.graph != graph:
-        raise InputError(f"The edges are of {said(edges.graph)}; this model has {said(graph)}.")
+        raise InputError(f"The edges are of {graph_name(edges.graph)}; this model has {graph_name(graph)}.")
     if len(edges.chosen) < graph.n_edges:
         raise InputError(
             f"The edges are {len(edges.chosen):,} of {graph.n_edges:,}: sizes are parts of all. Run hw.edges without "
@@ -223,7 +223,7 @@ def circuit_curve(
         return CircuitCurve(table, run.record, lineup.shapes)
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
-    for left in [said_of_gaps(result.table), *said_of_discovery(result.run)]:
+    for left in [gap_sentence(result.table), *discovery_sentences(result.run)]:
         if left:
             warnings.warn(left, stacklevel=2)
     return result

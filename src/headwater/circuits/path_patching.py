@@ -66,7 +66,7 @@ from headwater.patching.prompts import Prompts
 from headwater.patching.replacements import Replacement, ValueName
 from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary
 
@@ -208,7 +208,7 @@ class PathEffects(ByMetric, Result):
             where = f" at position {row['position']}" if "position" in rows else where
             sentences.append(
                 f"Of {len(means):,} paths the largest effect on {metric.replace('_', ' ')} is {row['sender']} -> "
-                f"{row['receiver']}{where}: {said_number(row['mean'], row['low'], row['high'])}, over {n} "
+                f"{row['receiver']}{where}: {with_interval(row['mean'], row['low'], row['high'])}, over {n} "
                 f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} are beyond what rounding makes ({floor:.1e})."
             )
         sentences += edited_run(self.run.options)

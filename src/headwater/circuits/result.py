@@ -26,7 +26,7 @@ from headwater.models.memory import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary
 from headwater.stats.claims import means_of
@@ -183,11 +183,11 @@ class EdgeEffects(ByMetric, Result):
             n, beyond = int(row["examples"]), int((np.abs(np.nan_to_num(means)) > floor).sum())
             sentence = (
                 f"Of {int((~np.isnan(means)).sum()):,} edges the largest {what} on {metric} is {edge}: "
-                f"{said_number(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
+                f"{with_interval(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
                 f"{beyond:,} are beyond what rounding makes ({floor:.1e})."
             )
             sentences.append(sentence.replace("_", " "))
-            sentences += self._said_of_the_rest(m, metric)
+            sentences += self._sentences_on_the_rest(m, metric)
         if not self.is_exact:
             sentences.append(f"These are estimates ({self.method}), not runs with the edge changed.")
         sentences += edited_run(self.run.options)
@@ -376,7 +376,7 @@ class EdgeEffects(ByMetric, Result):
         named = {"metric": np.array(self.metrics, dtype=object)[m]}
         return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
 
-    def _said_of_the_rest(self, m: int, metric: str) -> list[str]:
+    def _sentences_on_the_rest(self, m: int, metric: str) -> list[str]:
         """Say of a screened run how far its estimates are off, and what the sample drawn of the other edges bounds."""
         if self.method != "screened":
             return []
@@ -395,9 +395,9 @@ class EdgeEffects(ByMetric, Result):
             f"{bar:.3g}, the least of the recomputed, so that at most {most:.1%} of the others ({int(most * rest):,} "
             "edges, which may have been missed) are (95 %)."
         )
-        return [self._said_of_estimates(exact, estimates, metric), sentence.replace("_", " ")]
+        return [self._sentence_on_estimates(exact, estimates, metric), sentence.replace("_", " ")]
 
-    def _said_of_estimates(self, exact: Numbers, estimates: Numbers, metric: str) -> str:
+    def _sentence_on_estimates(self, exact: Numbers, estimates: Numbers, metric: str) -> str:
         """Compare estimates with the effects of what was recomputed."""
         count, _, ranks, _, _ = _compared(estimates, exact)
         best = int(np.nanargmax(np.abs(exact)))

@@ -52,7 +52,7 @@ from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary
@@ -323,7 +323,7 @@ class CircuitSearch(Result):
             f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {row['runs']:,} runs of a pair."
         ]
         sentence = (
-            f"Alone the circuit has faithfulness {said_number(row['faithfulness'], row['low'], row['high'])} over "
+            f"Alone the circuit has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
             f"{row['examples']} pair{'s' * (row['examples'] != 1)}"
         )
         if np.isfinite(row["placebo"]):

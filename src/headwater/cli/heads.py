@@ -117,7 +117,9 @@ def heads(
     )  # fmt: skip
     files = run.write(head_map, "head_map")
     if validate and loaded is not None:
-        head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **_asked(template, head_map))
+        head_map = head_map.validate(
+            loaded, relations=suite, progress=run.progress, **_prompt_options(template, head_map)
+        )
         if (folder := run.part("validated")) is not None and is_main():
             head_map.save(folder)
             files += run.write(head_map, "head_map", "validated")
@@ -290,7 +292,7 @@ def relations(
     report({"model": model or BASE, "relations": rows}, as_json, _show_coverage)
 
 
-def _asked(template: str | None, head_map: HeadMap) -> dict[str, Any]:
+def _prompt_options(template: str | None, head_map: HeadMap) -> dict[str, Any]:
     """Return what asks the model for targets, as `HeadMap.validate` takes it."""
     if template is not None:
         return {"template": template, "shots": 0}

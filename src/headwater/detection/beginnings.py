@@ -63,7 +63,10 @@ def beginnings(
         if not (first := lengths[rows[0]]):
             break
         made = keys_values(model, torch.tensor([list(tokens[row][:first]) for row in rows]), {}, n_layers)
-        padded = {layer: (_behind(keys, longest), _behind(values, longest)) for layer, (keys, values) in made.items()}
+        padded = {
+            layer: (_padded_before(keys, longest), _padded_before(values, longest))
+            for layer, (keys, values) in made.items()
+        }
         room -= sum(one.numel() * one.element_size() for pair in padded.values() for one in pair)
         if room < 0:
             break
@@ -74,7 +77,7 @@ def beginnings(
     return Beginnings({row: i for i, row in enumerate(begun)}, {row: lengths[row] for row in begun}, joined)
 
 
-def _behind(made: Tensor, longest: int) -> Tensor:
+def _padded_before(made: Tensor, longest: int) -> Tensor:
     """Put zeros before keys or values, up to a length."""
     return torch.nn.functional.pad(made, (0, 0, longest - made.shape[2], 0))
 

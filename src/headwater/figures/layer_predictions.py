@@ -16,7 +16,7 @@ from headwater.figures.sweep import shown
 from headwater.lenses.predictions import LayerPredictions
 from headwater.options import shown as said
 from headwater.options import whole_number
-from headwater.runs.figure_options import asked_size
+from headwater.runs.figure_options import requested_size
 from headwater.runs.result import DRAWINGS
 
 MOST_POSITIONS, MOST_LAYERS = 14, 30
@@ -46,7 +46,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     if ax is not None:
         wide, high = inches(ax)
     else:
-        wide, high = np.subtract(asked_size() or (np.inf, np.inf), AROUND)
+        wide, high = np.subtract(requested_size() or (np.inf, np.inf), AROUND)
     most_positions, most_layers = min(MOST_POSITIONS, wide / LEAST_WIDTH), min(MOST_LAYERS, high / LEAST_HEIGHT)
     left_out = max(0, len(positions) - max(1, int(most_positions)))
     positions, step = positions[left_out:], -(-len(layers) // max(1, int(most_layers)))

@@ -44,7 +44,7 @@ from headwater.pathways.summary import SetAtBest
 from headwater.pathways.tables import PROBE, WRONG_ANSWER
 from headwater.pathways.trace import Pathways
 from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.result import DRAWINGS
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
@@ -144,7 +144,7 @@ def delta_p(
             panel.set_ylabel(_axis_name(value, as_published))
         if as_published:
             legend.legend(*_published_legend(names), loc="upper center", ncols=2, **ROOMY)
-            legend.text(0.5, 0.0, _what_is_told(shown), ha="center", va="bottom", fontsize=6)
+            legend.text(0.5, 0.0, _counts_note(shown), ha="center", va="bottom", fontsize=6)
         else:
             handles, labels = _legend(shown, names, split_by)
             legend.legend(handles, labels, loc="upper center", ncols=2, title=_counted(shown), **ROOMY)
@@ -270,13 +270,13 @@ def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
     return handles, [f"{mode.replace('anchored', 'Anchored')} ({called[name]})" for mode, name in found]
 
 
-def _what_is_told(shown: Sequence[Pathways]) -> str:
+def _counts_note(shown: Sequence[Pathways]) -> str:
     """A line per panel and question set: how many examples are in each mode at l*, and what the probe there tells."""
     lines = []
     for one in shown:
         for name in one.datasets:
             view, counts = SetAtBest(one, name), [_count(one, name, mode, BEST_LAYER) for mode in MODES]
-            auc = said_number(*view.baseline(WRONG_ANSWER, PROBE))
+            auc = with_interval(*view.baseline(WRONG_ANSWER, PROBE))
             note = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
             lines.append(label(f"{model_name(short_name(one.run.model))}, {set_name(name)}: {note}"))
     return "\n".join(lines)

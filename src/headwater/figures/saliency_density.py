@@ -43,7 +43,7 @@ from headwater.options import checked_name
 from headwater.pathways.attention_saliency import Saliency
 from headwater.pathways.saliency_report import LossName
 from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.result import DRAWINGS
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, Interval, interval
@@ -317,5 +317,5 @@ def chance_note(shown: Sequence[Saliency]) -> str:
     for one in shown:
         for name, rows in one.of().groupby("dataset", sort=False):
             if at := _at_chance(rows):
-                found.append(f"{short_name(one.run.model)}, {name} ({said_number(*at)})")
+                found.append(f"{short_name(one.run.model)}, {name} ({with_interval(*at)})")
     return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(found)}." if found else ""

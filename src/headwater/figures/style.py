@@ -36,7 +36,7 @@ from headwater.calls import checked_call
 from headwater.colors import INK
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_path, one_or_several
-from headwater.runs.figure_options import Size, asked_size, checked_size
+from headwater.runs.figure_options import Size, checked_size, requested_size
 from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def _is_set(name: Any) -> bool:
 
 def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
     """Make a figure of some inches, or of the size that `plot(figsize=)` was given."""
-    return plt.figure(figsize=asked_size() or (width, height), layout=layout, FigureClass=Drawing)
+    return plt.figure(figsize=requested_size() or (width, height), layout=layout, FigureClass=Drawing)
 
 
 def inches(ax: Axes) -> tuple[float, float]:

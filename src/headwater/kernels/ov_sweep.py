@@ -68,7 +68,7 @@ def topk_hits(
     if wanted is None:
         wanted = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
     rows = _Rows(grids, maps.x.device)
-    z = _values_of(maps, rows.source, rows.asked(wanted.any(0)))
+    z = _values_of(maps, rows.source, rows.needed(wanted.any(0)))
     margin = exact_values_margin(maps, z, rows.source)
     logits = _GridLogits(maps, z.float(), grids, rows, wanted)
     # With the margin on top: a row leaves only when its best target is certainly out.
@@ -155,7 +155,7 @@ class _Rows:
         )
         self.of_grid = to_device_many(self._of_grid, device)
 
-    def asked(self, wanted: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
+    def needed(self, wanted: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
         """Say of which rows something is wanted of each head, on the CPU."""
         needed = torch.zeros(len(wanted), len(self.source), dtype=torch.bool)
         for index, row in enumerate(self._of_grid):

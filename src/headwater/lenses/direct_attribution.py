@@ -38,14 +38,14 @@ from headwater.lenses.contributions import Contributions, Part
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
-from headwater.models.tokens import said_of_chats
+from headwater.models.tokens import note_on_chats
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.patching.summaries import strongest_first, summarize
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
 
@@ -113,7 +113,7 @@ class DirectAttribution(Result):
         for row, what in ((parts.iloc[0], "correct"), (parts.iloc[-1], "wrong")):
             part = f"head {row['head']}" if pd.notna(row["head"]) else str(row["component"])
             part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
-            size = said_number(row["mean"], row["low"], row["high"])
+            size = with_interval(row["mean"], row["low"], row["high"])
             sentences.append(f"Most for the {what} token writes {part}: {size} logits.")
         if examples < 2:
             sentences.append("One prompt has no intervals, and says nothing of others.")
@@ -174,7 +174,7 @@ def direct_logit_attribution(
         "tokens": [correct.tolist(), wrong.tolist()],
         "positions": [list(places) for places in where],
         "by": by,
-        **said_of_chats(prompt.text for prompt in read),
+        **note_on_chats(prompt.text for prompt in read),
     } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:

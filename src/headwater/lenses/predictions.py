@@ -39,14 +39,14 @@ from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import hook_name
-from headwater.models.tokens import Batch, pad_id, said_of_chats
+from headwater.models.tokens import Batch, note_on_chats, pad_id
 from headwater.models.unembedding import refuse_other_logits, unembedding_head
 from headwater.options import checked_count
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
 from headwater.stats.resample import Bootstrap, interval
@@ -120,9 +120,8 @@ class LayerPredictions(Result):
             f"({since['agrees']:.0%} there)."
         )
         first = layers.iloc[0]
-        sentences.append(
-            f"Layer {first['layer']:.0f} is {said_number(first['kl'], first['low'], first['high'])} nats from the last."
-        )
+        far = with_interval(first["kl"], first["low"], first["high"])
+        sentences.append(f"Layer {first['layer']:.0f} is {far} nats from the last.")
         if np.isfinite(layers["first"].iloc[-1]):
             row = layers.iloc[-1]
             sentences.append(
@@ -199,7 +198,7 @@ def lens(
     options = {
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(given), "layers": chosen,
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
-        **said_of_chats(prompt.text for prompt in read),
+        **note_on_chats(prompt.text for prompt in read),
     }  # fmt: skip
 
     options |= {"roles": list(positions)} if isinstance(positions, Mapping) else {}

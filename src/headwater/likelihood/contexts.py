@@ -64,7 +64,7 @@ class ContextWording:
         """The frame of a question alone."""
         return question_frame(self.model, self.context, self.prompt)
 
-    def behind(self, before: Pairs, *, last: bool = True) -> Frame:
+    def after(self, before: Pairs, *, last: bool = True) -> Frame:
         """Return the frame of a question after others; of a conversation, of its last turn or of an earlier one."""
         if not before:
             return self.alone
@@ -136,7 +136,7 @@ def checked_wording(wording: ContextWording) -> ContextWording:
     _ = wording.alone
     if wording.predecessors != NONE:
         try:
-            wording.behind([("?", "!")])
+            wording.after([("?", "!")])
         except InputError as error:
             about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
             raise InputError(f"{about}{error}") from None
@@ -168,7 +168,7 @@ def frames_of(
     else:
         questions = {name: [one["question"] for one in some] for name, some in below.items()}
         pairs = _answered(run, questions, wording, asking, known)
-    return [None if (shown := pairs[name]) is None else wording.behind(shown) for name in rows]
+    return [None if (shown := pairs[name]) is None else wording.after(shown) for name in rows]
 
 
 def _answered(
@@ -186,7 +186,7 @@ def _answered(
         for name, questions in by_node.items():
             earlier = pairs[name]
             if earlier is not None and turn < len(questions):
-                frame = wording.behind(earlier, last=False) if wording.predecessors == TURNS else wording.alone
+                frame = wording.after(earlier, last=False) if wording.predecessors == TURNS else wording.alone
                 prompts[name] = frame.asking(questions[turn])
         answers = own_answers(run, wording.model, prompts.values(), asking, known, f"predecessors_{turn}")
         for name, answer in zip(prompts, answers, strict=True):

@@ -48,7 +48,7 @@ from headwater.options import (
     shown,
 )
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, said_number
+from headwater.runs.findings import each_row, with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
 from headwater.stats.discrimination import auc, true_positives
@@ -106,7 +106,7 @@ class Membership(Result):
 
 
 def _auc(row: Mapping[str, Any]) -> str:
-    return said_number(row["auc"], row["auc_low"], row["auc_high"], places=3)
+    return with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
 
 
 def _verdict(row: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> str:

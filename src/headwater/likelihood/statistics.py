@@ -46,9 +46,9 @@ from headwater.models.tokens import (
     by_length,
     chats_written,
     encode,
+    note_on_chats,
     pad_id,
     refuse_what_has_no_order,
-    said_of_chats,
     token_span,
 )
 from headwater.models.unembedding import unembedding_head
@@ -200,7 +200,7 @@ def token_statistics(
     options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}
     options |= {"layers": list(chosen), "lens": lens_named(lens), "long": long, "stride": stride}
     options |= {"precision": precision}
-    options |= {"layer_column": layers != "final", **said_of_chats(texts)}
+    options |= {"layer_column": layers != "final", **note_on_chats(texts)}
 
     def work(run: Run) -> TextStatistics:
         n_ctx = model.shape.n_ctx

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from headwater.errors import BeginningWarning
 from headwater.models.packaged import is_packaged
-from headwater.models.tokenizers import Bos, said_tokens
+from headwater.models.tokenizers import Bos, spelled_tokens
 from headwater.models.tokens import Batch, ChatText, Tokenizer, encode
 from headwater.options import is_one, shown
 
@@ -104,7 +104,7 @@ def warn_of_other_beginnings(model: Model) -> None:
     if model.tokenizer is None or is_packaged(model.name):
         return
     rules: tuple[Bos, ...] = (None, "tokenizer", "transformer_lens")
-    here, own, lens = (said_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
+    here, own, lens = (spelled_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
     if not here == own == lens:
         warnings.warn(
             f"{model.name}: texts begin with {here}. Its tokenizer writes {own}, TransformerLens {lens}; choose with "

@@ -50,7 +50,7 @@ from headwater.models.generation_config import RULES, settings
 from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
 from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.sites import hook_name, place_named
-from headwater.models.tokenizers import said_tokens
+from headwater.models.tokenizers import spelled_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
@@ -104,7 +104,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     def _begins(self) -> str:
         if self.tokenizer is None:
             return ""
-        return f", texts begin with {said_tokens(self.tokenizer, self.bos)}"
+        return f", texts begin with {spelled_tokens(self.tokenizer, self.bos)}"
 
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).

@@ -34,7 +34,9 @@ def refuse_too_large(what: str, needed: int, device: torch.device, advice: str) 
     """Refuse what needs more bytes than a device has left."""
     available = available_memory(device)
     if needed > available:
-        raise InputError(f"{what} would take {said_bytes(needed)}; {device} has {said_bytes(available)} free. {advice}")
+        raise InputError(
+            f"{what} would take {spelled_bytes(needed)}; {device} has {spelled_bytes(available)} free. {advice}"
+        )
 
 
 def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str) -> None:
@@ -44,11 +46,11 @@ def refuse_too_large_for_disk(what: str, needed: int, folder: Path, advice: str)
     free = shutil.disk_usage(above).free
     if needed > free + there:
         raise InputError(
-            f"{what} would take {said_bytes(needed)}; the disk of {folder} has {said_bytes(free)} free. {advice}"
+            f"{what} would take {spelled_bytes(needed)}; the disk of {folder} has {spelled_bytes(free)} free. {advice}"
         )
 
 
-def said_bytes(count: int) -> str:
+def spelled_bytes(count: int) -> str:
     """Name a number of bytes in GiB, or where that would be hardly any in MiB."""
     return f"{count / 2**30:,.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:,.1f} MiB"
 

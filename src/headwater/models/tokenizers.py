@@ -147,7 +147,7 @@ def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: b
     return tuple(ids)
 
 
-def said_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def spelled_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """Return what messages call the ids that texts begin with."""
     return repr("".join(tokenizer.convert_ids_to_tokens(list(ids)))) if ids else "nothing"
 

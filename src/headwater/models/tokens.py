@@ -224,7 +224,7 @@ def chats_written(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None) -
     return [chat_text(tokenizer, chat) for chat in chats]  # type: ignore[arg-type]
 
 
-def said_of_chats(texts: Iterable[str | None]) -> dict[str, str]:
+def note_on_chats(texts: Iterable[str | None]) -> dict[str, str]:
     """Return what the record of a run says of prompts that were given as messages; nothing of others."""
     are_chats = any(isinstance(text, ChatText) for text in texts)
     return {"messages": "written out by the tokenizer's chat template, from the first token on"} if are_chats else {}

@@ -155,39 +155,39 @@ def patch(
         raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
 
     # An iterator would be empty at the second look.
-    over, from_layer, sites_asked = materialize(over), materialize(from_layer), sites_named(sites, model)
+    over, from_layer, chosen_sites = materialize(over), materialize(from_layer), sites_named(sites, model)
     layers, head_numbers = layers_and_heads(
-        materialize(layers), materialize(heads), model.shape, kv_site_of(sites_asked)
+        materialize(layers), materialize(heads), model.shape, kv_site_of(chosen_sites)
     )
     spec = SweepSpec(over, layers, positions, head_numbers, window, spans, from_layer, keys)
     by_role = None if over == () else spec.by_role
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
-    _refuse_unused(sites_asked, heads, keys)
+    _refuse_unused(chosen_sites, heads, keys)
 
     # What is edited of each prompt, and what that is in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
-    matched = pair.matched(edited, sites_asked, attended if spec.keys_by_role else None)
-    replacement = build_replacement(model, values, dataset, pair, sites_asked, seed, positions=positions)
+    matched = pair.matched(edited, chosen_sites, attended if spec.keys_by_role else None)
+    replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
     if from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
 
-    steps = _steps(spec, model, sites_asked, pair, edited, attended)
+    steps = _steps(spec, model, chosen_sites, pair, edited, attended)
     if method == "exact":
-        _refuse_whole_dictionaries(sites_asked, steps, model.shape)
+        _refuse_whole_dictionaries(chosen_sites, steps, model.shape)
     # Counted before the cells are made: their list alone can be more than the memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     n_each = len(metrics) * (replacement.samples or 1) * len(spec.source_layers(model)) * pair.draws
     refuse_too_many_cells(n_places * n_each)
-    cells = _cells(spec, model, sites_asked, pair, steps, replacement, matched)
+    cells = _cells(spec, model, chosen_sites, pair, steps, replacement, matched)
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
 
     at = [covered(of_prompt[0]["position"], len(prompt)) for of_prompt, prompt in zip(steps, pair.prompts, strict=True)]
-    of_heads = [site for site in sites_asked if site.has_heads]
+    of_heads = [site for site in chosen_sites if site.has_heads]
     options: dict[str, Any] = {
-        "sites": [site.described for site in sites_asked],
-        "over": {site.name: spec.axes(site) for site in sites_asked},
-        "window": {site.name: spec.windows(site) for site in sites_asked},
+        "sites": [site.described for site in chosen_sites],
+        "over": {site.name: spec.axes(site) for site in chosen_sites},
+        "window": {site.name: spec.windows(site) for site in chosen_sites},
         "layers": resolve_indices(layers, model.shape.n_layers, "layer"),
         "positions": at,
         "heads": {site.name: resolve_indices(head_numbers, site.n_heads(model.shape), "head") for site in of_heads},

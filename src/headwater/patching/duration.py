@@ -14,7 +14,7 @@ import torch
 
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.progress import said_time, say
+from headwater.progress import say, spelled_time
 
 PATIENCE = 60.0
 """Seconds from which on it is said how long a run takes."""
@@ -42,9 +42,9 @@ def say_how_long(
         return
     needed = work / rate(model)
     if hours is not None and needed > 3600 * hours:
-        raise InputError(f"{what} would take about {said_time(needed)}; hours={hours:g} were allowed. {advice}")
+        raise InputError(f"{what} would take about {spelled_time(needed)}; hours={hours:g} were allowed. {advice}")
     if needed > PATIENCE:
-        say(progress, f"{what} take about {said_time(needed)}. {advice}")
+        say(progress, f"{what} take about {spelled_time(needed)}. {advice}")
 
 
 def rate(model: HookedModel) -> float:

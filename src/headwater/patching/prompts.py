@@ -20,8 +20,8 @@ from torch import Tensor
 from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.positions import AbsentError, Prompt, checked_roles, hangs_on_length, positions_of, role_in
-from headwater.models.tokenizers import said_tokens
-from headwater.models.tokens import Inputs, said_of_chats, token_strings
+from headwater.models.tokenizers import spelled_tokens
+from headwater.models.tokens import Inputs, note_on_chats, token_strings
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def read_pairs(
     bos = model.bos or model.resolve_bos(model.tokenizer is not None and model.tokenizer.bos_token is not None)
     for example, (a, b) in enumerate(zip(first, second, strict=True)):
         if bos and (a.ids[: len(bos)] == bos) != (b.ids[: len(bos)] == bos):
-            first_tokens = said_tokens(model.tokenizer, bos)
+            first_tokens = spelled_tokens(model.tokenizer, bos)
             raise InputError(
                 f"Pair {example} does not align: of its prompts one begins with {first_tokens} and the other does not. "
                 "Texts get model.bos, token ids stay as they are: give both prompts with it, or "
@@ -279,4 +279,4 @@ def side_by_side(a: Prompt, b: Prompt) -> str:
 def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
     """Name the prompts of a run by their token ids, and say where they were chats."""
     ids = [[list(prompt.ids) for prompt in prompts] if prompts is not None else None for prompts in sets]
-    return {"prompts": ids, **said_of_chats(prompt.text for prompts in sets for prompt in prompts or ())}
+    return {"prompts": ids, **note_on_chats(prompt.text for prompts in sets for prompt in prompts or ())}

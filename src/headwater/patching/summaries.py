@@ -29,7 +29,7 @@ from headwater.options import checked_count, checked_name, checked_number, check
 from headwater.patching.axes import tokens_by_role
 from headwater.patching.prompts import places_among
 from headwater.runs.claim import Claim
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 from headwater.stats.correlation import pearson, spearman
@@ -221,7 +221,7 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     of_pairs = value == "normalized_effect"
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
     among = f"of {n_cells} cells the strongest is " if n_cells > 1 else ""
-    size = said_number(best["mean"], best["low"], best["high"])
+    size = with_interval(best["mean"], best["low"], best["high"])
     named = f"{among}{where}, " if where else ""
     sentences = [f"{site}: {named}{size} {of}, over {examples} {unit}.".replace("_", " ")]
     if examples < 2:

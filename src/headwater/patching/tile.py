@@ -81,7 +81,7 @@ class Tile:
         self._columns = torch.arange(self.width, device=device)
 
     @cached_property
-    def held(self) -> Bool[Tensor, "row position"]:
+    def is_token(self) -> Bool[Tensor, "row position"]:
         """Which places hold a token; the others are padding."""
         return self._columns < self.lengths[:, None]
 
@@ -101,7 +101,7 @@ class Tile:
         before = torch.arange(self.prefix_length, device=self.starts.device)
         # A row takes the recorded keys before its own start only: from there on it has keys of its own, edited ones.
         before = torch.where(before < self.starts[:, None], before, -1)
-        return torch.cat([before, torch.where(self.held, self.positions, -1)], 1)
+        return torch.cat([before, torch.where(self.is_token, self.positions, -1)], 1)
 
     @property
     def prefix_length(self) -> int:
@@ -222,7 +222,7 @@ class FoldedRows:
     def key_positions(self) -> Int[Tensor, "group place key"]:
         """The position of each key as a place sees it; -1 where it is none of its row's."""
         tile, slot = self.tile, torch.arange(self.n_slots, device=self._index.device).repeat_interleave(self.tile.width)
-        keys = torch.where(tile.held, tile.positions, -1)
+        keys = torch.where(tile.is_token, tile.positions, -1)
         # Keys of the other rows in a group are masked like padding: rows are different runs.
         keys = torch.where(slot[:, None] == slot, self.laid_out(keys)[:, None], -1)
         before = torch.arange(tile.prefix_length, device=keys.device)

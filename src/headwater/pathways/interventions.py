@@ -218,7 +218,7 @@ def other_question_tokens(model: HookedModel, answered: AnsweredQuestions) -> Pl
 def prompts_of(answered: AnsweredQuestions) -> list[str]:
     """Return the prompt of every row."""
     before, after = prompt_parts_of(answered)
-    # Records have `messages` where the prompt was a chat (`said_of_chats`); a chat's text gets no BOS of its own.
+    # Records have `messages` where the prompt was a chat (`note_on_chats`); a chat's text gets no BOS of its own.
     frame = Frame(before, after, "", is_chat="messages" in answered.run.options)
     return list(map(frame.asking, answered.table["question"]))
 

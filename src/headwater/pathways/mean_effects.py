@@ -75,7 +75,7 @@ def mean_effects_of(
 
 def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
     """Average each intervention in the ways to split that are its own; `randomly`: random tokens by their own flips."""
-    told_by = _told_by(splits)
+    told_by = _split_for_controls(splits)
     tables = []
     for name, measured in pooled.items():
         by = {UNSPLIT: None, **(splits if name == EXACT else {told_by: splits[told_by]})}
@@ -147,7 +147,7 @@ def _pooled(each: Sequence[ModeEffects]) -> ModeEffects:
     return ModeEffects(**{name: np.concatenate([getattr(one, name) for one in each]) for name in vars(each[0])})
 
 
-def _told_by(splits: Collection[str]) -> str:
+def _split_for_controls(splits: Collection[str]) -> str:
     """Return how controls are split: by another seed's probe where there is one, else by the own at l*."""
     return CROSSED if CROSSED in splits else BEST_LAYER
 
@@ -175,7 +175,7 @@ def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     Returns:
         `dataset, intervention, group, layer, examples, flip_rate, delta_p, delta_logit`, with their intervals.
     """
-    split = table["split_by"].isin([UNSPLIT, _told_by(set(table["split_by"]))])
+    split = table["split_by"].isin([UNSPLIT, _split_for_controls(set(table["split_by"]))])
     rows = table[split & (table["intervention"] != WINDOWED)]
     values = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
     return _at(rows, at_best, ["dataset", "intervention", "group", "layer", "examples", *values])

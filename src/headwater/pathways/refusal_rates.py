@@ -39,7 +39,7 @@ from headwater.questions.asking import CHAT, SLOT, ask, limit_of, plain_text, qu
 from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, said_number
+from headwater.runs.findings import each_row, with_interval
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
@@ -185,7 +185,7 @@ def rates(modes: pd.DataFrame, said: pd.DataFrame) -> pd.DataFrame:
 
 
 def _said(row: Mapping[str, Any], name: str) -> str:
-    return said_number(row[name], row[f"{name}_low"], row[f"{name}_high"], places=3)
+    return with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], places=3)
 
 
 def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:

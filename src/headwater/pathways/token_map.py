@@ -36,7 +36,7 @@ from headwater.questions.spans import span_shapes
 from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import said_number
+from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.stats.discrimination import auc
@@ -81,14 +81,14 @@ class ProbeMap(Result):
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
             lines.append(
                 f"{name}: of {row['answers']:,} answers the wrong ones are detected best at {row['token']}, layer "
-                f"{row['layer']}: AUC {said_number(row['auc'], row['low'], row['high'], places=3)}, the best of "
+                f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], places=3)}, the best of "
                 f"{len(here)} pairs and so overestimated."
             )
             if np.isfinite(row["control_auc"]):
                 highest = float(here["control_auc"].max())
                 lines.append(f"{name}: labels drawn again reach {highest:.3f} at most, at any token and layer.")
             if np.isfinite(spans["auc"]):
-                alone = said_number(spans["auc"], spans["low"], spans["high"], places=3)
+                alone = with_interval(spans["auc"], spans["low"], spans["high"], places=3)
                 more = "more" if row["low"] > spans["high"] else "not clearly more"
                 lines.append(f"{name}: the exact answer's length and place alone give {alone}; the states give {more}.")
         return lines

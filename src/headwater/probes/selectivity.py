@@ -46,7 +46,7 @@ from headwater.probes.given_states import GivenStates, given_states
 from headwater.probes.linear import C, Probe, fit_linear, grouped_folds
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, said_number
+from headwater.runs.findings import each_row, with_interval
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
@@ -177,10 +177,10 @@ class ProbeFit(Result):
         """Return what the best layer reads, and what of it a probe could have learned of anything."""
         row = max(each_row(self.table), key=lambda one: one["auc"])
         layers = len(self.table)
-        auc_said = said_number(row["auc"], row["auc_low"], row["auc_high"], places=3)
-        accuracy = said_number(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
+        auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
+        accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
         sentences = [
-            f"Layer {row['layer']:.0f} is read best: AUC {auc_said}, accuracy {accuracy} where the commoner label "
+            f"Layer {row['layer']:.0f} is read best: AUC {auc_text}, accuracy {accuracy} where the commoner label "
             f"alone has {row['majority']:.3f}, over {row['rows']:.0f} rows of {row['groups']:.0f} groups left out in "
             "turn."
         ]
@@ -196,7 +196,7 @@ class ProbeFit(Result):
         if not row["auc_low"] > 0.5 and not row["auc_high"] < 0.5:
             sentences.append("That is indistinguishable from chance.")
         if np.isfinite(row["selectivity"]):
-            selectivity = said_number(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
+            selectivity = with_interval(row["selectivity"], row["selectivity_low"], row["selectivity_high"], places=3)
             sentences.append(
                 f"Labels drawn at random are read with accuracy {row['control_accuracy']:.3f}: selectivity "
                 f"{selectivity}."

@@ -34,7 +34,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.tokens import Batch, encode, said_of_chats
+from headwater.models.tokens import Batch, encode, note_on_chats
 from headwater.options import checked_count, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, answer_ends, answering_frame, ask, limit_of
 from headwater.questions.endpoint import FailureLimit
@@ -250,7 +250,7 @@ def answer(
         "ends": answer_ends(model),
         "label": label,
         "hooks": listed,
-        **said_of_chats([frame.asking(SLOT)]),
+        **note_on_chats([frame.asking(SLOT)]),
     }
 
     def work(run: Run) -> AnsweredQuestions:

@@ -230,13 +230,13 @@ def _properties(words: list[_Word], subjects: list[Span]) -> list[Span]:
     asking = next((n for n, word in enumerate(lower) if word in ASKING), None)
     start = 0 if asking is None else asking + 1
     if start >= end or not free[start]:
-        return _behind(words, lower, free)
+        return _after_entity(words, lower, free)
     if asking is not None and lower[asking] == "who" and lower[start] not in AUXILIARIES:
         return [(words[start].start, words[start].end)]
     if lower[start] not in AUXILIARIES:
         begin = start + 1 if lower[start] in ("many", "much") else start
-        return _nouns(words, lower, free, begin) + _behind(words, lower, free)
-    return _nouns(words, lower, free, start + 1) or _behind(words, lower, free)
+        return _nouns(words, lower, free, begin) + _after_entity(words, lower, free)
+    return _nouns(words, lower, free, start + 1) or _after_entity(words, lower, free)
 
 
 def _nouns(words: list[_Word], lower: list[str], free: list[bool], at: int) -> list[Span]:
@@ -261,7 +261,7 @@ def _noun(words: list[_Word], lower: list[str], free: list[bool], at: int) -> li
     return [(words[at].start, words[stop - 1].end)] if stop > at else []
 
 
-def _behind(words: list[_Word], lower: list[str], free: list[bool]) -> list[Span]:
+def _after_entity(words: list[_Word], lower: list[str], free: list[bool]) -> list[Span]:
     """What is after the entity, of a question with an auxiliary: "In what city was she born?"."""
     if all(free) or not any(word in AUXILIARIES for word in lower):
         return []

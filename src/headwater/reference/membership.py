@@ -48,7 +48,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import load
 from headwater.models.tokens import encode, token_span
 from headwater.options import checked_name, checked_path
-from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
+from headwater.reference.published import Reproduction, compared, no_numbers, not_kept, published_numbers
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
 from headwater.stats.discrimination import auc, true_positives
@@ -182,7 +182,7 @@ def reproduce_membership(
         else:
             scored = [_scored(run, place, model, reference, table, scoring) for place, table in enumerate(tables)]
         notes = [] if name else [no_numbers(model.name, source)]
-        notes += [not_held(f"{name} on {benchmark}")] if name and not numbers else []
+        notes += [not_kept(f"{name} on {benchmark}")] if name and not numbers else []
         rows = compare_membership(scored, benchmark, numbers)
         return Reproduction(compared(rows), name, source.source, [*notes, BEST_K, BLIND], run.record)
 

@@ -30,7 +30,7 @@ from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.questions.judge import Judge
-from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
+from headwater.reference.published import Reproduction, compared, no_numbers, not_kept, published_numbers
 from headwater.reference.steps import Steps, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
 
@@ -93,9 +93,9 @@ def reproduce_memorization(
         notes += [OWN_SCORES] if graph.table["score"].isna().all() else []
         is_compared = bool(name) and predecessors == NONE
         notes += [NOT_HELD] if name and not is_compared else []
-        notes += [not_held(name)] if name and not reference.models[name].get("accuracy") else []
+        notes += [not_kept(name)] if name and not reference.models[name].get("accuracy") else []
         rows = compare_depth(profile.judged, reference.models[name] if name and is_compared else {})
-        notes += [*_asked(profile), *graph.notes]
+        notes += [*_answering_sentences(profile), *graph.notes]
         return Reproduction(compared(rows), name, reference.source, notes, run.record)
 
     return run_or_resume(
@@ -132,7 +132,7 @@ def _messages(question: str, system: str | None = None) -> list[dict[str, str]]:
     return [*first, {"role": "user", "content": question}]
 
 
-def _asked(profile: DepthProfile) -> list[str]:
+def _answering_sentences(profile: DepthProfile) -> list[str]:
     """Say how the model was asked, where it answered by itself, and how many of its answers did not end."""
     options = profile.run.options
     if options["answers"] != MODEL:

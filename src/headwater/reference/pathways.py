@@ -36,7 +36,7 @@ from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
 from headwater.questions.labels import CONTAINS, Label
 from headwater.questions.sources import Questions, Source, load_questions
-from headwater.reference.published import Reproduction, compared, no_numbers, not_held, published_numbers
+from headwater.reference.published import Reproduction, compared, no_numbers, not_kept, published_numbers
 from headwater.reference.steps import Steps, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
 
@@ -144,7 +144,7 @@ def reproduce_pathways(
     def work(run: Run) -> Reproduction:
         found = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
         notes = [] if name else [no_numbers(model.name, reference)]
-        notes += [not_held(name)] if name and not numbers.keys() & {"detection", "mode"} else []
+        notes += [not_kept(name)] if name and not numbers.keys() & {"detection", "mode"} else []
         table = compared(compare_detection(found, numbers))
         return Reproduction(table, name, reference.source, [*notes, NOT_STATED], run.record)
 

@@ -152,7 +152,7 @@ def no_numbers(model: str, published: Published) -> str:
     )
 
 
-def not_held(model: str) -> str:
+def not_kept(model: str) -> str:
     """Say that a publication lists a model, but that no numbers of it are kept."""
     return f"The publication lists {model}, but its numbers are not in this package: the column is empty."
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headwater.errors import InputError
-from headwater.progress import said_time, say
+from headwater.progress import say, spelled_time
 from headwater.runs.analysis import Run
 
 R = TypeVar("R")
@@ -35,8 +35,8 @@ class Steps:
         begun = time.perf_counter()
         made = function(*given, progress=self.run.progress, out=self.run.below(name), **options)
         self.took[name] = time.perf_counter() - begun
-        expected = f" of about {said_time(self.expected[name])}" if name in self.expected else ""
-        say(self.run.progress, f"{name}: done in {said_time(self.took[name])}{expected}.")
+        expected = f" of about {spelled_time(self.expected[name])}" if name in self.expected else ""
+        say(self.run.progress, f"{name}: done in {spelled_time(self.took[name])}{expected}.")
         return made
 
 
@@ -76,8 +76,8 @@ def timed_steps(
     for name, seconds in took[2].items():
         each = max(seconds - took[1].get(name, seconds), 0.0) / (dozen - few)
         steps.expected[name] = sets * max(seconds - dozen * each, 0.0) + items * each
-    listed = ", ".join(f"{name} {said_time(seconds)}" for name, seconds in steps.expected.items())
-    total = said_time(sum(steps.expected.values()))
+    listed = ", ".join(f"{name} {spelled_time(seconds)}" for name, seconds in steps.expected.items())
+    total = spelled_time(sum(steps.expected.values()))
     kept = "; what the folder holds already is not made again" if run.folder is not None else ""
     say(True, f"{items:,} {called} take about {total} on this machine: {listed}{kept}.")
     return steps

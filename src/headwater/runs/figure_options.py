@@ -52,7 +52,7 @@ def asking_for(size: Size | None) -> Iterator[None]:
         _ASKED.reset(token)
 
 
-def asked_size() -> Size | None:
+def requested_size() -> Size | None:
     """Return the size that the figure now drawn was given."""
     return _ASKED.get()
 

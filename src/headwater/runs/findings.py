@@ -31,7 +31,7 @@ def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
     return table.where(table.notna(), np.nan).infer_objects()
 
 
-def said_number(value: float, low: float = math.nan, high: float = math.nan, places: int = 2) -> str:
+def with_interval(value: float, low: float = math.nan, high: float = math.nan, places: int = 2) -> str:
     """Write a number with its interval, where it has one: "0.52 (0.41 to 0.60)"."""
     if not math.isfinite(value):
         return "not measured"

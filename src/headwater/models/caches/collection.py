@@ -36,7 +36,7 @@ from headwater.models.memory import in_halves, refuse_too_large, refuse_too_larg
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
 from headwater.models.sites import SITES, Site, SiteName
-from headwater.models.tokens import Inputs, by_length, said_of_chats
+from headwater.models.tokens import Inputs, by_length, note_on_chats
 from headwater.options import checked_count, checked_flag, checked_path, one_or_several, resolve_indices, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
@@ -154,7 +154,7 @@ def cache(
         "features": [name.described for name in names if isinstance(name, Features)],
         "positions": plan.chosen,
         "heads": plan.heads,
-        **said_of_chats(plan.sequences.texts or ()),
+        **note_on_chats(plan.sequences.texts or ()),
     }
     shows = progress and len(plan.sequences) > batch_size
     collect = partial(_collected, model, plan, batch_size, device)

@@ -25,7 +25,7 @@ from headwater.models.generation import loop
 from headwater.models.generation.loop import check_room, checked_sampling, drawn_with, draws
 from headwater.models.generation_config import end_tokens
 from headwater.models.memory import failures_named
-from headwater.models.tokens import Inputs, said_of_chats
+from headwater.models.tokens import Inputs, note_on_chats
 from headwater.options import checked_count, checked_flag, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import RunRecord
@@ -201,7 +201,7 @@ def generate(
             "stop": stops,
             "ends": ends,
             "batch_size": batch_size,
-            **said_of_chats(batch.texts or ()),
+            **note_on_chats(batch.texts or ()),
         },
         seed,
     )
