@@ -149,7 +149,7 @@ def _measure(
             tried[number] = candidates(model, tokens, template, options["pairs"], seed)
         except InputError as error:
             reasons[number] = str(error)
-    _say_how_long(model, tokenized[:n], list(tried.values()), options["pairs"], run.progress)
+    _say_how_long(model, tokenized[:n], tried, options["pairs"], run.progress)
     known = dict[int, dict[str, Tensor]]()
     for stage, some in (("choose", [i for i in tried if i < n]), ("others", [i for i in tried if i >= n])):
         # Others are compared with a relation that the model can do: without one they would be measured for nothing.
@@ -191,21 +191,23 @@ def _measure(
 def _say_how_long(
     model: HookedModel,
     requested: Sequence[TokenRelation],
-    tried: Sequence[Sequence[Candidate]],
+    tried: Mapping[int, Sequence[Candidate]],
     pairs: int,
     progress: bool,
 ) -> None:
     """Say how long it takes, if that is over a minute, from the tokens that are run."""
-    heads, tokens = model.shape.n_layers * model.shape.n_heads, 0
-    for some in tried:
+    heads, tokens, n = model.shape.n_layers * model.shape.n_heads, 0, len(requested)
+    for i, some in tried.items():
         tokens += sum(one.first.clean.numel() for one in some)
         first, second = (max(some, key=lambda one: getattr(one, half).clean.numel()) for half in HALVES)
         tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
-        measured = min(heads, 2 * LEADERS) if len(requested) > 1 else heads
-        for pairs_of, n in ((first.first, heads), (second.second, measured)):
-            tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * n // 2  # both sides; a token through half the layers
+        # What a relation is compared with has no effects on the second half.
+        measured = 0 if i >= n else heads if n == 1 else min(heads, 2 * LEADERS)
+        for pairs_of, moved in ((first.first, heads), (second.second, measured)):
+            # Both sides; and of each head a token through half the layers.
+            tokens += 2 * pairs_of.clean.numel() * bool(moved) + len(pairs_of) * moved // 2
     one = f"{requested[0].relation.name} and what it is compared with"
-    what = f"{len(tried):,} relations" if len(requested) > 1 else one
+    what = f"{len(tried):,} relations" if n > 1 else one
     say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
 
 
