@@ -312,7 +312,7 @@ class Circuit:
 
     def _hash(self) -> str:
         """Hash all that is kept of it."""
-        return digest([graph_name(self.graph), self.seen, self.model, self.table])
+        return digest([describe_graph(self.graph), self.seen, self.model, self.table])
 
     @cached_property
     def _effect_of(self) -> dict[int, float]:
@@ -326,7 +326,7 @@ class Circuit:
         circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if circuit.graph != self.graph:
             raise InputError(
-                f"The circuits are of different graphs: {graph_name(self.graph)}, and {graph_name(circuit.graph)}."
+                f"The circuits are of different graphs: {describe_graph(self.graph)}, and {describe_graph(circuit.graph)}."
             )
         return circuit
 
@@ -369,7 +369,7 @@ def name_of(model: HookedModel | Graph) -> str:
     return "" if isinstance(model, Graph) else model.name
 
 
-def graph_name(graph: Graph) -> str:
+def describe_graph(graph: Graph) -> str:
     """Say in a few words which graph it is."""
     grouped = f" on {graph.n_kv_heads} key-value heads" * (graph.n_kv_heads != graph.n_heads)
     return f"{graph.n_layers} layers of {graph.n_heads} heads{grouped}{', parallel blocks' * graph.parallel}"
@@ -393,7 +393,7 @@ def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
             raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
         checked_kind("circuits", one, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if one.graph != graph:
-            raise InputError(f"{name} is of {graph_name(one.graph)}; this model has {graph_name(graph)}.")
+            raise InputError(f"{name} is of {describe_graph(one.graph)}; this model has {describe_graph(graph)}.")
     return dict(items)
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
-from headwater.circuits.circuit import graph_name, graph_of
+from headwater.circuits.circuit import describe_graph, graph_of
 from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
     Lineup,
@@ -191,7 +191,7 @@ def circuit_curve(
     graph, shares = graph_of(model), checked_sizes(sizes)
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     if edges.graph != graph:
-        raise InputError(f"The edges are of {graph_name(edges.graph)}; this model has {graph_name(graph)}.")
+        raise InputError(f"The edges are of {describe_graph(edges.graph)}; this model has {describe_graph(graph)}.")
     if len(edges.chosen) < graph.n_edges:
         raise InputError(
             f"The edges are {len(edges.chosen):,} of {graph.n_edges:,}: sizes are parts of all. Run hw.edges without "

@@ -66,7 +66,7 @@ class Answering:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Asked(Answering):
+class QuestionOptions(Answering):
     """Which questions a model is asked, and how."""
 
     questions: list[str] | None = None
@@ -89,7 +89,7 @@ class Asked(Answering):
 def pathways(
     model: Model = None,
     *,
-    asked: Asked = Asked(),
+    answering: QuestionOptions = QuestionOptions(),
     probe: ProbeAt = ProbeAt(),
     variant: Variant = "mask",
     edges: Literal["after", "answer"] = "after",
@@ -129,18 +129,18 @@ def pathways(
     from headwater.pathways.attention_saliency import saliency as run_saliency
     from headwater.pathways.trace import trace_pathways
 
-    loaded, answered = asked.answered(model, load, run)
+    loaded, answered = answering.answered(model, load, run)
     found: dict[str, Result] = {"answers": answered}
     found["pathways"] = traced = trace_pathways(
         loaded, answered, variant=variant, edges=edges, window=window, seeds=seeds, controls=controls,
-        batch_size=asked.batch_size, progress=run.progress, out=run.part("pathways"), **vars(probe),
+        batch_size=answering.batch_size, progress=run.progress, out=run.part("pathways"), **vars(probe),
     )  # fmt: skip
     if saliency:
         folder = run.part("saliency")
         found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=run.progress, out=folder)
     if detection:
         found["detection"] = run_detection(
-            loaded, answered, variant=variant, seeds=seeds, batch_size=asked.batch_size, progress=run.progress,
+            loaded, answered, variant=variant, seeds=seeds, batch_size=answering.batch_size, progress=run.progress,
             out=run.part("detection"), **vars(probe),
         )  # fmt: skip
     _finish(found, run)
@@ -149,7 +149,7 @@ def pathways(
 def saliency(
     model: Model = None,
     *,
-    asked: Asked = Asked(),
+    answering: QuestionOptions = QuestionOptions(),
     probe: ProbeAt = ProbeAt(),
     target: Literal["cross_entropy", "logit"] = "cross_entropy",
     layer: int | None = None,
@@ -181,11 +181,11 @@ def saliency(
     from headwater.questions.states import probe_states
     from headwater.runs.processes import processes
 
-    loaded, answered = asked.answered(model, load, run)
+    loaded, answered = answering.answered(model, load, run)
 
     def fit() -> Probe:
         """Fit the probe on all answers together."""
-        states = probe_states(loaded, answered, batch_size=asked.batch_size, progress=run.progress, **vars(probe))
+        states = probe_states(loaded, answered, batch_size=answering.batch_size, progress=run.progress, **vars(probe))
         groups = answered.table["question"].tolist()
         probes = fit_probes(states, answered.z, groups=groups, **vars(probe))
         return probes[probes.best if layer is None else layer]
@@ -201,7 +201,7 @@ def saliency(
 def detect(
     model: Model = None,
     *,
-    asked: Asked = Asked(),
+    answering: QuestionOptions = QuestionOptions(),
     method: list[str] | None = None,
     probe: ProbeAt = ProbeAt(),
     variant: Variant = "mask",
@@ -231,10 +231,10 @@ def detect(
 
     methods = METHODS if method is None else method
     check_methods(methods)
-    loaded, answered = asked.answered(model, load, run)
+    loaded, answered = answering.answered(model, load, run)
     measured = measure(
         loaded, answered, methods=methods, variant=variant, seeds=seeds,
-        batch_size=asked.batch_size, progress=run.progress, out=run.part("detection"),
+        batch_size=answering.batch_size, progress=run.progress, out=run.part("detection"),
         **vars(probe),
     )  # fmt: skip
     _finish({"answers": answered, "detection": measured}, run)
@@ -250,17 +250,17 @@ def _examples(given: str | None) -> list[tuple[str, str]] | None:
     return [(question, answers[0]) for question, answers in zip(table["question"], table["answers"], strict=True)]
 
 
-def _questions(model: str | None, asked: Asked) -> Questions:
+def _questions(model: str | None, answering: QuestionOptions) -> Questions:
     """Read the questions, before a large model is loaded in vain."""
     from headwater.questions.sources import WORLD_SETS, Questions, load_questions
 
-    if asked.questions is None and not is_embedded(model or BASE):
+    if answering.questions is None and not is_embedded(model or BASE):
         raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
     read = []
-    for source in asked.questions or WORLD_SETS:
+    for source in answering.questions or WORLD_SETS:
         of_world = source in WORLD_SETS and not Path(source).exists()
-        sample = DEFAULT_SAMPLE if of_world and asked.sample is None else asked.sample
-        read.append(load_questions(source, sample=sample, seed=asked.seed))
+        sample = DEFAULT_SAMPLE if of_world and answering.sample is None else answering.sample
+        read.append(load_questions(source, sample=sample, seed=answering.seed))
     return Questions.joined(read)
 
 

@@ -129,7 +129,7 @@ def pathways(
     questions: list[str],
     published: Published = None,
     sample: int = 4000,
-    asked: Answering = Answering(),
+    answering: Answering = Answering(),
     method: list[str] | None = None,
     token: ProbeToken = "exact_answer_last",
     seeds: int = 3,
@@ -160,7 +160,7 @@ def pathways(
     found = reproduce_pathways(
         load.model(model), questions, published=published, sample=sample or None,
         methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, controls=controls,
-        **asked.read(), progress=run.progress, out=run.out,
+        **answering.read(), progress=run.progress, out=run.out,
     )  # fmt: skip
     _report(found, run, ("pathways", "saliency"), PARTS)
 

@@ -357,12 +357,12 @@ def _extracted(
         for answers in batches:
             yield [{} for _ in answers]
         return
-    ask, silence, workers = extractor, FailureLimit(), workers_of(extractor)
+    ask, failures, workers = extractor, FailureLimit(), workers_of(extractor)
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
         usable = [place for place, one in enumerate(answers) if cause_of(one) is None]
         pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
-        extracted = dict(zip(usable, call_extractor_on(ask, pairs, silence), strict=True))
+        extracted = dict(zip(usable, call_extractor_on(ask, pairs, failures), strict=True))
         found = [extracted.get(place, {}) for place in range(len(answers))]
         # Spans are ragged, so their JSON goes into a piece as bytes.
         return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}

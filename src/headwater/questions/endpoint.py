@@ -156,7 +156,7 @@ class FailureLimit:
     def __init__(self) -> None:
         self._unheard = 0
 
-    def each(self, ask: Callable[[T], U], things: Sequence[T], workers: int = 1) -> list[U | None]:
+    def map(self, ask: Callable[[T], U], things: Sequence[T], workers: int = 1) -> list[U | None]:
         """Ask about each thing, `workers` at a time; None for what brought no reply."""
         failures: list[NoReplyError] = []
 

@@ -129,7 +129,7 @@ def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str
 
 
 def call_extractor_on(
-    extractor: Extractor, pairs: Sequence[tuple[str, str]], silence: FailureLimit
+    extractor: Extractor, pairs: Sequence[tuple[str, str]], failures: FailureLimit
 ) -> list[dict[str, tuple[Span, ...]] | None]:
     """Ask an extractor about several examples: all at once where it has `many`, else `workers` of them at a time.
 
@@ -139,7 +139,7 @@ def call_extractor_on(
     if isinstance(extractor, ReadsMany):
         found = extractor.many(pairs)
         return [exact_words(one, *pair) for one, pair in zip(found, pairs, strict=True)]
-    return silence.each(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
+    return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
 
 
 def workers_of(extractor: Extractor) -> int:

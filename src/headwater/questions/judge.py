@@ -99,7 +99,7 @@ def score_in(reply: str) -> float | None:
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
     """Return the score of each key, NaN where there is none, or what an earlier run was told."""
     # In order, unlike a set: pieces are numbered, and a resumed run must cut them in the same way.
-    different, workers, silence = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), FailureLimit()
+    different, workers, failures = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), FailureLimit()
     size = workers if workers > 1 else JUDGED_AT_ONCE
     parts = [different[start : start + size] for start in range(0, len(different), size)]
     with run.bar("Judging", "answer", len(different)) as bar:
@@ -110,7 +110,7 @@ def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
                 bar.update()
                 return found
 
-            verdicts = silence.each(one, part, workers)
+            verdicts = failures.map(one, part, workers)
             return {"score": torch.tensor([math.nan if one is None else one for one in verdicts], dtype=torch.float64)}
 
         made = run.pieces("judged", parts, compute, bar, len)
