@@ -325,9 +325,8 @@ class Circuit:
         """Refuse what is not a circuit of this graph."""
         circuit = checked_kind("circuit", other, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if circuit.graph != self.graph:
-            raise InputError(
-                f"The circuits are of different graphs: {describe_graph(self.graph)}, and {describe_graph(circuit.graph)}."
-            )
+            graphs = ", and ".join(map(describe_graph, (self.graph, circuit.graph)))
+            raise InputError(f"The circuits are of different graphs: {graphs}.")
         return circuit
 
     def _joined(self, other: Circuit, edges: set[int]) -> Circuit:
