@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater.planted.wiring import (
+    ANY_CONFIG,
     CERTAIN,
     NORM_EPSILON,
     Head,
@@ -77,11 +78,7 @@ def llama(
             max_position_embeddings=512,
             rms_norm_eps=NORM_EPSILON,
             rope_parameters=dict(NO_ROTATION),
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=1,
-            attn_implementation="eager",
+            **ANY_CONFIG,
         )
     )
     clear(model)

@@ -9,7 +9,7 @@ import pytest
 import transformers as tf
 
 import headwater as hw
-from headwater.figures.style import SIZES, png_of, save_figure
+from headwater.figures.style import SIZES, image_of, save_figure
 from tests.made_up import random_map
 from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn
 from tests.real_models import real_folder
@@ -133,7 +133,7 @@ def test_a_large_map_in_one_column_fills_its_cells_and_is_not_crowded_out_by_its
 @pytest.mark.parametrize("kind", ["map", "sweep"])
 def test_a_figure_that_was_pickled_looks_the_same(kind):
     figure = drawn(result(kind, (30, 9)).plot())
-    assert png_of(pickle.loads(pickle.dumps(figure))) == png_of(figure)
+    assert image_of(pickle.loads(pickle.dumps(figure)), 300) == image_of(figure, 300)
 
 
 def test_what_anyone_types_is_written_in_its_size_with_fonts_that_journals_take(tmp_path):

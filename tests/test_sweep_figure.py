@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from headwater.errors import InputError
-from headwater.figures.style import png_of
+from headwater.figures.style import image_of
 from headwater.figures.sweep import shown
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
@@ -170,4 +170,4 @@ def test_tokens_are_shown_short_and_with_their_spaces_visible():
 
 def test_the_same_figure_gives_the_same_bytes_the_first_time_too():
     ax = made(sites=("resid_pre", "attn_out")).plot()
-    assert png_of(ax) == png_of(ax)
+    assert image_of(ax, 300) == image_of(ax, 300)

@@ -201,11 +201,12 @@ def _say_how_long(
         tokens += sum(one.first.clean.numel() for one in some)
         first, second = (max(some, key=lambda one: getattr(one, half).clean.numel()) for half in HALVES)
         tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
-        # What a relation is compared with has no effects on the second half.
-        measured = 0 if i >= n else heads if n == 1 else min(heads, 2 * LEADERS)
-        for pairs_of, moved in ((first.first, heads), (second.second, measured)):
+        moved = [(first.first, heads)]
+        if i < n:  # what a relation is compared with is not measured on the second half
+            moved.append((second.second, heads if n == 1 else min(heads, 2 * LEADERS)))
+        for pairs_of, count in moved:
             # Both sides; and of each head a token through half the layers.
-            tokens += 2 * pairs_of.clean.numel() * bool(moved) + len(pairs_of) * moved // 2
+            tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * count // 2
     one = f"{requested[0].relation.name} and what it is compared with"
     what = f"{len(tried):,} relations" if n > 1 else one
     say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)

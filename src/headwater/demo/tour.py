@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +54,9 @@ class Beside:
 
 def _run(names: Sequence[str], questions: int, out: Path) -> None:
     """Run analyses of the embedded model, each into its folder."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tour, which ends this process
+    # Ctrl-C ends the tour, which ends this process: by an exit, which leaves nothing to warn of.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     torch.set_num_threads(1)
     seen = Seen(load(), questions)
     with suppress(Exception):  # the tour runs what is missing once more, and says why it fails

@@ -11,6 +11,7 @@ Whatever is not listed is zero.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, PreTraine
 
 NORM_EPSILON = 2.0**26
 NORM_GAIN = 2.0**13
+ANY_CONFIG: dict[str, Any] = {
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+    "attn_implementation": "eager",
+}
+"""What the configs of all planted models have."""
 CERTAIN = 60.0
 """Attention score, or pre-activation, that leaves e⁻³⁰ or less to whatever is half as good."""
 
@@ -107,11 +116,7 @@ def gpt2(
             n_head=n_heads,
             n_inner=1,
             layer_norm_epsilon=NORM_EPSILON,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=1,
-            attn_implementation="eager",
+            **ANY_CONFIG,
         )
     )
     clear(model)

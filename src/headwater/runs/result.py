@@ -205,7 +205,7 @@ class Result:
         return self.table.itertuples(index=False)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.run.model}: {len(self):,} rows)"
+        return f"{type(self).__name__}({self.run.model}: {len(self.table):,} rows)"
 
     def _repr_html_(self) -> str:
         return table_html(self, self.table)

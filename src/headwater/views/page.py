@@ -17,7 +17,7 @@ from PIL import Image
 
 from headwater.circuits.circuit import Circuit
 from headwater.errors import HeadwaterError
-from headwater.figures.style import figure_of, png_of
+from headwater.figures.style import figure_of, image_of
 from headwater.runs.record import RunRecord
 from headwater.runs.result import VIEWS, Result
 from headwater.runs.view import View
@@ -125,17 +125,16 @@ def drawn(result: Result | Circuit) -> bytes | str:
     except HeadwaterError as error:
         return str(error)
     try:
-        return _light(png_of(figure, DPI))
+        return _light(image_of(figure, DPI))
     finally:
         # pyplot keeps every figure until it is closed, and warns when more than 20 are open.
         plt.close(figure_of(figure))
 
 
-def _light(png: bytes) -> bytes:
-    """Return a picture in so few colours that it takes a quarter; those far from the others, as a legend's, stay."""
+def _light(picture: Image.Image) -> bytes:
+    """Return a picture as a PNG of few colours, a quarter as large; those far from the others, as a legend's, stay."""
     written = BytesIO()
-    with Image.open(BytesIO(png)) as image:
-        few = image.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = picture.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
     return written.getvalue()
 
