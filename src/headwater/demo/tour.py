@@ -42,7 +42,10 @@ class Beside:
         self.names, self.threads = names, torch.get_num_threads()
         torch.set_num_threads(max(1, self.threads - 1))
         self.process = get_context("spawn").Process(target=_run, args=(names, questions, out), daemon=True)
+        # Ctrl-C ends the tour, and the tour this process, which ignores from its first import on what is ignored here.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.process.start()
+        signal.signal(signal.SIGINT, handler)
 
     def before(self, name: str) -> None:
         """Wait, if the next analysis is one of these; where all have ended, every thread works here again."""
@@ -54,9 +57,7 @@ class Beside:
 
 def _run(names: Sequence[str], questions: int, out: Path) -> None:
     """Run analyses of the embedded model, each into its folder."""
-    # Ctrl-C ends the tour, which ends this process: by an exit, which leaves nothing to warn of.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exit leaves nothing to warn of
     torch.set_num_threads(1)
     seen = Seen(load(), questions)
     with suppress(Exception):  # the tour runs what is missing once more, and says why it fails
