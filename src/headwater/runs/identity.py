@@ -30,7 +30,7 @@ import inspect
 import json
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -43,48 +43,34 @@ from headwater.errors import InputError
 from headwater.runs.data_hash import UnknownIdentityError, hash_of_frame, hash_of_tensor, hashed
 from headwater.runs.functions import (
     MADE_BY_PYTHON,
+    MADE_OF,
     READ_BY_NAME,
-    callable_parts,
     content_of,
-    found_by_name,
     imports,
-    is_computed_once,
-    is_generated,
     is_library,
     reads,
     version_of,
     without_type_checks,
-    writes_itself,
 )
 
 DIGITS = 16
 """Hexadecimal digits of a digest in a record."""
 UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
-CONTAINERS = (list, tuple, set, frozenset, dict, range, slice)
 PLAIN = (bool, int, float, str, type(None))
 SAMPLED = 512
 """How many words of a vocabulary are looked at whenever a tokenizer is named."""
 MODEL_OPTIONS = (
-    "dropout",
-    "unk_token",
-    "unk_id",
-    "continuing_subword_prefix",
-    "end_of_word_suffix",
-    "fuse_unk",
-    "byte_fallback",
-    "ignore_merges",
-    "max_input_chars_per_word",
+    "dropout unk_token unk_id continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges "  # noqa: SIM905
+    "max_input_chars_per_word".split()
 )
-AS_THEY_ARE = frozenset({bool, int, str, type(None)})
-"""What a record keeps as it is."""
 
 
 def describe(options: Any) -> Any:
     """Turn options into what a record keeps of them, JSON values: data, results and functions become digests.
 
     Equal meaning gives an equal record: a set in order, a tuple as a list, a number of any library as Python's own.
-    An array is data, and so a digest. What has no identity becomes an object that says why under `UNKNOWN`.
+    What has no identity becomes an object that says why under `UNKNOWN`.
     """
     try:
         return _described(options)
@@ -108,7 +94,7 @@ def _described(options: Any) -> Any:
         # By repr: a set may hold numbers and texts, which do not compare.
         return sorted((_described(item) for item in options), key=repr)
     if isinstance(options, list | tuple | range):
-        return [item if type(item) in AS_THEY_ARE else _described(item) for item in options]
+        return list(map(_described, options))
     if dataclasses.is_dataclass(options) and not callable(options) and not hasattr(options, "digest"):
         return {field.name: _described(getattr(options, field.name)) for field in dataclasses.fields(options)}
     kind = _name_of(options)
@@ -152,10 +138,9 @@ def tokenizer_digest(tokenizer: object) -> str:
 def digest_of_tokenizer(tokenizer: Any) -> str:
     """Hash all that decides what a tokenizer makes of a text, and how it writes a chat.
 
-    A fast one: its `tokenizer.json` (vocabulary, merges, normaliser, pre-tokenizer, special and added tokens,
-    post-processor, decoder), which padding and truncation, set anew by each call, are not part of. A slow one: class,
-    vocabulary, added tokens, the SentencePiece model or merges, and its options. Both: special tokens, chat template,
-    and whether a beginning and an end of sequence are added.
+    A fast one: its `tokenizer.json`, without padding and truncation, which each call sets anew. A slow one: its
+    vocabulary, added tokens, SentencePiece model or merges, class and options. Both: special tokens, chat template, and
+    whether a beginning and an end of sequence are added.
 
     A fast one's vocabulary is written out once (a quarter of a million words take a second) and again when the object
     is another, or its other parts, its size or any of `SAMPLED` words are: its `model` must not be replaced in place by
@@ -163,24 +148,17 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise UnknownIdentityError(f"a {_name_of(tokenizer)}, no tokenizer of transformers")
-    settings = {
-        name: str(getattr(tokenizer, name, None))
-        for name in ("special_tokens_map", "chat_template", "add_bos_token", "add_eos_token", "split_special_tokens")
-    }
-    own = type(tokenizer) if not is_library(type(tokenizer).__module__) else None
+    named = ("special_tokens_map", "chat_template", "add_bos_token", "add_eos_token", "split_special_tokens")
+    settings, kind = [str(getattr(tokenizer, name, None)) for name in named], type(tokenizer)
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if callable(getattr(backend, "to_str", None)):
-        found = _digest_of_rules(backend, _look_at_rules(backend), tuple(settings.items()))
-        return found if own is None else digest([found, own])
+        own = None if is_library(kind.__module__) else kind
+        return digest([_digest_of_rules(backend, _look_at_rules(backend)), settings, own])
     model = getattr(tokenizer, "sp_model", None)
-    parts = [
-        sorted(tokenizer.get_vocab().items()),
-        sorted((number, str(token)) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()),
-        model.serialized_model_proto() if model is not None else getattr(tokenizer, "bpe_ranks", None),
-        {key: value for key, value in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(value, PLAIN)},
-        type(tokenizer),
-    ]
-    return digest([parts, settings, own])
+    options = {name: one for name, one in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(one, PLAIN)}
+    added = sorted((number, str(token)) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items())
+    rules = model.serialized_model_proto() if model is not None else getattr(tokenizer, "bpe_ranks", None)
+    return digest([sorted(tokenizer.get_vocab().items()), added, rules, options, settings, kind])
 
 
 def _look_at_rules(backend: Any) -> str:
@@ -189,15 +167,15 @@ def _look_at_rules(backend: Any) -> str:
     sample = [backend.id_to_token(number) for number in range(0, size, max(1, size // SAMPLED))]
     parts = [getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
     states = [part and part.__getstate__() for part in parts]
-    options = [(name, getattr(backend.model, name, None)) for name in MODEL_OPTIONS]
+    options = [getattr(backend.model, name, None) for name in MODEL_OPTIONS]
     return str((size, sample, states, options, type(backend.model), backend.get_added_tokens_decoder()))
 
 
 @functools.lru_cache(maxsize=8)
-def _digest_of_rules(backend: Any, look: str, settings: tuple[tuple[str, str], ...]) -> str:
+def _digest_of_rules(backend: Any, look: str) -> str:
     """Hash a fast tokenizer's rules: `tokenizer.json` after padding and truncation."""
     rules = backend.to_str()
-    return digest([[rules[rules.index('"added_tokens"') :]], dict(settings), None])
+    return digest(rules[rules.index('"added_tokens"') :])
 
 
 def _name_of(value: object) -> str:
@@ -225,14 +203,15 @@ class _Digests:
 
     def of(self, value: object) -> bytes:
         """Hash any value."""
+        kind = type(value)
         if value is None or value is Ellipsis or value is NotImplemented:
             return hashed("constant", repr(value).encode())
-        if type(value) in (bool, int, float, complex):
-            return hashed(type(value).__name__, repr(value).encode())
-        if isinstance(value, str):
-            return hashed("str", value.encode("utf-8", "surrogatepass"))
-        if isinstance(value, bytes | bytearray):
-            return hashed("bytes", bytes(value))
+        if kind in (bool, int, float, complex, range, slice):
+            return hashed(kind.__name__, repr(value).encode())
+        if kind in (str, np.str_):
+            return hashed("str", str(value).encode("utf-8", "surrogatepass"))
+        if kind in (bytes, bytearray):
+            return hashed("bytes", value)  # type: ignore[arg-type]
         if id(value) in self._known:
             return self._known[id(value)][1]
         if id(value) in self._open:
@@ -247,168 +226,130 @@ class _Digests:
         return found
 
     def _composite(self, value: Any) -> bytes:
-        if type(value) in CONTAINERS:
+        if type(value) in (list, tuple, set, frozenset, dict):
             return self._container(value)
-        if isinstance(value, np.ndarray | np.generic | Tensor | pd.DataFrame | pd.Series | pd.Index):
-            return self._data(value)
-        if isinstance(value, PurePath | torch.dtype | torch.device):
-            return hashed(type(value).__name__, str(value).encode("utf-8", "surrogatepass"))
+        if isinstance(value, Tensor):
+            return hash_of_tensor(value)
+        if isinstance(value, pd.DataFrame | pd.Series | pd.Index):
+            return hash_of_frame(value if isinstance(value, pd.DataFrame) else value.to_frame())
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(value)
         if isinstance(value, types.ModuleType):
-            return self._module(value, ())
+            if not is_library(value.__name__):
+                raise UnknownIdentityError(f"the whole of your module {value.__name__}")
+            return self._parts("library", value.__name__, version_of(value.__name__))
         if isinstance(value, types.CodeType):
             return self._code(value)
         if isinstance(value, type):
             return self._class(value)
         if _says(value):
-            return self.parts("said", _name_of(value), value.identity)
+            return self._parts("said", _name_of(value), value.identity)
         if isinstance(value, types.FunctionType):
             return self._function(without_type_checks(value))
-        if (function := callable_parts(value)) is not None:
-            return self.parts(*function)
+        for kind, names in MADE_OF.items():
+            if isinstance(value, kind):
+                return self._parts(kind.__name__, *(getattr(value, name) for name in names))
         return self._object(value)
 
-    def parts(self, kind: str, *values: object, names: Sequence[str] = ()) -> bytes:
-        """Hash several values in their order; names say in errors what each is."""
-        named = list(names) or [""] * len(values)
-        return hashed(kind, *(self._named(name, value) for name, value in zip(named, values, strict=True)))
+    def _parts(self, kind: str, *values: object) -> bytes:
+        return hashed(kind, *map(self.of, values))
 
     def _named(self, name: str, value: object) -> bytes:
         try:
             return self.of(value)
         except UnknownIdentityError as error:
-            error.places += [f"`{name}`"] if name else []
+            error.places.append(f"`{name}`")
             raise
-
-    def _mapping(self, kind: str, values: Mapping[str, object]) -> bytes:
-        return hashed(kind, *(part for n, v in values.items() for part in (n.encode(), self._named(n, v))))
 
     def _container(self, value: Any) -> bytes:
         kind = type(value).__name__
-        if isinstance(value, range | slice):
-            return hashed(kind, repr(value).encode())
         if isinstance(value, set | frozenset):
             # By their hashes: the order of a set of texts differs from process to process.
-            return hashed("set", *sorted(self.of(item) for item in value))
+            return hashed("set", *sorted(map(self.of, value)))
         if isinstance(value, dict):
             return hashed(kind, *(p for k, v in value.items() for p in (self.of(k), self._named(str(k)[:40], v))))
         # Long lists of tokens go through JSON at once, not number by number.
         if all(type(item) in PLAIN for item in value):
             return hashed(kind, json.dumps(value).encode())
-        return hashed(kind, *(self.of(item) for item in value))
+        return self._parts(kind, *value)
 
-    def _data(self, value: object) -> bytes:
-        if isinstance(value, Tensor):
-            return hash_of_tensor(value)
-        if isinstance(value, pd.DataFrame):
-            return hash_of_frame(value)
-        if isinstance(value, pd.Series | pd.Index):
-            return hash_of_frame(value.to_frame())
+    def _array(self, value: Any) -> bytes:
         if isinstance(value, np.ma.MaskedArray):
-            return self.parts("masked", np.ma.getdata(value), np.ma.getmaskarray(value))
+            return self._parts("masked", np.ma.getdata(value), np.ma.getmaskarray(value))
         array = np.asarray(value)
         if array.dtype.hasobject:
-            return self.parts("array", list(array.shape), array.ravel().tolist())
+            return self._parts("array", list(array.shape), array.ravel().tolist())
         return hashed("array", f"{array.dtype.str} {array.shape}".encode(), np.ascontiguousarray(array).tobytes())
-
-    def _module(self, module: types.ModuleType, attributes: Sequence[str]) -> bytes:
-        """Hash what is asked of a module: of a library by name, of the user's own the value itself."""
-        if is_library(module.__name__):
-            return hashed(
-                "library", module.__name__.encode(), ".".join(attributes).encode(), version_of(module.__name__)
-            )
-        if not attributes:
-            raise UnknownIdentityError(f"the whole of your module {module.__name__}")
-        name, *further = attributes
-        value = getattr(module, name, None)
-        if isinstance(value, types.ModuleType):
-            return self._module(value, further)
-        return self._named(f"{module.__name__}.{name}", value)
 
     def _code(self, code: types.CodeType) -> bytes:
         # Without co_filename, co_firstlineno and line tables: a function that moved is the same function.
         shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        return self.parts("code", shape, names, code.co_code, code.co_exceptiontable, code.co_consts)
+        return self._parts("code", shape, names, code.co_code, code.co_exceptiontable, code.co_consts)
 
     def _function(self, function: types.FunctionType) -> bytes:
         # The module whose globals it reads is the one that it was written in.
         written_in = function.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
         is_own = written_in in sys.modules and not is_library(written_in)
-        if not is_own and is_library(function.__module__) and found_by_name(function):
-            return _by_name(function)
-        code = function.__code__
-        cells = {
-            name: content_of(cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-        }
-        return hashed(
-            "function",
-            self._code(code),
-            self.of(function.__defaults__),
-            self.of(function.__kwdefaults__),
-            self._mapping("attributes", vars(function)),
-            self._mapping("closure", cells),
-            self._globals(function),
-        )
+        if not is_own and is_library(function.__module__) and "<" not in function.__qualname__:  # made by no other
+            return self._by_name(function)
+        code, kept = function.__code__, (function.__defaults__, function.__kwdefaults__, vars(function))
+        cells = dict(zip(code.co_freevars, map(content_of, function.__closure__ or ()), strict=True))
+        return self._parts("function", code, *kept, cells, self._globals(function))
 
-    def _globals(self, function: types.FunctionType) -> bytes:
-        """Hash what a function reads by global names: of modules the attributes that it asks for."""
-        parts = []
-        # Names that are found nowhere count too: a later definition would change what the function does.
+    def _globals(self, function: types.FunctionType) -> dict[str, object]:
+        """What a function reads by global names; of the user's own modules the attributes that it asks for."""
+        found = dict[str, object]()
         for name, *attributes in sorted(set(reads(function.__code__))):
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                is_module = isinstance(value, types.ModuleType)
-                found = self._module(value, attributes) if is_module else self._named(name, value)
-            elif name in READ_BY_NAME:
+            # Names that are found nowhere count too: a later definition would change what the function does.
+            value = function.__globals__.get(name, vars(builtins).get(name, NotImplemented))
+            if any(value is one for one in READ_BY_NAME):
                 raise UnknownIdentityError(f"a function that calls {name}(), by which it may read anything")
-            else:
-                found = b"built in" if hasattr(builtins, name) else b"nowhere"
-            parts += [name.encode(), found]
+            while isinstance(value, types.ModuleType) and not is_library(value.__name__) and attributes:
+                name, value = f"{value.__name__}.{attributes[0]}", getattr(value, attributes.pop(0), None)
+            found[name] = value
         for name in sorted(set(imports(function.__code__))):
             if not is_library(name):
                 raise UnknownIdentityError(f"your module {name}, imported when it is called: import it outside")
-        return hashed("globals", *parts)
+        return found
 
     def _class(self, cls: type) -> bytes:
         if is_library(cls.__module__):
-            return _by_name(cls)
-        own = {n: v for n, v in sorted(vars(cls).items()) if n not in MADE_BY_PYTHON and not is_generated(cls, v)}
-        fields = getattr(cls, "__dataclass_fields__", {})
-        given = [(n, f.default, f.default_factory) for n, f in fields.items()]
-        return hashed("class", self.of(type(cls)), self.of(cls.__bases__), self._mapping("body", own), self.of(given))
+            return self._by_name(cls)
+        body = {name: value for name, value in sorted(vars(cls).items()) if name not in MADE_BY_PYTHON}
+        return self._parts("class", type(cls), cls.__bases__, body)
 
-    def _object(self, value: object) -> bytes:
-        """Hash an object as pickle would write it: its class and its state.
+    def _by_name(self, value: Any) -> bytes:
+        return self._parts("library", value.__module__, value.__qualname__, version_of(value.__module__))
 
-        Of a class of the user's own that says itself what pickle writes, all that the object holds counts too.
-        """
-        own = getattr(value, "digest", None)
-        if type(value).__module__.startswith("headwater.") and callable(own):
-            return self.parts("digest", _name_of(value), own())
+    def _object(self, value: Any) -> bytes:
+        """Hash an object as pickle would write it: its class and its state."""
+        cls = type(value)
+        if cls.__module__.startswith("headwater.") and callable(getattr(value, "digest", None)):
+            return self._parts("digest", _name_of(value), value.digest())
         if callable(getattr(value, "get_vocab", None)) and hasattr(value, "special_tokens_map"):
-            return self.parts("tokenizer", digest_of_tokenizer(value))
+            return self._parts("tokenizer", digest_of_tokenizer(value))
         try:
-            writer = copyreg.dispatch_table.get(type(value))
+            writer = copyreg.dispatch_table.get(cls)
             # As pickle, which also knows objects without __dict__ and classes that registered a writer.
             reduced = writer(value) if writer is not None else value.__reduce_ex__(4)
         except Exception:
-            kind = type(value)
-            what = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+            what = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
             raise UnknownIdentityError(f"a {what}, whose state cannot be read") from None
         if isinstance(reduced, str):
-            return hashed("global", type(value).__module__.encode(), reduced.encode())
+            return self._parts("global", getattr(value, "__module__", None) or cls.__module__, reduced)
         maker, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        listed = [list(items or ()), list(pairs or ())]
-        parts = [self.of(maker), self.of(args), self._state(type(value), state), self.of(listed)]
-        if writes_itself(type(value)):
-            parts.append(self._state(type(value), object.__getstate__(value)))
-        return hashed("object", *parts)
-
-    def _state(self, cls: type, state: object) -> bytes:
-        if not (isinstance(state, dict) and all(isinstance(key, str) for key in state)):
-            return self.of(state)
-        return self._mapping("state", {n: v for n, v in state.items() if not is_computed_once(cls, n)})
+        # A class of the user's own may leave out of its pickle what it computes with.
+        states = [state] if is_library(cls.__module__) else [state, object.__getstate__(value)]
+        lasting = [_without_computed(cls, one) for one in states]
+        return self._parts("object", maker, args, *lasting, list(items or ()), list(pairs or ()))
 
 
-def _by_name(value: Any) -> bytes:
-    return hashed("library", value.__module__.encode(), value.__qualname__.encode(), version_of(value.__module__))
+def _without_computed(cls: type, state: object) -> object:
+    """Return a state without what follows from the rest of it and is kept once computed."""
+    if not isinstance(state, dict):
+        return state
+    computed = {
+        name for name in state if isinstance(inspect.getattr_static(cls, str(name), None), functools.cached_property)
+    }
+    return {name: value for name, value in state.items() if name not in computed}

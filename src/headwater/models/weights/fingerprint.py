@@ -26,9 +26,8 @@ import json
 import os
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -81,9 +80,11 @@ def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Ten
     whole = hashlib.sha256(json.dumps([asdict(shape), behaviour(config)], sort_keys=True, default=str).encode())
     bar = progress_bar(True, total or None, "Hashing weights", unit=" values", unit_scale=True, delay=2, leave=False)
     with bar, ThreadPoolExecutor(THREADS) as pool:
-        for part, size in _hashed(pool, tensors):
-            whole.update(part)
-            bar.update(size)
+        for name, tensor in tensors:
+            whole.update(f"{name} {tuple(tensor.shape)}".encode())
+            if tensor.numel():
+                whole.update(b"".join(pool.map(_hash_of, tensor.detach().reshape(-1).split(SPAN))))
+            bar.update(tensor.numel())
     return whole.hexdigest()
 
 
@@ -112,34 +113,27 @@ class KnownWeights:
     def __init__(self, raw: Any, shape: ModelShape):
         self._raw, self._shape = raw, shape
         self._tensors = SameTensors(raw)
-        self._buffers = {name: _hash_of(_exact(buffer)) for name, buffer in self._tensors.named()[1]}
-        self._config: tuple[object, str] = None, ""
+        self._buffers = {name: _hash_of(buffer) for name, buffer in self._tensors.named()[1]}
         self._seen: Any = None
         self._fingerprint = ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now."""
         parameters, buffers = self._tensors.named()
-        seen = _looks([*parameters, *buffers]), self._behaviour()
+        config = _config_of(self._raw, self._shape)
+        seen = _looks([*parameters, *buffers]), type(config), str(vars(config))
         if seen != self._seen:
-            changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(_exact(one))]
+            changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(one)]
             self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
             self._seen = seen
         return self._fingerprint
 
-    def _behaviour(self) -> str:
-        """What `behaviour` says of the config, computed again where the config differs from last time."""
-        is_supported = hasattr(self._raw, "original_model") and family_named(self._shape.architecture) is not None
-        config = getattr(self._model, "config", None) if is_supported else self._raw.cfg
-        # to_diff_dict makes a config of defaults to compare with at every call; this config as a string is cheaper.
-        settings = type(config), str(vars(config))
-        if settings != self._config[0]:
-            self._config = settings, json.dumps(behaviour(config), default=str)
-        return self._config[1]
 
-    @property
-    def _model(self) -> Any:
-        return getattr(self._raw, "original_model", self._raw)
+def _config_of(model: Any, shape: ModelShape | None) -> Any:
+    """The config that says what a model computes: TransformerLens's where headwater reads no files of its kind."""
+    huggingface = getattr(model, "original_model", model)
+    is_foreign = shape is not None and (huggingface is model or family_named(shape.architecture) is None)
+    return model.cfg if is_foreign else huggingface.config
 
 
 def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
@@ -151,11 +145,11 @@ def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Seq
         shape: its sizes; read from its config where they are not given.
         extra: tensors that count beside its parameters.
     """
-    huggingface = getattr(model, "original_model", model)
-    if shape is not None and (huggingface is model or family_named(shape.architecture) is None):
-        config, tensors = model.cfg, iter(sorted(model.named_parameters()))
+    huggingface, config = getattr(model, "original_model", model), _config_of(model, shape)
+    if shape is not None and config is getattr(model, "cfg", None):
+        tensors = iter(sorted(model.named_parameters()))
     else:
-        config = text_config(huggingface.config)
+        config = text_config(config)
         shape, tensors = shape or shape_of(config), _tensors_of(model, huggingface, config)
     total = sum(parameter.numel() for parameter in huggingface.parameters())
     return fingerprint(shape, config, chain(tensors, sorted(extra)), total)
@@ -219,8 +213,7 @@ def parameter_reader(model: Any, huggingface: Any, family: Family, shape: ModelS
 def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[], str]) -> str:
     """Return what `compute` makes of files, without reading those again that are as they were."""
     looks = [(os.path.realpath(file), file.stat()) for file in sorted(files)]
-    now = time.time()
-    if not all(max(look.st_mtime, look.st_ctime) < now - YOUNG for _, look in looks):
+    if any(max(look.st_mtime, look.st_ctime) >= time.time() - YOUNG for _, look in looks):
         return compute()
     listed = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino, s.st_dev) for path, s in looks]
     key = hashlib.sha256(json.dumps([listed, about], sort_keys=True, default=str).encode()).hexdigest()
@@ -240,45 +233,16 @@ def fingerprint_of_files(files: Iterable[Path], about: Any, compute: Callable[[]
     return digest
 
 
-def _hashed(pool: ThreadPoolExecutor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[bytes, int]]:
-    """Yield the names, shapes and span hashes of tensors in their order, and how many values each covers."""
-    waiting: deque[tuple[bytes | Future[bytes], int]] = deque()
-
-    def ready(most: int) -> Iterator[tuple[bytes, int]]:
-        while len(waiting) > most:
-            part, size = waiting.popleft()
-            yield (part if isinstance(part, bytes) else part.result()), size
-
-    for name, tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        waiting.append((f"{name} {tuple(tensor.shape)}".encode(), 0))
-        for start in range(0, flat.numel(), SPAN):
-            span = flat[start : start + SPAN]
-            waiting.append((pool.submit(_hash_of, _exact(span)), span.numel()))
-            # A bound on what waits: else a streamed checkpoint would be read faster than hashed, and kept whole.
-            yield from ready(2 * THREADS)
-    yield from ready(0)
-
-
-def _hash_of(parts: Sequence[Any]) -> bytes:
-    sha = hashlib.sha256()
-    for part in parts:
-        sha.update(part)
-    return sha.digest()
-
-
-def _exact(values: Tensor) -> list[Any]:
-    """The bytes of values as float32, and of what float32 does not hold."""
-    values = values.detach().cpu()
-    if not values.is_floating_point():
-        return [values.contiguous().numpy()]
-    narrow = values.float().contiguous()
-    parts = [narrow.numpy()]
+def _hash_of(values: Tensor) -> bytes:
+    """Hash values as float32, and what float32 does not hold of them; whole numbers by their bytes."""
+    values = values.detach().cpu().contiguous()
+    narrow = values.float() if values.is_floating_point() else values
+    found = hashlib.sha256(narrow.numpy().data)
     if values.dtype == torch.float64:
         # inf - inf is NaN; `narrow` holds the infinity already.
         rest = (values - narrow).nan_to_num()
-        parts += [rest.numpy()] if bool(rest.any()) else []
-    return parts
+        found.update(rest.numpy().data if bool(rest.any()) else b"")
+    return found.digest()
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
