@@ -14,7 +14,7 @@ What each head of a layer adds to the residual stream, given the heads' outputs 
 times the model's own factor of what blocks add, where it has one (Granite). The scale is that of the run whose z these
 are, so that the shares of the heads, with what the biases give, sum to what attention adds.
 
-What each sender adds to the residual stream: in a run, and in the runs that its output is exchanged for.
+What a sender's output is exchanged for:
 
     other run    what it adds in the other prompt's run
     zero         nothing
@@ -22,9 +22,7 @@ What each sender adds to the residual stream: in a run, and in the runs that its
                  else over all tokens but each prompt's first
     resample     what it adds in the run of another prompt of the data set, drawn at random
 
-A head's output is its share of what attention adds: z W_O, and where a norm comes after attention (Gemma), its share
-of that norm's output under the run's own scale, so that the shares of the heads, with what the biases give, sum to what
-attention adds. Both are checked in every run.
+That the shares sum to what attention adds is checked in every run.
 """
 
 from __future__ import annotations
@@ -115,19 +113,11 @@ def written(
     model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
 ) -> Float[Tensor, "sender position d_model"]:
     """Return what each sender adds in a run."""
-    return torch.cat(list(written_by_layer(model, graph, weights, recorded)))
-
-
-def written_by_layer(
-    model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
-) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in a run, some senders at a time."""
-    left: list[Left] = []
-    yield recorded("resid_pre", 0)[None]
+    left, parts = list[Left](), [recorded("resid_pre", 0)[None]]
     for layer in range(graph.n_layers):
-        yield _by_heads(HeadShares(model, layer, weights), recorded, layer, left)
-        yield recorded("mlp_out", layer)[None]
+        parts += [_by_heads(HeadShares(model, layer, weights), recorded, layer, left), recorded("mlp_out", layer)[None]]
     _refuse_what_is_left(model, left)
+    return torch.cat(parts)
 
 
 def changed_by_layer(
@@ -304,11 +294,6 @@ class BothRuns:
         self.changes: Float[Tensor, "sender position d_model"] = self._changes()
 
     @property
-    def is_felt(self) -> bool:
-        """Whether senders differ at or before the last position that is read."""
-        return self._first < self.stop
-
-    @property
     def _first(self) -> int:
         """The first position at which senders differ from what they are exchanged for."""
         if self.exchanged is not None:
@@ -325,7 +310,7 @@ class BothRuns:
 
     def place(self, positions: tuple[int, ...] | None = None) -> Place | None:
         """Return a place where outputs are exchanged at some positions (None: at all); None where nothing feels it."""
-        if not self.is_felt:
+        if self._first >= self.stop:
             return None
         if positions is None:
             return Place(self.start)
@@ -356,7 +341,8 @@ class BothRuns:
             return lambda site, layer: self._recorded(site, layer, row)[self.start : self.stop]
 
         if self.exchanged is None:
-            changes, first = self.base("resid_pre", 0).new_empty(self._size), 0
+            size = len(graph.senders), self.stop - self.start, self.model.shape.d_model
+            changes, first = self.base("resid_pre", 0).new_empty(size), 0
             # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
             for some in changed_by_layer(self.model, graph, weights, recorded(0), recorded(1)):
                 changes[first : first + len(some)] = some
@@ -364,7 +350,3 @@ class BothRuns:
             return changes
         outside = self.exchanged.of(self.example, len(self.plan.base[self.example]))
         return outside[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))
-
-    @property
-    def _size(self) -> tuple[int, int, int]:
-        return len(self.graph.senders), self.stop - self.start, self.model.shape.d_model

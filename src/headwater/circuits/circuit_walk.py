@@ -46,7 +46,6 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares
 from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers
 from headwater.circuits.graph import KINDS, Indices, leads_to_logits, on_a_path
-from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.memory import in_halves
 from headwater.models.weights.loaded_weights import LoadedWeights
@@ -93,7 +92,7 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
     n_heads, parallel = runs.graph.n_heads, runs.wave.blocks.parallel
     entering, middle, heads, mlps = [sent[0]], [], [], []
     for layer, share in enumerate(shares):
-        first = 1 + layer * (n_heads + 1)
+        first = runs.graph.first_head(layer)
         heads.append(sent[first : first + n_heads].movedim(0, 1))
         mlps.append(sent[first + n_heads])
         # Values are of no run: streams are added up sender by sender. The biases belong to no edge.
@@ -156,10 +155,7 @@ class CircuitWalk:
         try:
             return self.rows.measure(_Batch(self, [live[i] for i in some]).last())
         except NotFiniteRowError as error:
-            raise NumericsError(
-                f"The run of example {self.runs.example} with circuit {some[error.row]} alone gives NaN or infinity "
-                f"({self.runs.model.dtype}). Load the model with dtype='float32'."
-            ) from None
+            raise self.rows.not_finite(f"circuit {some[error.row]} alone") from None
 
     def _live(self, edges: Indices) -> Indices:
         # A norm after attention divides by the size of all heads together: each head depends on what the others read.
@@ -279,7 +275,7 @@ class _Batch:
 
     def _heads(self, layer: int) -> None:
         """Let a layer's heads read and write, in the circuits where one of them is heard."""
-        first = 1 + layer * (self.graph.n_heads + 1)
+        first = self.graph.first_head(layer)
         heard = self.sends[:, first : first + self.graph.n_heads]
         rows = np.flatnonzero(heard.any(1))
         if not len(rows):
@@ -302,7 +298,7 @@ class _Batch:
 
     def _mlp(self, layer: int) -> None:
         """Let a layer's MLP read and write, in the circuits where it is heard."""
-        sender = 1 + layer * (self.graph.n_heads + 1) + self.graph.n_heads
+        sender = self.graph.first_head(layer) + self.graph.n_heads
         heard = self.sends[:, [sender]]
         rows = np.flatnonzero(heard.any(1))
         if not len(rows):

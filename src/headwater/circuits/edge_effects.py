@@ -164,7 +164,8 @@ def edges(
     def work(run: Run) -> EdgeEffects:
         return _Measuring(request, run).result()
 
-    return run_or_resume(EdgeEffects, "edges", model, options, work, out=out, seed=how.recorded_seed, progress=progress)
+    drawn_by = how.seed if by == "screened" else None
+    return run_or_resume(EdgeEffects, "edges", model, options, work, out=out, seed=drawn_by, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -188,11 +189,6 @@ class How:
             own["eap-ig"]["quadrature"] = self.quadrature
         way = {} if self.through == "direct" else {"through": self.through}
         return {"method": self.method} | way | own.get(self.method, {})
-
-    @property
-    def recorded_seed(self) -> int | None:
-        """The seed, where something is drawn."""
-        return self.seed if self.method == "screened" else None
 
     @property
     def ranks_twice(self) -> bool:
@@ -317,11 +313,11 @@ class _Measuring:
 
     def _layer(self, item: tuple[int, Indices]) -> dict[str, Tensor]:
         """Return the effects of edges to the receivers of one layer, `position edge metric`."""
-        example, edges = item
+        (example, edges), places = item, self.request.places
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
-            effects = self._nothing(example, len(edges))
-            for number, place in self.request.places.of(runs):
+            effects = places.zeros(example, len(edges), len(self.plan.metrics))
+            for number, place in places.of(runs):
                 effects[number] = self.pairs.exact(runs, place, self.request.how.through).effects(
                     int(self.graph.stage[edges[0]]), edges
                 )
@@ -329,18 +325,18 @@ class _Measuring:
 
     def _estimates(self, example: int) -> dict[str, Tensor]:
         """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
-        edges, how = self.request.chosen, self.request.how
+        edges, how, places = self.request.chosen, self.request.how, self.request.places
         with torch.no_grad(), self.plan.model.lock:
             runs = self.pairs.runs(example)
-            estimates = self._nothing(example, len(edges))
-            numbered = list(self.request.places.of(runs))
+            estimates = places.zeros(example, len(edges), len(self.plan.metrics))
+            numbered = list(places.of(runs))
             # Nothing read feels any sender here: no gradient is needed to say 0.
             if not numbered:
                 return {"estimates": estimates} | ({"first order": estimates.clone()} if how.ranks_twice else {})
-            slopes, first_order = Slopes(runs, how.shares), self._nothing(example, len(edges))
+            slopes, first_order = Slopes(runs, how.shares), estimates.clone()
             if how.method in ("eap", "eap-ig") or how.ranks_twice:
-                numbers, places = map(list, zip(*numbered, strict=True))
-                first_order[numbers] = gradient_scores(slopes, places, edges)
+                numbers, at = map(list, zip(*numbered, strict=True))
+                first_order[numbers] = gradient_scores(slopes, at, edges)
             if how.method in ("eap", "eap-ig"):
                 return {"estimates": first_order}
             for number, place in numbered:
@@ -349,9 +345,3 @@ class _Measuring:
                     of_layer = np.flatnonzero(self.graph.stage[edges] == stage)
                     estimates[number, of_layer] = sublayer_scores(slopes, exact, int(stage), edges[of_layer])
         return {"estimates": estimates} | ({"first order": first_order} if how.ranks_twice else {})
-
-    def _nothing(self, example: int, n_edges: int) -> Float[Tensor, "position edge metric"]:
-        """Return 0 at the places of a pair, NaN beyond."""
-        table = torch.zeros(len(self.request.places), n_edges, len(self.plan.metrics), dtype=torch.float64)
-        table[self.request.places.missing(example)] = torch.nan
-        return table

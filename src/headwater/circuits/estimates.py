@@ -297,7 +297,7 @@ def _written_by_heads(
             projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
         for number, kind in enumerate(KINDS):
             with receivers.hooked():
-                written = receivers.heads_given(kind, projected[kind]) - receivers.z
+                written = receivers.heads_of({kind: projected[kind]}) - receivers.z
             along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
             if kind != "q":
                 along = along.unflatten(1, (-1, receivers.group)).sum(2)

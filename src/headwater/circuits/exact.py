@@ -28,8 +28,8 @@ the other), so that a change reaches a receiver along the residual stream, or th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -136,6 +136,18 @@ class EdgeRows:
         owners = [0] * len(logits)
         return torch.stack([runs.wave.readout.apply(m, reading, logits, owners) for m in metrics], 1)
 
+    @cached_property
+    def unedited(self) -> Float[Tensor, "1 metric"]:
+        """The metrics of the base run: by the rows' own last step, so that its rounding is in no difference."""
+        return self.measure(self.base("resid_post", self.n_layers - 1)[None, self.kept])
+
+    def not_finite(self, what: str) -> NumericsError:
+        """Return the error of a run that overflows with something changed."""
+        return NumericsError(
+            f"The run of example {self.runs.example} with {what} gives NaN or infinity ({self.runs.model.dtype}). "
+            "Load the model with dtype='float32'."
+        )
+
     def read_by_mlp(self, layer: int) -> Float[Tensor, "position d_model"]:
         """Return what a layer's MLP reads in the base run, before its norm."""
         entering = self.base("resid_pre", layer)
@@ -197,26 +209,22 @@ class Receivers:
 
     def projected(self, inputs: Float[Tensor, "row position d_model"]) -> dict[str, Tensor]:
         """Return the q, k and v of changed inputs, `row position head d_head`."""
-        return self._run_until(frozenset(KINDS), {}, inputs)
+        return self._run_until(KINDS, {}, inputs)
 
-    def _run_until(self, wanted: frozenset[str], given: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
+    def _run_until(self, wanted: Iterable[str], given: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
         """Call the layer's attention until some sites were seen; return what passed through them."""
-        self._wanted, self._given, self._seen = wanted, dict(given), {}
+        self._wanted, self._given, self._seen = frozenset(wanted), dict(given), {}
         with contextlib.suppress(_AllSeenError):
             self.rows.attention(self.layer, inputs, whole=True)
         self._wanted, self._given = frozenset(), {}
         return {site: self._seen[site] for site in wanted}
-
-    def heads_given(self, kind: str, activation: Tensor) -> Float[Tensor, "row position head d_head"]:
-        """Return what heads give when all of one kind (q, k or v) is as given and the others are the base run's."""
-        return self.heads_of({kind: activation})
 
     def heads_of(self, given: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
         """Return what heads give of some q, k and v, those that are not given being the base run's."""
         n_rows = len(next(iter(given.values())))
         # All rows enter the same and are exchanged after their projections: one is projected for all of them.
         with self.rows.blocks.alike(self.layer):
-            seen = self._run_until(frozenset("z"), given, self.entering.expand(n_rows, -1, -1))
+            seen = self._run_until("z", given, self.entering.expand(n_rows, -1, -1))
         return seen["z"].view(n_rows, *self.z.shape)
 
     def one_head(
@@ -245,7 +253,7 @@ class Receivers:
             heads, n = projected[kind].clone(), projected[kind].shape[2]
             # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
-            z, touched = self.heads_given(kind, heads)[0], 1 if kind == "q" else self.group
+            z, touched = self.heads_of({kind: heads})[0], 1 if kind == "q" else self.group
             if n > 1 and not _near(z[:, touched:], self.z[:, touched:], tolerance):
                 raise ModelError(
                     f"The heads of layer {layer} of {name} change with the {kind} of another head: they have no edges "
@@ -280,17 +288,6 @@ class Exact:
         # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
         self.reaching: Reaching = lambda layer: (self.changes, self.changes)
-        self._unedited: Tensor | None = None
-
-    @property
-    def unedited(self) -> Float[Tensor, "1 metric"]:
-        """The metrics of the base run, as the rows' own last layers give them."""
-        if self._unedited is None:
-            self._unedited = self.rows.measure(
-                # Through the same last step as the rows, so that rounding there is in no difference.
-                self.rows.base("resid_post", self.rows.n_layers - 1)[None, self.rows.kept]
-            )
-        return self._unedited
 
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
         """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
@@ -301,13 +298,10 @@ class Exact:
         def measure(some: Sequence[int], enter: Enter) -> None:
             part = torch.tensor(some)
             try:
-                effects[part] = rows.measure(rows.finish(enter(part), stage + 1)) - self.unedited
+                effects[part] = rows.measure(rows.finish(enter(part), stage + 1)) - rows.unedited
             except NotFiniteRowError as error:
                 edge = self.graph.name(int(edges[int(part[error.row])]))
-                raise NumericsError(
-                    f"The run of example {self.runs.example} with the edge {edge} changed gives NaN or infinity "
-                    f"({self.runs.model.dtype}). Load the model with dtype='float32'."
-                ) from None
+                raise rows.not_finite(f"the edge {edge} changed") from None
 
         with rows.blocks.fused():
             for mine, enter in self._entering(stage, edges, torch.from_numpy(felt)):
@@ -326,7 +320,7 @@ class Exact:
             joining = self.rows.attention_added(layer, receivers.entering[None], attended)
             going = joining if going is None else torch.cat([self.rows.through(layer, going), joining])
         assert going is not None
-        return (self.rows.measure(going) - self.unedited).abs().amax(0)
+        return (self.rows.measure(going) - self.rows.unedited).abs().amax(0)
 
     def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
         """Yield some edges, and what makes whole residual streams after the layer of any of them."""
@@ -364,7 +358,7 @@ class Exact:
             if not len(fed := mine[kind[mine] == number]):
                 continue
             with receivers.hooked():
-                z = receivers.heads_given(name, projected[name])[:, leaving]
+                z = receivers.heads_of({name: projected[name]})[:, leaving]
 
             # As defaults: a closure would see the loop's last kind.
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
@@ -426,8 +420,8 @@ class ResidualChange:
     def _pass(self) -> None:
         """Go through a layer: its exchanged heads, then its MLP."""
         graph, layer, rows = self.rows.runs.graph, self._layer, self.rows
-        read, mlp = self._in_front_of_mlp(), self._first_of(layer) + graph.n_heads
-        after = self._add(self._before, self._first_of(layer), mlp)
+        read, mlp = self._in_front_of_mlp(), graph.first_head(layer) + graph.n_heads
+        after = self._add(self._before, graph.first_head(layer), mlp)
         if self.through == "mlps":
             changed = read.flatten(1).any(1).cpu()
             # An MLP that is exchanged itself gives what it gave in the other run, whatever reaches it.
@@ -441,12 +435,9 @@ class ResidualChange:
     def _in_front_of_mlp(self) -> Float[Tensor, "set position d_model"]:
         if self.rows.blocks.parallel or self._layer == self.rows.n_layers:
             return self._before
-        first = self._first_of(self._layer)
-        return self._add(self._before, first, first + self.rows.runs.graph.n_heads)
-
-    def _first_of(self, layer: int) -> int:
-        """The number of a layer's first head among senders."""
-        return 1 + layer * (self.rows.runs.graph.n_heads + 1)
+        graph = self.rows.runs.graph
+        first = graph.first_head(self._layer)
+        return self._add(self._before, first, first + graph.n_heads)
 
     def _add(self, changes: Tensor, first: int, stop: int) -> Float[Tensor, "set position d_model"]:
         """Add what the exchanged senders of a range write."""

@@ -112,7 +112,7 @@ class Graph:
         """By receiver: how many senders come before it; they are the first ones."""
         nodes = self.receivers
         # The embedding, and heads and MLP of every layer before: q, k and v of a layer read none of its own heads.
-        before = 1 + nodes.layer * (self.n_heads + 1)
+        before = self.first_head(nodes.layer)
         if not self.parallel:
             # A serial block's MLP reads what its heads added.
             before = before + np.where(nodes.kind == 3, self.n_heads, 0)
@@ -151,11 +151,15 @@ class Graph:
         )
         return np.asarray(sender * len(RECEIVERS) * layers + receiver)
 
+    def first_head(self, layer: Any) -> Any:
+        """Return the number of a layer's first head among senders; its MLP comes after its heads."""
+        return 1 + layer * (self.n_heads + 1)
+
     def driven(self, receiver: int) -> Indices:
         """Return the senders that what a receiver reads comes out at: none for the logits."""
         nodes = self.receivers
         kind, layer, head = (int(column[receiver]) for column in (nodes.kind, nodes.layer, nodes.head))
-        first = 1 + layer * (self.n_heads + 1)
+        first = self.first_head(layer)
         if kind == 4:
             return np.zeros(0, dtype=np.int64)
         if kind == 3:
@@ -314,7 +318,7 @@ def _by_node(graph: Graph, edges: Indices) -> Iterator[tuple[Indices, range, ran
     n_heads, n_read = graph.n_heads, graph.n_heads + 2 * graph.n_kv_heads
     receiver = graph.receiver[edges]
     for layer in range(graph.n_layers + 1):
-        first, comes_out = layer * (n_read + 1), 1 + layer * (n_heads + 1)
+        first, comes_out = layer * (n_read + 1), graph.first_head(layer)
         parts = [(range(first, first + n_read), range(comes_out, comes_out + n_heads))]
         parts += [(range(first + n_read, first + n_read + 1), range(comes_out + n_heads, comes_out + n_heads + 1))]
         if layer == graph.n_layers:
@@ -343,6 +347,5 @@ def driven(graph: Graph, receiver: int, together: bool) -> Indices:
     """Return the senders at which what a receiver reads comes out."""
     senders = graph.driven(receiver)
     if together and graph.receivers.kind[receiver] < 3:
-        first = 1 + int(graph.receivers.layer[receiver]) * (graph.n_heads + 1)
-        return first + np.arange(graph.n_heads)
+        return graph.first_head(int(graph.receivers.layer[receiver])) + np.arange(graph.n_heads)
     return senders

@@ -25,7 +25,7 @@ from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse
 from headwater.circuits.circuit_walk import CircuitWalk, of_other_run, of_values
 from headwater.circuits.exact import EdgeRows, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.pairs import changed_tokens
+from headwater.circuits.pairs import changed_tokens, metrics_at_logits
 from headwater.errors import InputError, ModelError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt
@@ -33,8 +33,8 @@ from headwater.models.sites import SITES
 from headwater.models.weights.loaded_weights import LoadedWeights
 from headwater.options import checked_seed
 from headwater.patching.duration import say_how_long
-from headwater.patching.edits import LOGITS, CellTable
-from headwater.patching.metrics import Metric, as_metrics
+from headwater.patching.edits import CellTable
+from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompt_pair import PromptPair
 from headwater.patching.prompts import Prompts, first_difference, prompt_options, read_pairs
@@ -76,9 +76,7 @@ class Outcome:
         """Resolve prompts and options."""
         batch_size, seed = check_call(model, batch_size), checked_seed(seed)
         first, second = read_pairs(model, clean, corrupted)
-        metrics = as_metrics(metric)
-        if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
-            raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; circuits are read at the logits.")
+        metrics = metrics_at_logits(metric, "circuits are read")
         options = {**prompt_options(first, second), "values": "other run"}
         given: dict[str, Any] = {"clean": _ids(first), "corrupted": None if second is None else _ids(second)}
         source: Replacement | None = None

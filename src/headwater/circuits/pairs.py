@@ -82,9 +82,11 @@ class Places:
             if (place := runs.place(positions)) is not None:
                 yield number, place
 
-    def missing(self, example: int) -> slice:
-        """Return the places that an example does not have: its prompt is shorter than others."""
-        return slice(len(self.by_example[example]), None)
+    def zeros(self, example: int, *size: int) -> Tensor:
+        """Return a table with 0 at the places of an example and NaN beyond: its prompt may be shorter than others."""
+        table = torch.zeros(len(self), *size, dtype=torch.float64)
+        table[len(self.by_example[example]) :] = torch.nan
+        return table
 
     @property
     def options(self) -> dict[str, Any]:
@@ -93,47 +95,27 @@ class Places:
         return {"positions": named, "roles": list(self.roles)} if self.chosen else {}
 
 
-def places_of(
-    over: str | None,
-    where: Where | None,
-    base: tuple[Prompt, ...],
-    other: tuple[Prompt, ...] | None,
-    stops: tuple[int, ...],
-    base_side: int,
-) -> Places:
-    """Resolve `over=` and `positions=`.
-
-    Args:
-        over: None or `position`.
-        where: what was given as positions, a mapping for roles.
-        base: the prompts that are edited.
-        other: the other prompt of each pair.
-        stops: by example, the position after the last that is read.
-        base_side: 0 where the clean prompts are edited, 1 where the corrupted are.
-    """
+def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
+    """Resolve `over=` (None or `position`) and `positions=` (a mapping for roles), of a plan's prompts."""
     if over is not None:
         checked_name("over", over, ("position",))
-    others = other if other is not None else (None,) * len(base)
-    n = len(base)
+    others = plan.other if plan.other is not None else (None,) * len(plan.base)
+    pairs, n, base_side = list(zip(plan.base, others, strict=True)), len(plan.base), int(not plan.pair.base_is_clean)
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
-        pairs = enumerate(zip(base, others, strict=True))
-        by_role = [spans_by_role(where, *pair, i, n, base_side) for i, pair in pairs]
+        by_role = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(pairs)]
         for i, of_pair in enumerate(by_role):
-            _refuse_moved(of_pair, base[i], others[i], i)
+            _refuse_moved(of_pair, *pairs[i], i)
         return Places(tuple(tuple(span.base for span in one.values()) for one in by_role), tuple(where), chosen=True)
-    if where is None:
-        chosen: list[tuple[int, ...] | None] = [None] * n
-    else:
-        chosen = [
-            aligned_positions(where, *pair, i, n, base_side) for i, pair in enumerate(zip(base, others, strict=True))
-        ]
+    chosen: list[tuple[int, ...] | None] = [None] * n
+    if where is not None:
+        chosen = [aligned_positions(where, *pair, i, n, base_side) for i, pair in enumerate(pairs)]
     if over is None:
         return Places(tuple((one,) for one in chosen), chosen=where is not None)
     apart = [
-        tuple((at,) if one is None or at in one else () for at in range(stop))
-        for one, stop in zip(chosen, stops, strict=True)
+        tuple((at,) if one is None or at in one else () for at in range(kept[-1] + 1))
+        for one, kept in zip(chosen, plan.positions, strict=True)
     ]
     return Places(tuple(apart), apart=True, chosen=where is not None)
 
@@ -193,11 +175,17 @@ def plan_of(
     first, second = read_pairs(model, clean, corrupted)
     if second is None and isinstance(values, str) and values == OTHER_RUN:
         raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
-    metrics = as_metrics(metric)
-    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
-        raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; edges are measured at the logits.")
+    metrics = metrics_at_logits(metric, "edges are measured")
     pair = PromptPair(first, second, direction)
     return Plan(model, pair, CellTable.unedited(len(first)), metrics, batch_size=batch_size)
+
+
+def metrics_at_logits(metric: Metric | Any, what: str) -> tuple[Metric, ...]:
+    """Resolve metrics, of which none may read the residual stream."""
+    metrics = as_metrics(metric)
+    if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
+        raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; {what} at the logits.")
+    return metrics
 
 
 def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Replacement:
@@ -205,12 +193,6 @@ def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) ->
     source = build_replacement(plan.model, values, dataset, plan.pair, (), seed)
     refuse_other_kinds(source)
     return source
-
-
-def places_in(plan: Plan, over: str | None, positions: Where | None) -> Places:
-    """Resolve where senders are exchanged, of a plan's prompts."""
-    stops = tuple(kept[-1] + 1 for kept in plan.positions)
-    return places_of(over, positions, plan.base, plan.other, stops, 0 if plan.pair.base_is_clean else 1)
 
 
 def options_of(plan: Plan, source: Replacement) -> dict[str, object]:

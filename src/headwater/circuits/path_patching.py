@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -79,10 +79,15 @@ def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[s
     ends: dict[str, Indices] = {}
     for name, several in _several(nodes, option, given):
         found = graph.find(nodes, several)
-        if name is not None:
-            ends[name] = _together(nodes, name, found)
+        if name is None:
+            ends |= {nodes.name(index): np.array([index]) for index in found}
             continue
-        ends |= {nodes.name(index): np.array([index]) for index in found}
+        if len(found) > 1 and "logits" in nodes.kinds and len(nodes) - 1 in found:
+            raise InputError(
+                f"The receivers {shown(name)} hold the logits with others. The logits read all that others change: "
+                "take them by themselves."
+            )
+        ends[name] = found
     return ends
 
 
@@ -116,18 +121,6 @@ def _listed(option: str, name: str, some: Any) -> list[Any]:
         raise InputError(f"{option}: {name} is empty.")
     return found
 
-
-def _together(nodes: Nodes, name: str, found: Indices) -> Indices:
-    if len(found) > 1 and "logits" in nodes.kinds and len(nodes) - 1 in found:
-        raise InputError(
-            f"The receivers {shown(name)} hold the logits with others. The logits read all that others change: take "
-            "them by themselves."
-        )
-    return found
-
-
-if TYPE_CHECKING:
-    pass
 
 GLANCE = 20
 """Paths in a summary."""
@@ -451,7 +444,6 @@ class _Measuring:
     def _nothing(self, example: int, senders: list[Indices], receivers: list[Indices]) -> Tensor:
         """Return 0 where a path leads at a place of the example, NaN elsewhere."""
         leads = torch.tensor([[has_path(self.request.graph, s, r) for r in receivers] for s in senders])
-        found = torch.zeros(len(self.request.places), *leads.shape, len(self.request.plan.metrics), dtype=torch.float64)
+        found = self.request.places.zeros(example, *leads.shape, len(self.request.plan.metrics))
         found[:, ~leads] = torch.nan
-        found[self.request.places.missing(example)] = torch.nan
         return found

@@ -25,7 +25,6 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers, ResidualChange
 from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices
-from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.models.edits import replace_hook
 from headwater.models.memory import in_halves
@@ -75,7 +74,6 @@ class Paths:
         """Return the effect of each set of senders by way of each set of receivers; NaN where no path leads."""
         shape = len(senders), len(receivers), len(self.runs.plan.metrics)
         effects = torch.full(shape, torch.nan, dtype=torch.float64)
-        unedited = self._unedited()
         with self.rows.blocks.fused():
             for first in range(0, len(senders), self.rows.at_once):
                 some = range(first, min(first + self.rows.at_once, len(senders)))
@@ -92,16 +90,15 @@ class Paths:
                     def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
                         number = [s - first for s in cells]
                         try:
-                            effects[cells, r] = self.rows.measure(self._last(number, receivers[r], by_layer)) - unedited
+                            last = self._last(number, receivers[r], by_layer)
+                            effects[cells, r] = self.rows.measure(last) - self.rows.unedited
                         except NotFiniteRowError as error:
-                            self._name_not_finite(senders[cells[error.row]], receivers[r])
+                            path = self._named(senders[cells[error.row]], receivers[r])
+                            raise self.rows.not_finite(f"the path {path} changed") from None
 
                     for at in range(0, len(changing), self.rows.at_once):
                         in_halves(changing[at : at + self.rows.at_once], measure)
         return effects
-
-    def _unedited(self) -> Float[Tensor, "1 metric"]:
-        return self.rows.measure(self.rows.base("resid_post", self.rows.n_layers - 1)[None, self.rows.kept])
 
     def _is_felt(self, senders: Indices, receivers: Indices) -> bool:
         """Whether a sender that the two runs differ in comes before a receiver."""
@@ -173,15 +170,9 @@ class Paths:
         with self.runs.model.hooks(hooks):
             yield
 
-    def _name_not_finite(self, senders: Indices, receivers: Indices) -> None:
-        names = [" + ".join(nodes.name(i) for i in one) for nodes, one in self._named(senders, receivers)]
-        raise NumericsError(
-            f"The run of example {self.runs.example} with the path {' -> '.join(names)} changed gives NaN or infinity "
-            f"({self.runs.model.dtype}). Load the model with dtype='float32'."
-        ) from None
-
-    def _named(self, senders: Indices, receivers: Indices) -> list[tuple[Any, Indices]]:
-        return [(self.graph.senders, senders), (self.graph.receivers, receivers)]
+    def _named(self, senders: Indices, receivers: Indices) -> str:
+        ends = (self.graph.senders, senders), (self.graph.receivers, receivers)
+        return " -> ".join(" + ".join(nodes.name(i) for i in one) for nodes, one in ends)
 
 
 def _exchanged(activation: Tensor, hook: object, heads: list[int], given: Tensor) -> Tensor:
