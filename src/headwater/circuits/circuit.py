@@ -132,8 +132,8 @@ class Circuit:
             seed: of the draws.
         """
         n, generator = checked_repeats("n", n), np.random.default_rng(checked_seed(seed))
-        strata = self.graph.stratum[self.edges]
-        pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(*_counts(strata), strict=True)]
+        strata, counts = np.unique(self.graph.stratum[self.edges], return_counts=True)
+        pools = [(np.flatnonzero(self.graph.stratum == s), int(k)) for s, k in zip(strata, counts, strict=True)]
         # A circuit that fills all its strata has no other of its shape: then it is drawn itself.
         spare = any(len(pool) > count for pool, count in pools)
         drawn = [_drawn(pools, generator, self.edges if spare else None) for _ in range(n)]
@@ -394,10 +394,6 @@ def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
         if one.graph != graph:
             raise InputError(f"{name} is of {describe_graph(one.graph)}; this model has {describe_graph(graph)}.")
     return dict(items)
-
-
-def _counts(strata: Indices) -> tuple[Indices, Indices]:
-    return np.unique(strata, return_counts=True)
 
 
 def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:

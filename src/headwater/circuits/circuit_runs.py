@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
-from headwater.circuits.faithfulness import claim_on_runs, of_examples, summarized
+from headwater.circuits.faithfulness import beside_placebos, claim_on_runs, of_examples, summarized
 from headwater.circuits.graph import Graph
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import ByMetric
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
+from headwater.options import checked_count, checked_kind, checked_name, checked_seed
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, run_or_resume
@@ -33,9 +33,6 @@ from headwater.runs.claim import Claim
 from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary
-
-if TYPE_CHECKING:
-    pass
 
 COLUMNS = (
     *("example", "circuit", "edges", "edges_on_a_path", "metric", "value", "clean", "corrupted", "faithfulness"),
@@ -90,9 +87,7 @@ class CircuitRuns(ByMetric, Result):
             its bootstrap interval; `placebo` is the mean of the random circuits, `placebo_high` their 95 % quantile,
             `overlap` the part of the circuit's edges that they have on average, p the rank of the circuit among them.
         """
-        level = checked_number("level", level, above=0.0, below=1.0)
-        joined = self.table.merge(self.shapes, on=["circuit", "placebo"], how="left")
-        return summarized(joined, level, checked_seed(seed))
+        return summarized(self.table, self.shapes, level, seed)
 
     def report(self) -> list[str]:
         """Return how faithful each circuit is, beside its placebos, and what cannot be told."""
@@ -103,13 +98,8 @@ class CircuitRuns(ByMetric, Result):
                 f"{with_interval(row['faithfulness'], row['low'], row['high'])} on {row['metric']}, over "
                 f"{row['examples']} prompt{'s' * (row['examples'] != 1)}"
             )
-            if np.isfinite(row["placebo"]):
-                sentence += (
-                    f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach "
-                    f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile "
-                    f"(p = {row['p_value']:.2g})"
-                )
-            sentences.append(f"{sentence}.".replace("_", " "))
+            rank = f" (p = {row['p_value']:.2g})" if np.isfinite(row["p_value"]) else ""
+            sentences.append(f"{sentence}{beside_placebos(row)}{rank}.".replace("_", " "))
         if left := gap_sentence(self.table):
             sentences.append(left)
         sentences += discovery_sentences(self.run)

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -57,9 +57,6 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html
 from headwater.stats.resample import interval
 
-if TYPE_CHECKING:
-    pass
-
 SIZES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 AREAS = ("cpr", "cmd", "log_area", "least_size")
 ENOUGH = 0.9
@@ -87,9 +84,7 @@ class CircuitCurve(ByMetric, Result):
         Returns:
             A row per size and metric: `size`, and the columns of the summary of `hw.run_circuits`.
         """
-        level = checked_number("level", level, above=0.0, below=1.0)
-        joined = self.table.merge(self.shapes, on=["circuit", "placebo"], how="left")
-        found = summarized(joined, level, checked_seed(seed))
+        found = summarized(self.table, self.shapes, level, seed)
         sizes = self.table.drop_duplicates("circuit").set_index("circuit")["size"]
         found.insert(0, "size", found["circuit"].map(sizes))
         return found

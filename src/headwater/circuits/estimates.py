@@ -181,16 +181,15 @@ class Slopes:
             self._totals[m], [self.held[name] for name in names], retain_graph=more, allow_unused=True
         )
         slopes = {n: torch.zeros_like(self.held[n]) if g is None else g for n, g in zip(names, gradients, strict=True)}
-        runs_on = slopes[hook_name("resid_post", self._n_layers - 1)].device
-        largest = max(float(slopes[hook_name("resid_post", self._n_layers - 1)].abs().max()), 0.0)
+        last = slopes[self._final]
         # One look at all of them: each look waits for the device.
-        peaks = [slope.abs().amax().double().to(runs_on) for slope in slopes.values()]
+        peaks = [slope.abs().amax().double().to(last.device) for slope in slopes.values()]
         if not bool(torch.stack(peaks).isfinite().all()):
             raise NumericsError(
                 f"The gradient of {metric!r} is NaN or infinite in example {self.runs.example} "
                 f"({self.runs.model.dtype}). Load the model with dtype='float32'."
             )
-        if largest <= SMALLEST:
+        if float(last.abs().max()) <= SMALLEST:
             raise InputError(
                 f"The gradient of {metric!r} is 0 in the run that is edited (example {self.runs.example}), so that all "
                 "estimates would be. KL divergence from the run itself is at its least there, and a difference of a "

@@ -16,7 +16,7 @@ rank it among these; held out are the prompts on which it was not chosen. What i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,14 @@ def of_examples(value: Any, clean: Any, corrupted: Any, floor: object) -> object
     return np.where(wide, (value - corrupted) / np.where(wide, gap, 1.0), np.nan)
 
 
-def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
+def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: object) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
-    The table is that of `hw.run_circuits`, with the column `overlap`.
+    The table is that of `hw.run_circuits`; shapes have the overlap of each placebo.
     """
-    rows = []
-    for (circuit, metric), part in table.groupby(["circuit", "metric"], sort=False):
+    rows, level, seed = [], checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+    joined = table.merge(shapes, on=["circuit", "placebo"], how="left")
+    for (circuit, metric), part in joined.groupby(["circuit", "metric"], sort=False):
         alone = part[part["placebo"].isna()]
         clean, corrupted = alone["clean"].to_numpy(), alone["corrupted"].to_numpy()
         draws = ratio_of_means(alone["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
@@ -86,6 +87,16 @@ def summarized(table: pd.DataFrame, level: float, seed: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def beside_placebos(row: Mapping[Any, Any]) -> str:
+    """Say what random circuits reach, in a sentence on a row of the summary; nothing where none were run."""
+    if not np.isfinite(row["placebo"]):
+        return ""
+    return (
+        f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach {row['placebo']:.2f} on "
+        f"average and {row['placebo_high']:.2f} at their 95 % quantile"
+    )
+
+
 def claim_on_runs(
     table: pd.DataFrame,
     *,
@@ -98,18 +109,10 @@ def claim_on_runs(
     level: object,
     seed: object,
 ) -> Judgement:
-    """Judge a claim on a circuit.
+    """Judge a claim on a circuit, with the options of `CircuitRuns.claim`.
 
-    Args:
-        table: of `hw.run_circuits`.
-        circuit: its name; needed where there are several.
-        metric: which; needed where there are several.
-        other: the table of the same circuit with other values.
-        seen: which prompts, by number, it was chosen on; None where that is not known.
-        overlap: the part of its edges that its random circuits have on average.
-        margin: how large an effect has to be to matter; default: the 95 % quantile of the random circuits' sizes.
-        level: of the interval.
-        seed: of the bootstrap and the halves.
+    `seen` are the prompts that it was chosen on, by number (None: not known), and `overlap` is the part of its edges
+    that its random circuits have on average.
     """
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     margin = None if margin is None else checked_number("margin", margin, above=0.0)

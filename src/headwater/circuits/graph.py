@@ -155,7 +155,7 @@ class Graph:
         """Return the number of a layer's first head among senders; its MLP comes after its heads."""
         return 1 + layer * (self.n_heads + 1)
 
-    def driven(self, receiver: int) -> Indices:
+    def driven(self, receiver: int, together: bool = False) -> Indices:
         """Return the senders that what a receiver reads comes out at: none for the logits."""
         nodes = self.receivers
         kind, layer, head = (int(column[receiver]) for column in (nodes.kind, nodes.layer, nodes.head))
@@ -164,6 +164,8 @@ class Graph:
             return np.zeros(0, dtype=np.int64)
         if kind == 3:
             return np.array([first + self.n_heads])
+        if together:
+            return first + np.arange(self.n_heads)
         shared = 1 if kind == 0 else self.n_heads // self.n_kv_heads
         return first + np.arange(head * shared, (head + 1) * shared)
 
@@ -341,11 +343,3 @@ def _drives(graph: Graph, receivers: range, together: bool = False) -> Bool[np.n
     if len(receivers) > 1:
         return _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
     return np.ones((1, int(receivers.stop < len(graph.receivers))), dtype=bool)
-
-
-def driven(graph: Graph, receiver: int, together: bool) -> Indices:
-    """Return the senders at which what a receiver reads comes out."""
-    senders = graph.driven(receiver)
-    if together and graph.receivers.kind[receiver] < 3:
-        return graph.first_head(int(graph.receivers.layer[receiver])) + np.arange(graph.n_heads)
-    return senders

@@ -67,9 +67,6 @@ class ByMetric(Surface):
         return self._drawn(ax, title, figsize, metric=metric)
 
 
-if TYPE_CHECKING:
-    pass
-
 Numbers = NDArray[np.float64]
 GLANCE = 20
 """Edges in a summary."""

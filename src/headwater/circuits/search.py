@@ -40,8 +40,8 @@ from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
 from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
 from headwater.circuits.edge_effects import edges as measured_edges
-from headwater.circuits.faithfulness import summarized
-from headwater.circuits.graph import Graph, Indices, driven
+from headwater.circuits.faithfulness import beside_placebos, summarized
+from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import RANKED_BY, RankName
 from headwater.errors import InputError
@@ -124,7 +124,7 @@ class _Left:
         nodes = self.graph.receivers
         if nodes.kind[receiver] == nodes.kinds.index("logits"):
             return True
-        return bool(self.heard[driven(self.graph, receiver, self.together)].any())
+        return bool(self.heard[self.graph.driven(receiver, self.together)].any())
 
     def decide(self, edge: int, stays: bool) -> None:
         """Keep an edge that leads to the logits, or take it out."""
@@ -281,9 +281,7 @@ class CircuitSearch(Result):
             The columns of the summary of `hw.run_circuits` for the circuit that is left, on the pairs of the search;
             how many edges were `removed`, led `nowhere`, were `not_tried` or were `left_out`; and `runs`.
         """
-        level = checked_number("level", level, above=0.0, below=1.0)
-        joined = self.alone.merge(self.shapes, on=["circuit", "placebo"], how="left")
-        found = summarized(joined, level, checked_seed(seed))
+        found = summarized(self.alone, self.shapes, level, seed)
         counts = self.table["decision"].value_counts()
         removed, nowhere, left, out = (int(counts.get(name, 0)) for name in DECISIONS[1:])
         return found.assign(removed=removed, nowhere=nowhere, not_tried=left, left_out=out, runs=self.runs)
@@ -326,12 +324,7 @@ class CircuitSearch(Result):
             f"Alone the circuit has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
             f"{row['examples']} pair{'s' * (row['examples'] != 1)}"
         )
-        if np.isfinite(row["placebo"]):
-            sentence += (
-                f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach "
-                f"{row['placebo']:.2f} on average and {row['placebo_high']:.2f} at their 95 % quantile"
-            )
-        sentences.append(f"{sentence}.")
+        sentences.append(f"{sentence}{beside_placebos(row)}.")
         sentences.append(
             "Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others."
         )
