@@ -22,7 +22,7 @@ from headwater.models.memory import in_halves
 from headwater.patching.plan import Plan, waves
 from headwater.patching.readout import Measured
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
-from headwater.patching.sweep import Sweep, sweep_of
+from headwater.patching.sweep import Sweep, tabulate
 from headwater.patching.walk_runner import CannotStepError, WalkRunner
 from headwater.patching.whole_runs import Runner, WholeRuns
 from headwater.progress import progress_bar
@@ -68,7 +68,8 @@ def run_sweep(
     def work(run: Run) -> Sweep:
         measured = measure(plan, run, runner)
         finish(plan, measured)
-        return sweep_of(plan, measured, run)
+        strings = tuple(prompt.strings for prompt in plan.pair.prompts)
+        return Sweep(tabulate(plan, measured), run.record, strings, measured.engine)
 
     return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
 

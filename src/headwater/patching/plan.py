@@ -24,7 +24,7 @@ from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import Site, sites_named
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
-from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Place, Reading, Variant, Variants
+from headwater.patching.edits import LOGITS, CellTable, Edit, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompt_pair import PromptPair, Side
 from headwater.patching.prompts import AlignedSpan, aligned_spans
@@ -257,11 +257,11 @@ class Group:
         # Examples that read the same positions share a variant: its properties are computed once for all of them.
         pairs, which = np.unique(np.stack([cells.template, read]), axis=1, return_inverse=True)
         listed = list(number)
-        changes = tuple(self._variant(cells.templates[template], *listed[i]) for template, i in pairs.T)
-        return Variants(changes, which.reshape(-1), example, cells.longest_of_nested())
-
-    def _variant(self, template: CellTemplate, kept: tuple[int, ...], whole: int | None) -> Variant:
-        return Variant(template.edits, kept, tuple(sorted(self.plan.readings(template.edits))), whole=whole)
+        changes = []
+        for template, i in pairs.T:
+            edits, (kept, length) = cells.templates[template].edits, listed[i]
+            changes.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
+        return Variants(tuple(changes), which.reshape(-1), example, cells.longest_of_nested())
 
 
 def _refuse_equal(metric: Metric, right: Int[Tensor, " example"], wrong: Int[Tensor, " example"]) -> None:

@@ -38,7 +38,6 @@ from headwater.patching.summaries import (
     strongest_first,
     summarize,
 )
-from headwater.runs.analysis import Run
 from headwater.runs.claim import Claim
 from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
@@ -287,12 +286,6 @@ class Sweep(Result):
         from headwater.patching.summaries import agreement
 
         return agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
-
-
-def sweep_of(plan: Plan, measured: Measured, run: Run) -> Sweep:
-    """Make the result of what was measured."""
-    strings = tuple(prompt.strings for prompt in plan.pair.prompts)
-    return Sweep(tabulate(plan, measured), run.record, strings, measured.engine)
 
 
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
