@@ -12,7 +12,8 @@ from headwater.errors import InputError, RunFolderError
 from headwater.patching.summaries import random_sets
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
-from headwater.stats.claims import ClaimEffects, claim_of, split_half
+from headwater.stats.claims import SPLITS, ClaimEffects, claim_of, means_of, split_half
+from headwater.stats.correlation import spearman
 from tests import chance
 from tests.tiny import WORDS, embedded, tiny_hooked
 
@@ -187,6 +188,18 @@ def test_halves_that_agree_rank_alike():
     assert split_half(ranked + 0.01 * chance.rng().normal(size=ranked.shape), 0) == pytest.approx(1)
     assert abs(split_half(chance.rng().normal(size=(20, 200)), 0)) < 0.3
     assert np.isnan(split_half(ranked[:3], 0))
+
+
+def test_all_splits_at_once_have_the_mean_of_spearman_of_each():
+    parts = chance.rng().integers(5, size=(7, 12)).astype(float)
+    parts[chance.rng().random(parts.shape) < 0.5] = np.nan
+    parts[:, 0], parts[1:, 1] = np.nan, np.nan
+    draws, found = np.random.default_rng(4), []
+    for _ in range(SPLITS):
+        order = draws.permutation(7)
+        found.append(float(spearman(means_of(parts[order[:3]]), means_of(parts[order[3:]]))))
+    assert split_half(parts, 4) == pytest.approx(np.nanmean(found))
+    assert np.isnan(split_half(np.ones((6, 5)), 0))
 
 
 @pytest.mark.parametrize(
