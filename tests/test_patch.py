@@ -117,7 +117,7 @@ def test_sweeps_equal_transformer_lens_on_every_architecture(models, family, sit
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_sweeps_by_layer_position_and_head_equal_transformer_lens(models, family):
     model = models(family)
-    (clean,), (corrupted,) = random_pairs([6])
+    (clean,), (corrupted,) = random_pairs([4])
     _, cache = model.raw.run_with_cache(torch.tensor([clean]))
     base = model.run([corrupted])[0, -1, 7]
     for site, sweep_of in LENS_SWEEPS_BY_POSITION.items():
@@ -141,7 +141,7 @@ def test_sweeps_by_layer_position_and_head_equal_transformer_lens(models, family
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_sweeps_over_single_attention_edges_equal_transformer_lens(models, family):
     model = models(family)
-    (clean,), (corrupted,) = random_pairs([5])
+    (clean,), (corrupted,) = random_pairs([4])
     _, cache = model.raw.run_with_cache(torch.tensor([clean]))
     base = model.run([corrupted])[0, -1, 7]
     expected = lens.get_act_patch_attn_head_pattern_dest_src_pos(

@@ -158,18 +158,33 @@ def make_batch(
     return batch
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = ()) -> tuple[list[int], Offsets | None]:
+Encoded: TypeAlias = tuple[list[int], Offsets | None]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = ()) -> Encoded:
     """Return a text's token ids and the characters of each token; all but a chat begin with `bos`, exactly once."""
-    refuse_half_characters(text)
+    return encode_all(tokenizer, [text], bos)[0]
+
+
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: Sequence[int] = ()) -> list[Encoded]:
+    """`encode` of each text; many in one call of the tokenizer take a third of the time."""
+    for text in texts:
+        refuse_half_characters(text)
     fast = bool(getattr(tokenizer, "is_fast", False))
-    with panics_are_errors(InputError, f"The tokenizer fails on the text {shorten(repr(text), 60, placeholder='...')}"):
-        # verbose=False: the tokenizer would warn of long texts before they are cut or refused here.
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
-    ids = list(encoded["input_ids"])
-    offsets = tuple((int(start), int(end)) for start, end in encoded["offset_mapping"]) if fast else None
-    if isinstance(text, ChatText) or ids[: len(bos)] == list(bos):
-        return ids, offsets
-    return [*bos, *ids], ((0, 0),) * len(bos) + offsets if offsets is not None else None
+    failed = f"The tokenizer fails on the text {shorten(repr(texts[-1]), 60, placeholder='...')}"
+    try:
+        with panics_are_errors(InputError, failed):
+            # verbose=False: the tokenizer would warn of long texts before they are cut or refused here.
+            rows = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    except InputError:
+        for text in texts[: len(texts) - 1]:
+            encode(tokenizer, text)  # fails on the text that the message is to name
+        raise
+    begun, found = list(bos), []
+    for text, ids, spans in zip(texts, rows["input_ids"], rows["offset_mapping"] if fast else texts, strict=True):
+        before = () if isinstance(text, ChatText) or ids[: len(begun)] == begun else begun
+        found.append(([*before, *ids], (*((0, 0),) * len(before), *spans) if fast else None))
+    return found
 
 
 class ChatText(str):
@@ -299,7 +314,7 @@ def refuse_what_has_no_order(inputs: object) -> None:
 def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos: Sequence[int]) -> Batch:
     if tokenizer is None:
         raise InputError("Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids.")
-    encoded = [encode(tokenizer, text, bos) for text in texts]
+    encoded = [one for i in range(0, len(texts), 256) for one in encode_all(tokenizer, texts[i : i + 256], bos)]
     offsets = tuple(spans for _, spans in encoded if spans is not None)
     batch = Batch.of([ids for ids, _ in encoded], pad_id(tokenizer))
     return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
