@@ -138,7 +138,11 @@ def test_columns_of_several_kinds_of_values_can_be_written_to_a_file(tmp_path):
 def test_the_world_sets_have_names(tmp_path):
     natural = load_questions("natural", sample=20, seed=3)
     assert natural.datasets == ("natural",)
-    assert natural.table.equals(load_questions("natural", sample=20, seed=3).table)
+    again = load_questions("natural", sample=20, seed=3)
+    assert natural.table.equals(again.table)
+    changed = load_questions("natural")
+    changed.table["question"] = ""
+    assert again.table.equals(load_questions("natural", sample=20, seed=3).table)
     assert len(natural.table["id"].unique()) == 20
     assert set(load_questions().datasets) > {"natural"}
     with pytest.raises(InputError, match=r"no file and no question set 'naturel'. Did you mean 'natural'"):

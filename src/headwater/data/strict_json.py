@@ -8,6 +8,7 @@ from typing import Any
 from headwater.errors import InputError
 
 HALF_A_CHARACTER = "half of a surrogate pair stands for a character"
+_WRITE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
         raise ValueError("nested too deep") from None
-    if not is_unicode(value):
+    # Halves come by escapes alone, or in a text that has them already: to write each value again takes as long as it.
+    if not is_unicode(value if "\\u" in plain else plain):
         raise ValueError(HALF_A_CHARACTER)
     return value
 
@@ -37,7 +39,7 @@ def parse_json(text: str | bytes) -> Any:
 def is_unicode(value: object) -> bool:
     """Whether every text in a JSON value can be written in UTF-8."""
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        _WRITE(value).encode()
     except (UnicodeEncodeError, RecursionError):
         return False
     return True

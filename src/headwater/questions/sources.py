@@ -15,6 +15,7 @@ CSV, TSV or parquet. In a plain table `question` and `answers` must be there; th
 Files are read row by row, and every row is checked before the next is read.
 """
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,31 +118,42 @@ def load_questions(
     checked_seed(seed)
     if isinstance(source, list | tuple) and source:
         return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)
-    name, rows, world_set = _open(source)
+    if source is None or (isinstance(source, str) and source in WORLD_SETS and not Path(source).exists()):
+        world = world_folder() / "questions.jsonl"
+        questions = Questions(_of_world(world, format).copy(), str(world))
+        questions = questions if source is None else questions.select(str(source))
+    else:
+        name, rows = _open(source)
+        questions = Questions(_read(name, rows, format), name)
+    return questions if sample is None else questions.sample(sample, seed)
+
+
+@functools.cache
+def _of_world(world: Path, format: str | None) -> pd.DataFrame:
+    """The world's ten thousand questions, read once: to check them takes a second."""
+    return _read(str(world), read_rows(world, "questions"), format)
+
+
+def _read(name: str, rows: Iterator[tuple[int, Row]], format: str | None) -> pd.DataFrame:
     checked = list(_checked_rows(name, rows, format))
     if not checked:
         raise InputError(f"{name} holds no questions.")
     table = _tidy(pd.DataFrame(checked))
-    questions = Questions(table[[*FIRST_COLUMNS, *(column for column in table if column not in FIRST_COLUMNS)]], name)
-    questions = questions.select(world_set) if world_set else questions
-    return questions if sample is None else questions.sample(sample, seed)
+    return table[[*FIRST_COLUMNS, *(column for column in table if column not in FIRST_COLUMNS)]]
 
 
-def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]], str | None]:
-    """Return what to call the source, its rows, and which of the world's sets was asked for by name."""
+def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]]]:
+    """Return what to call the source, and its rows."""
     if isinstance(source, pd.DataFrame):
         refuse_repeated("The table", source.columns)
         records = source.to_dict("records")
-        return "the table", enumerate((_from_frame(row) for row in records), start=1), None
-    if source is None or (isinstance(source, str) and source in WORLD_SETS and not Path(source).exists()):
-        world = world_folder() / "questions.jsonl"
-        return str(world), read_rows(world, "questions"), None if source is None else str(source)
+        return "the table", enumerate((_from_frame(row) for row in records), start=1)
     if not isinstance(source, str | Path):
         raise InputError(f"Questions come from a file or a data frame, not from a {type(source).__name__}.")
     path = checked_path("source", source)
     if isinstance(source, str) and not path.suffix and not path.exists():
         raise InputError(f"There is no file and no question set {source!r}.{did_you_mean(source, WORLD_SETS)}")
-    return str(path), read_rows(path, "questions"), None
+    return str(path), read_rows(path, "questions")
 
 
 def _from_frame(row: Mapping[Any, Any]) -> dict[str, Any]:
