@@ -10,7 +10,7 @@ from headwater.circuits.circuit import made
 from headwater.errors import InputError
 from headwater.planted import circuits
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 CLEAN = [" the capital of France is in A", " the capital of Italy is of A"]
 CORRUPTED = [" the capital of Italy is of A", " the capital of Spain is of B"]
@@ -23,9 +23,7 @@ WIRED = [
 ]  # fmt: skip
 
 
-@cache
-def loaded(family: str) -> hw.HookedModel:
-    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+loaded = tiny_hooked
 
 
 @cache

@@ -1,7 +1,5 @@
 """A search of many edges at once leaves the circuit that one edge at a time would leave."""
 
-from functools import cache
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,7 +14,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.planted import circuits
 from tests import chance
 from tests.circuit_reference import CircuitReference
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
 QUIET = {"metric": hw.logit_difference(5, 9), "progress": False}
@@ -24,9 +22,7 @@ NEAR = 2e-5
 """Rounding may decide of an edge whose effect is as near as that to the threshold."""
 
 
-@cache
-def loaded(family: str) -> hw.HookedModel:
-    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+loaded = tiny_hooked
 
 
 def difference(logits: torch.Tensor) -> float:
