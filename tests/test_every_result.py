@@ -30,6 +30,8 @@ from headwater.runs.view import FITTING, View
 from tests import chance
 from tests.fuzzing import flipped
 from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn
+from tests.tiny import embedded
+from tests.viewed import evident
 
 CITIZEN = "Q: What is the adjective for {source}?\nA:"
 PROMPTS = ("Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:")
@@ -62,7 +64,7 @@ def circuits_of(model: hw.HookedModel) -> list[Result]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[type[Result], Result]:
     """A small result of every class, of the embedded model."""
-    model, quiet = hw.load(), {"progress": False}
+    model, quiet = embedded(), {"progress": False}
     answered = hw.answer(model, hw.load_questions("natural", sample=80), **quiet)
     few = [one for one in hw.load_relations() if one.name in ("country_to_nationality", "tool_to_job")]
     heads = hw.classify_heads(model, relations=few, **quiet)
@@ -82,7 +84,7 @@ def results(tmp_path_factory) -> dict[type[Result], Result]:
             model, heads, "country_to_nationality", relations=few, template=CITIZEN, shots=0, draws=2, **quiet
         ),
         dynamic_scores(model, heads, relations=few, templates=("The notes on {source} say",), **quiet),
-        hw.evidence(model, "country_to_capital", pairs=6, draws=4, **quiet),
+        evident(),
         hw.evidence(model, few, pairs=6, draws=4, **quiet),
         sweep, sweep.claim({"layer": 5, "position": 10}, match="site"),
         composition_scores(model, **quiet), singular_vectors(model, 1, 7),
@@ -185,7 +187,7 @@ def test_a_summary_is_a_small_table_and_a_report_is_sentences(results, kind):
 
 def test_what_is_ranked_has_the_strongest_rows_first_by_metric(results):
     sweep = hw.patch(
-        hw.load(), *PROMPTS, sites=["resid_pre", "z"], progress=False,
+        embedded(), *PROMPTS, sites=["resid_pre", "z"], progress=False,
         metric=[hw.logit_difference(" Paris", " Rome"), hw.probability(" Paris")],
     )  # fmt: skip
     assert sweep.summary()["metric"].drop_duplicates().tolist() == ["logit_difference", "probability"]

@@ -47,6 +47,7 @@ def patched(model, **what):
     return hw.patch(model, **ENDS, metric=hw.logit_difference(" Paris", " Rome"), progress=False, **what)
 
 
+@cache
 def edges(model):
     metric = hw.logit_difference(" Paris", " Rome")
     return hw.edges(model, **ENDS, metric=metric, method="eap", receivers=["mlp", "logits"], progress=False)
@@ -57,13 +58,13 @@ RESULTS = {
     "sweep": lambda m: patched(m, sites="resid_pre"),
     "roles": lambda m: patched(m, sites="resid_pre", positions={"country": [(" France", " Italy")], "end": "last"}),
     "both sites": lambda m: patched(m, sites=["resid_pre", "mlp_out"]),
-    "heads": lambda m: patched(m, sites="z", layers=range(0, m.shape.n_layers, 8)),
+    "heads": lambda m: patched(m, sites="z", layers=range(0, m.shape.n_layers, 16)),
     "knockout": lambda m: hw.knockout(
         m, [ENDS["clean"]], block=("in", "France"), metric=hw.logit_difference(" Paris", " Rome"), progress=False
     ),
     "lens": lambda m: hw.lens(m, [ENDS["clean"]], progress=False),
     "direct": lambda m: hw.direct_logit_attribution(m, [ENDS["clean"]], tokens=(" Paris", " Rome"), progress=False),
-    "behaviour": lambda m: hw.attention_behaviour(m, sequences=4, length=8, progress=False),
+    "behaviour": lambda m: hw.attention_behaviour(m, sequences=2, length=8, progress=False),
     "edges": edges,
     "circuit": lambda m: edges(m).circuit(40),
 }
