@@ -283,7 +283,7 @@ def by_newton(x: Features, labels: NDArray[Any], C: float) -> tuple[Float[np.nda
     x, signs = np.column_stack([x, np.ones(len(x))]), np.where(labels, 1.0, -1.0)
     penalized = np.append(np.ones(x.shape[1] - 1), 0.0)
 
-    def loss(w: Float[np.ndarray, " coordinate"]) -> float:
+    def loss(w: NDArray[np.float64]) -> float:
         return float(C * np.logaddexp(0, -signs * (x @ w)).sum() + (penalized * w * w).sum() / 2)
 
     w, step = np.zeros(x.shape[1]), np.full(x.shape[1], np.inf)
