@@ -148,6 +148,7 @@ def test_values_of_every_kind_are_told_apart():
         torch.ones(1, dtype=torch.bfloat16), frame, frame.iloc[::-1], frame.rename(columns={"a": "c"}),
         frame.assign(a=[1.0, 2.0 + 1e-15]), re.compile("a"), re.compile("b"), Point(1), Point(2), float("nan"), -0.0,
         functools.partial(max, 1), functools.partial(max, 2), np.random.default_rng(1), np.random.default_rng(2),
+        *(torch.func.vmap(torch.nn.functional.softmax, n) for n in (0, 1)),
     ]  # fmt: skip
     assert len({digest(value) for value in values}) == len(values)
     assert [digest(value) for value in values] == [digest(value) for value in values]

@@ -291,7 +291,7 @@ class _Digests:
         # The module whose globals it reads is the one that it was written in.
         written_in = function.__globals__.get("__name__")  # functools.wraps copies __module__ from another function
         is_own = written_in in sys.modules and not is_library(written_in)
-        if not is_own and is_library(function.__module__) and "<" not in function.__qualname__:  # made by no other
+        if not is_own and is_library(function.__module__) and _is_found_by_name(function):
             return self._by_name(function)
         code, kept = function.__code__, (function.__defaults__, function.__kwdefaults__, vars(function))
         cells = dict(zip(code.co_freevars, map(content_of, function.__closure__ or ()), strict=True))
@@ -343,6 +343,16 @@ class _Digests:
         states = [state] if is_library(cls.__module__) else [state, object.__getstate__(value)]
         lasting = [_without_computed(cls, one) for one in states]
         return self._parts("object", maker, args, *lasting, list(items or ()), list(pairs or ()))
+
+
+def _is_found_by_name(function: types.FunctionType) -> bool:
+    """Whether a function's module has it under its name: what another function made has a name that is not its own."""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    while found is not None and found is not function:
+        found = getattr(found, "__wrapped__", None)
+    return found is not None
 
 
 def _without_computed(cls: type, state: object) -> object:
