@@ -76,7 +76,7 @@ def through(monkeypatch):
 def assert_same(found, expected):
     assert found.frame.equals(expected.frame)
     for name in {content["name"] for content in expected.contents}:
-        for layer in expected.kept_layers:
+        for layer in expected.layers:
             for example in range(len(TEXTS)):
                 one, other = (cache.example(name, layer, example) for cache in (found, expected))
                 assert one.dtype == other.dtype

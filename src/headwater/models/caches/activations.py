@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,14 +61,26 @@ class Activation:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Activation:
-        """Read one that is kept as JSON, with lists in the place of tuples."""
-        axes, size, layers = (tuple(plain[name]) for name in ("axes", "size", "layers"))
-        return cls(**{**plain, "axes": axes, "size": size, "layers": layers})
+        """Read one that is kept as JSON."""
+        read: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
+        }
+        return cls(**read)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON keeps it."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @property
     def has_keys(self) -> bool:
         """Whether it says, for each query, something of each key."""
         return "key" in self.axes
+
+    @property
+    def head_axis(self) -> int | None:
+        """Which axis is heads, if one is; 0 is the axis of tokens, or of texts for what has keys."""
+        axes = [axis for axis in self.axes if axis not in ("position", "key")]
+        return next((1 + n for n, axis in enumerate(axes) if axis in ("head", "kv_head")), None)
 
     @property
     def places(self) -> tuple[int | None, ...]:
@@ -106,8 +118,10 @@ class Activation:
         return self.rows(counts, lengths) * math.prod(self.row) * len(self.places) * self.torch_dtype.itemsize
 
 
-def activations_named(names: Sequence[Any], layers: Sequence[int], model: Model) -> list[Activation]:
-    """Look up what names mean in a model."""
+def activations_named(
+    names: Sequence[Any], layers: Sequence[int], heads: Sequence[int] | None, model: Model
+) -> list[Activation]:
+    """Look up what names mean in a model, at these layers; of what has query heads, these alone unless None."""
     if not names or not all(isinstance(name, str | Site) for name in names):
         raise InputError(f"sites={shown(names)} names no activation: give names of sites or of hooks.")
     hooks: dict[str, dict[int, None]] = {}  # a dictionary in place of a set keeps the order
@@ -116,27 +130,45 @@ def activations_named(names: Sequence[Any], layers: Sequence[int], model: Model)
             for hook, layer in _places(name.name if isinstance(name, Site) else name, layers, model):
                 # One entry per hook whatever it was called: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
-    sites = {site.hook: site.name for site in SITES.values()}
-    seen = _axes_seen({hook: tuple(at) for hook, at in hooks.items() if hook not in sites}, model)
+    short = {hook: name for name, hook in HOOKS.items()} | {site.hook: name for name, site in SITES.items()}
+    seen = _axes_seen({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
     activations = []
     for hook, at in hooks.items():
-        if hook in sites:
-            (site,) = sites_named(sites[hook], model)
-            size = tuple(AXES[axis](model.shape, 0) for axis in site.axes if axis not in ("position", "key"))
-            activations.append(Activation(site.name, hook, tuple(at), site.axes, size, _kept_in(model.dtype)))
+        name = short.get(hook, hook.replace("{layer}", "*"))
+        if hook in seen:
+            axes, size, dtype = seen[hook]
         else:
-            short = next((name for name, other in HOOKS.items() if other == hook), hook.replace("{layer}", "*"))
-            activations.append(Activation(short, hook, tuple(at), *seen[hook]))
-    for name in names:
-        if isinstance(name, Features):
-            fitted = name.fitted(model)
-            axes, size = ("position", "feature"), (len(fitted.units),)
-            hook = SITES[fitted.at].hook
-            activations.append(Activation(fitted.name, hook, (fitted.layer,), axes, size, "float32", is_read=True))
+            ((axes, dtype),) = ((site.axes, _kept_in(model.dtype)) for site in sites_named(name, model))
+            size = tuple(AXES[axis](model.shape, 0) for axis in axes if axis not in ("position", "key"))
+        activations.append(Activation(name, hook, tuple(at), axes, size, dtype))
+    for features in (name.fitted(model) for name in names if isinstance(name, Features)):
+        axes, size, hook = ("position", "feature"), (len(features.units),), SITES[features.at].hook
+        activations.append(Activation(features.name, hook, (features.layer,), axes, size, "float32", is_read=True))
     known = [activation.name for activation in activations]
     if twice := [name for n, name in enumerate(known) if name in known[:n]]:
         raise InputError(f"Two of what is to be kept are called {twice[0]!r}: give them names of their own.")
-    return activations
+    return activations if heads is None else _with_heads(activations, heads, model)
+
+
+def _with_heads(activations: list[Activation], heads: Sequence[int], model: Model) -> list[Activation]:
+    """Return activations with these query heads alone, where they have any."""
+    shape = model.shape
+    for each in activations:
+        if "kv_head" in each.axes and shape.group_size > 1:
+            raise InputError(
+                f"heads= counts the {shape.n_heads} query heads, and {each.name} has {shape.n_kv_heads} key-value "
+                f"heads, each shared by {shape.group_size} of them: cache {each.name} without heads=, and pick along "
+                "its axis kv_head."
+            )
+    if all(each.head_axis is None for each in activations):
+        names = ", ".join(each.name for each in activations)
+        raise InputError(f"heads= chooses heads, and none of what is kept has any: {names}.")
+    return [
+        each
+        if (axis := each.head_axis) is None
+        else replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
+        for each in activations
+    ]
 
 
 def _kept_in(dtype: torch.dtype) -> str:
@@ -175,38 +207,42 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
 
 
 def _axes_seen(
-    hooks: Mapping[str, tuple[int, ...]], model: Model
+    hooks: Mapping[str, Iterable[int]], model: Model
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], str]]:
     """Run the model twice on a few tokens; return axes, size and dtype of hooks that are not sites."""
-    shapes: dict[str, list[tuple[int, ...]]] = {hook: [] for hook in hooks}
-    dtypes: dict[str, str] = {}
 
-    def note(activation: object, hook: object, name: str, first: bool) -> None:
+    def note(activation: object, hook: object, name: str, found: set[Any]) -> None:
         if not isinstance(activation, Tensor):
             raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
-        if first:
-            shapes[name].append(tuple(activation.shape))
-        elif tuple(activation.shape) != shapes[name][-1]:
+        found.add((tuple(activation.shape), _kept_in(activation.dtype)))
+        if len(found) > 1:
             raise InputError(f"{name} has another shape in another layer: name its layers separately.")
-        dtypes[name] = _kept_in(activation.dtype)
 
     # Two lengths: one would not tell an axis of tokens from another of that size. Every vocabulary has token 0.
+    runs: list[dict[str, set[Any]]] = []
     for n_texts, length in PROBES if hooks else ():
+        found = {hook: set[Any]() for hook in hooks}
         watching: list[Hook] = []
         for hook, layers in hooks.items():
-            places = [hook.format(layer=layer) for layer in layers] or [hook]
-            watching += [(place, read_hook(partial(note, name=hook, first=place == places[0]))) for place in places]
+            for place in [hook.format(layer=layer) for layer in layers] or [hook]:
+                watching.append((place, read_hook(partial(note, name=place, found=found[hook]))))
         model.run(Batch.of([[0] * length] * n_texts, pad=0), watching)
-    return {hook: (*_axes(hook, shapes[hook], model), dtypes[hook]) for hook in hooks}
+        runs.append(found)
+    seen = {}
+    for hook in hooks:
+        ((short, dtype),), ((long, _),) = (found[hook] for found in runs)
+        seen[hook] = (*_axes(hook, short, long, model), dtype)
+    return seen
 
 
-def _axes(hook: str, shapes: list[tuple[int, ...]], model: Model) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _axes(
+    hook: str, short: tuple[int, ...], long: tuple[int, ...], model: Model
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Tell the axes of an activation by its shapes in the two runs."""
     (n_texts, short_length), (_, long_length) = PROBES
-    short, long = shapes
     axes = ["batch" if n == 0 and size == n_texts else "" for n, size in enumerate(short)]
-    for n, (size, then) in enumerate(zip(short, long, strict=len(short) == len(long)) if axes else ()):
-        if (size, then) == (short_length, long_length):
+    for n, sizes in enumerate(zip(short, long, strict=False)):
+        if sizes == (short_length, long_length):
             axes[n] = "key" if "position" in axes else "position"
     is_one_per_token = axes[:2] == ["batch", "position"] and "key" not in axes
     if not is_one_per_token and [axes[:1], axes[2:]] != [["batch"], ["position", "key"]]:
@@ -217,31 +253,8 @@ def _axes(hook: str, shapes: list[tuple[int, ...]], model: Model) -> tuple[tuple
     shape = model.shape
     known = [("d_model", shape.d_model), ("d_mlp", shape.d_mlp), ("d_vocab", shape.d_vocab), ("head", shape.n_heads)]
     known += [("d_head", shape.d_head)] + ([("kv_head", shape.n_kv_heads)] if shape.group_size > 1 else [])
-    sizes = [size for size, axis in zip(short, axes, strict=True) if not axis]
-    for size in sizes:  # an axis is named by its length, where one axis of the model alone has it
-        names = [name for name, length in known if length == size]
+    size = tuple(size for size, axis in zip(short, axes, strict=True) if not axis)
+    for length in size:  # an axis is named by its length, where one axis of the model alone has it
+        names = [name for name, known_length in known if known_length == length]
         axes[axes.index("")] = names[0] if len(names) == 1 else "width"
-    return tuple(axes[1:]), tuple(sizes)
-
-
-def query_head_axes(activations: Sequence[Activation], model: Model) -> dict[str, int]:
-    """Return the axis of query heads of each activation that has one, by its name; 0 is the axis of tokens, or texts.
-
-    Raises:
-        InputError: one has key-value heads that several query heads share, or none has heads.
-    """
-    shape, head_axes = model.shape, dict[str, int]()
-    for activation in activations:
-        if "kv_head" in activation.axes and shape.group_size > 1:
-            raise InputError(
-                f"heads= counts the {shape.n_heads} query heads, and {activation.name} has {shape.n_kv_heads} "
-                f"key-value heads, each shared by {shape.group_size} of them: cache {activation.name} without heads=, "
-                "and pick along its axis kv_head."
-            )
-        axes = [axis for axis in activation.axes if axis not in ("position", "key")]
-        if heads := [axis for axis in axes if axis in ("head", "kv_head")]:
-            head_axes[activation.name] = 1 + axes.index(heads[0])
-    if not head_axes:
-        names = ", ".join(activation.name for activation in activations)
-        raise InputError(f"heads= chooses heads, and none of what is kept has any: {names}.")
-    return head_axes
+    return tuple(axes[1:]), size

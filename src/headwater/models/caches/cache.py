@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,7 @@ from headwater.axes import AttentionCache, ResidualCache
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.caches.activations import Activation
-from headwater.models.caches.sequences import Sequences, columns_of, starts_of, steps
-from headwater.models.tokens import Batch
+from headwater.models.caches.sequences import TokenizedTexts, rows_of
 from headwater.options import checked_count, shown
 from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
@@ -48,27 +47,14 @@ LARGEST = 1e30
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Cache(Result):
+class Cache(TokenizedTexts, Result):
     """Activations of texts, with the labels of every axis; `model.cache(...)` and `hw.load_cache(folder)` give it."""
 
-    table: pd.DataFrame
-    """A row per token that is kept, in the order given: `example, position, token`, and `role` where positions were
-    asked for by role. Also as `frame`."""
-    tokens: pd.DataFrame
-    """A row per token of every text: `example, position, token_id, token`, and for texts `start, end`, its
-    characters."""
-    texts: pd.DataFrame
-    """A row per text: `example, tokens` (how many), `text` (None where token ids were given)."""
     contents: list[dict[str, Any]]
     """What is kept: see `headwater.models.caches.activations.Activation`."""
-    asked: list[int] | None
-    """The positions requested, where they were asked for by numbers."""
-    kept_layers: list[int]
     kept_heads: list[int]
     n_layers: int
     """Of the model."""
-    pad: int
-    """The token id at padding, where `batch` has any."""
     activations: Shards
     """The numbers. Every part has `examples`, the texts that it holds, and by name `layer token ...`; what has keys,
     `layer number`: text by text its `head position key`."""
@@ -89,12 +75,12 @@ class Cache(Result):
     @property
     def nbytes(self) -> int:
         """How many bytes the numbers take."""
-        return sum(int(kept.nbytes(self._counts, self._lengths).sum()) for kept in self.kept.values())
+        return sum(int(kept.nbytes(self.counts, self.lengths).sum()) for kept in self.kept.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Which layers were requested, in that order."""
-        return tuple(self.kept_layers)
+        return tuple(dict.fromkeys(layer for kept in self.kept.values() for layer in kept.layers))
 
     @property
     def heads(self) -> tuple[int, ...]:
@@ -113,10 +99,8 @@ class Cache(Result):
         Raises:
             InputError: nothing of that name is kept.
         """
-        kept, _ = self._find((site, None), any_layer=True)
-        if kept.has_keys:
-            return ("batch", *("query" if axis == "position" else axis for axis in kept.axes))
-        return ("batch", *kept.axes)
+        kept, _ = self._named(site)
+        return ("batch", *("query" if axis == "position" and kept.has_keys else axis for axis in kept.axes))
 
     def __len__(self) -> int:
         return len(self.keys())
@@ -143,8 +127,8 @@ class Cache(Result):
         """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
         kept, place = self._find(key)
         what = f"{kept.name!r}, {kept.layers[place]}" if kept.layers else repr(kept.name)
-        if not _alike(self._counts) or (kept.has_keys and not _alike(self._lengths)):
-            counted = self._lengths if kept.has_keys else self._counts
+        if not _alike(self.counts) or (kept.has_keys and not _alike(self.lengths)):
+            counted = self.lengths if kept.has_keys else self.counts
             instead = (
                 f"cache.example({what}, example) is one text's"
                 if kept.has_keys
@@ -154,7 +138,7 @@ class Cache(Result):
                 f"cache[{what}] would be {' '.join(self.axes(kept.name))}, but the texts have "
                 f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
             )
-        return self._numbers(kept, place).reshape(len(self._counts), *self._shape(kept, 0))
+        return self._numbers(kept, place).reshape(len(self.counts), *self._shape(kept, 0))
 
     def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
         """Return an activation of every token that is kept, in the order of `frame`: `token ...`.
@@ -170,10 +154,10 @@ class Cache(Result):
         kept, place = self._find((site, layer))
         numbers, of_role = self._numbers(kept, place), self._of_role(role)
         if kept.has_keys:
-            if not _alike(self._lengths):
+            if not _alike(self.lengths):
                 raise InputError(
-                    f"{kept.name} says something of each key, and the texts have {int(self._lengths.min())} to "
-                    f"{int(self._lengths.max())}: cache.example({kept.name!r}, layer, example) is one text's."
+                    f"{kept.name} says something of each key, and the texts have {int(self.lengths.min())} to "
+                    f"{int(self.lengths.max())}: cache.example({kept.name!r}, layer, example) is one text's."
                 )
             texts = numbers.split(self._sizes(kept).tolist())
             numbers = torch.cat([text.view(self._shape(kept, n)).movedim(-2, 0) for n, text in enumerate(texts)])
@@ -186,10 +170,11 @@ class Cache(Result):
             InputError: nothing of that name and layer is kept, or there is no such text.
         """
         kept, place = self._find((site, layer))
-        example = checked_count("example", example, least=0, most=len(self._counts) - 1)
-        (part, before), sizes = self._part_of[example], self._sizes(kept)
-        start = int(sizes[self._examples[part][:before]].sum())
-        numbers = self.activations[part][kept.name][place][start : start + int(sizes[example])]
+        example = checked_count("example", example, least=0, most=len(self.counts) - 1)
+        number, before = self._part_of[example]
+        part, sizes = self.activations[number], self._sizes(kept)
+        start = int(sizes[part["examples"][:before]].sum())
+        numbers = part[kept.name][place][start : start + int(sizes[example])]
         # A copy: a view would hold the whole mapped part, and writing into it is not allowed in files.
         return numbers.reshape(self._shape(kept, example)).clone()
 
@@ -211,14 +196,13 @@ class Cache(Result):
             InputError: see `rows`.
         """
         kept, _ = self._find((site, layer))
-        numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
-        sizes = (*kept.size, int(self._lengths[0])) if kept.has_keys else kept.size
+        sizes = (*kept.size, int(self.lengths[0])) if kept.has_keys else kept.size
         labels = [
             self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
             for axis, size in zip([axis for axis in kept.axes if axis != "position"], sizes, strict=True)
         ]
-        index: Any = np.stack(np.meshgrid(*labels, indexing="ij"), -1).reshape(-1, len(labels)) if labels else [[]]
-        names = [".".join([kept.name, *map(str, place)]) for place in index]
+        names = [".".join([kept.name, *map(str, place)]) for place in product(*labels)]
+        numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
         table = self.table if of_role is None else self.table[of_role.tolist()].reset_index(drop=True)
         return pd.concat([table, pd.DataFrame(numbers, columns=names)], axis=1)
 
@@ -278,47 +262,6 @@ class Cache(Result):
         )
         return labels.to_frame(index=False).assign(attention=attention.flatten().numpy())
 
-    @cached_property
-    def positions(self) -> Int[Tensor, "batch position"]:
-        """Which token of its text each entry of the padded position (or query) axis is; -1 where there is none."""
-        if self.asked is not None:
-            return columns_of(self.asked, self._lengths)
-        columns = torch.full((len(self._counts), int(self._counts.max())), -1)
-        columns[torch.arange(columns.shape[1]) < self._counts[:, None]] = torch.tensor(
-            self.table["position"].to_numpy()
-        )
-        return columns
-
-    @property
-    def mask(self) -> Bool[Tensor, "batch position"]:
-        """True where the padded position (or query) axis holds a real token."""
-        return self.positions >= 0
-
-    @cached_property
-    def batch(self) -> Batch:
-        """The tokens that were run, padded; its positions are the key axis."""
-        ids, spans = (self.tokens[names].to_numpy() for names in (["token_id"], ["start", "end"]))
-        texts = tuple(self.texts["text"])
-        known = None not in texts and not np.isnan(spans.astype(float)).any()
-        sequences = Sequences(
-            torch.tensor(ids[:, 0].astype(np.int64)),
-            self._lengths,
-            self.pad,
-            torch.tensor(spans.astype(np.int32)) if known else None,
-            texts if None not in texts else None,
-        )
-        return sequences.batch(range(len(texts)))
-
-    @cached_property
-    def strings(self) -> tuple[tuple[str, ...], ...]:
-        """The text of each row's real tokens."""
-        words = iter(self.tokens["token"])
-        return tuple(tuple(islice(words, length)) for length in self._lengths.tolist())
-
-    def labels(self, row: int) -> tuple[str, ...]:
-        """Return the text of the tokens along the padded position axis of one row; empty strings at padding."""
-        return tuple(self.strings[row][p] if p >= 0 else "" for p in self.positions[row].tolist())
-
     # What every result has
 
     def summary(self) -> pd.DataFrame:
@@ -328,17 +271,16 @@ class Cache(Result):
         that a mask wrote into scores are left out.
         """
         rows = []
-        for kept in self.kept.values():
-            for place, layer in enumerate(kept.places):
-                squares, count, largest = 0.0, 0, 0.0
-                # Part by part, since a cache in files may be larger than memory.
-                for part in self.activations:
-                    numbers = part[kept.name][place].double().flatten()
-                    numbers = numbers[numbers.abs() < LARGEST]
-                    squares, count = squares + float(numbers.square().sum()), count + numbers.numel()
-                    largest = max(largest, float(numbers.abs().max()) if numbers.numel() else 0.0)
-                rms = (squares / max(count, 1)) ** 0.5
-                rows.append((kept.name, layer, len(self.table), math.prod(kept.size), rms, largest))
+        for kept, place, layer in ((each, *at) for each in self.kept.values() for at in enumerate(each.places)):
+            squares, count, largest = 0.0, 0, 0.0
+            # Part by part, since a cache in files may be larger than memory.
+            for part in self.activations:
+                sizes = part[kept.name][place].double().abs().flatten()
+                sizes = sizes[sizes < LARGEST]
+                squares, count = squares + float(sizes.square().sum()), count + sizes.numel()
+                largest = max(largest, float(sizes.max()) if sizes.numel() else 0.0)
+            rms = (squares / max(count, 1)) ** 0.5
+            rows.append((kept.name, layer, len(self.table), math.prod(kept.size), rms, largest))
         names = ["site", "layer", "tokens", "width", "rms", "largest"]
         return pd.DataFrame(rows, columns=names).astype({"layer": "Int64"})
 
@@ -387,11 +329,11 @@ class Cache(Result):
         shapes = []
         for kept in sorted(self.kept.values(), key=lambda kept: kept.has_keys):
             # where texts differ, how many tokens there are in all
-            counted = f"{self._counts[0]}" if _alike(self._counts) else f"{self._counts.sum()} tokens"
-            keys = f"{self._lengths[0]}" if _alike(self._lengths) else "its keys"
+            counted = f"{self.counts[0]}" if _alike(self.counts) else f"{self.counts.sum()} tokens"
+            keys = f"{self.lengths[0]}" if _alike(self.lengths) else "its keys"
             sizes = [*kept.size, counted, keys] if kept.has_keys else [counted, *kept.size]
             name = "attention" if kept.name == "pattern" else kept.name  # as the attribute is called
-            shapes.append(f"{name} ({', '.join(map(str, [len(kept.places), len(self._counts), *sizes]))})")
+            shapes.append(f"{name} ({', '.join(map(str, [len(kept.places), len(self.counts), *sizes]))})")
         layers = f"layers {_ranges(self.layers)}; " if any(kept.layers for kept in self.kept.values()) else ""
         return f"Cache({', '.join(shapes)}; {layers}{self.nbytes / 2**20:,.1f} MiB)"
 
@@ -410,91 +352,82 @@ class Cache(Result):
             raise InputError(f"No position of this cache has the role {shown(role)}.{did_you_mean(role, known)}")
         return torch.tensor((self.table["role"] == role).tolist())
 
-    def _find(self, key: object, any_layer: bool = False) -> tuple[Activation, int]:
+    def _find(self, key: object) -> tuple[Activation, int]:
         """Return the activation that a key means, and which of its layers, by their order."""
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
-        if not isinstance(name, str):
-            raise InputError(f"The cache holds no {shown(name)}: ask for a site and a layer, as in cache.keys().")
-        whole = [kept for kept in self.kept.values() if not kept.is_read]
-        for kept in whole:
-            hooks = [kept.hook_name(at) for at in kept.places]
-            if layer is None and name in hooks:
-                return kept, hooks.index(name)
-        named = ({kept.hook.replace("{layer}", "*"): kept for kept in whole} | self.kept).get(name)
-        if named is None:
-            near = did_you_mean(name, [*self.kept, *(key for key in self.keys() if isinstance(key, str))])
-            sites = [each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()]
-            if not near.startswith(" Did"):
-                near = f" It keeps {'; '.join(sites[:12])}{'; ...' * (len(sites) > 12)}."
-            raise InputError(f"The cache does not hold {shown(name)}.{near}")
-        if any_layer or (layer is None and len(named.places) == 1):
-            return named, 0
-        where = f"is kept at {_layers(named.layers)}" if named.layers else "has no layer"
+        kept, place = self._named(name)
+        if layer is None and place is not None:
+            return kept, place
+        where = f"is kept at {_layers(kept.layers)}" if kept.layers else "has no layer"
         if layer is None:
-            example = f"cache[{named.name!r}, {named.layers[-1]}]"
-            raise InputError(f"{named.name} {where}: name one of them, as in {example}.")
+            example = f"cache[{kept.name!r}, {kept.layers[-1]}]"
+            raise InputError(f"{kept.name} {where}: name one of them, as in {example}.")
         number = checked_count("layer", layer, least=-self.n_layers)
         number += self.n_layers if number < 0 else 0
-        if number not in named.layers:
-            raise InputError(f"The cache holds no {named.name!r} of layer {layer}: {named.name} {where}.")
-        return named, named.layers.index(number)
+        if number not in kept.layers or place not in (None, kept.layers.index(number)):
+            raise InputError(f"The cache holds no {kept.name!r} of layer {layer}: {kept.name} {where}.")
+        return kept, kept.layers.index(number)
+
+    def _named(self, name: object) -> tuple[Activation, int | None]:
+        """Return the activation of a name, and which of its layers where the name, or there being one, says it."""
+        if not isinstance(name, str):
+            raise InputError(f"The cache holds no {shown(name)}: ask for a site and a layer, as in cache.keys().")
+        names: dict[str, tuple[Activation, int | None]] = {}
+        for kept in self.kept.values():
+            place = 0 if len(kept.places) == 1 else None
+            names[kept.name] = (kept, place)
+            if not kept.is_read:
+                names.setdefault(kept.hook.replace("{layer}", "*"), (kept, place))
+                names |= {kept.hook_name(layer): (kept, n) for n, layer in enumerate(kept.places)}
+        if name not in names:
+            near = did_you_mean(name, list(names))
+            if not near.startswith(" Did"):
+                sites = [
+                    each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()
+                ]
+                near = f" It keeps {'; '.join(sites[:12])}{'; ...' * (len(sites) > 12)}."
+            raise InputError(f"The cache does not hold {shown(name)}.{near}")
+        return names[name]
 
     def _sizes(self, kept: Activation) -> Int[Tensor, " example"]:
         """How many rows each text has in one layer."""
-        return kept.rows(self._counts, self._lengths)
+        return kept.rows(self.counts, self.lengths)
 
     def _shape(self, kept: Activation, example: int) -> tuple[int, ...]:
         """The shape of one text's activation."""
-        return kept.shape(int(self._counts[example]), int(self._lengths[example]))
+        return kept.shape(int(self.counts[example]), int(self.lengths[example]))
 
     def _numbers(self, kept: Activation, place: int) -> Tensor:
         """What is kept in one layer, the texts one after the other in the order given."""
+        if len(self.activations) == 1 and [*self._part_of] == [*range(len(self.counts))]:
+            return self.activations[0][kept.name][place]  # without a copy
         sizes = self._sizes(kept)
-        # In memory texts lie in the order given and need no copy; parts in files are ordered by length.
-        if len(self.activations) == 1 and torch.equal(self._examples[0], torch.arange(len(sizes))):
-            return self.activations[0][kept.name][place]
         whole = torch.empty(int(sizes.sum()), *kept.row, dtype=kept.torch_dtype)
-        for examples, part in zip(self._examples, self.activations, strict=True):
-            rows = starts_of(sizes)[examples].repeat_interleave(sizes[examples]) + steps(sizes[examples])
-            whole[rows] = part[kept.name][place]
+        for part in self.activations:  # in files, parts are ordered by length
+            whole[rows_of(part["examples"], sizes)] = part[kept.name][place]
         return whole
 
     def _padded(self, kept: Activation) -> Tensor:
         """What is kept in all layers: `layer batch ...`, every text as long as the longest, 0 where `mask` is False."""
-        mask, n_texts, n_layers = self.mask, len(self._counts), len(kept.places)
-        alike = bool(mask.all()) and (not kept.has_keys or _alike(self._lengths))
+        mask, n_texts, n_layers = self.mask, len(self.counts), len(kept.places)
+        alike = bool(mask.all()) and (not kept.has_keys or _alike(self.lengths))
         if alike and len(self.activations) == 1 and self.activations.in_memory:
             return self.activations[0][kept.name].reshape(n_layers, n_texts, *self._shape(kept, 0))  # without a copy
         rows = torch.stack([self._numbers(kept, place) for place in range(n_layers)])
-        padded = rows.new_zeros(n_layers, n_texts, *kept.shape(mask.shape[1], int(self._lengths.max())))
+        padded = rows.new_zeros(n_layers, n_texts, *kept.shape(mask.shape[1], int(self.lengths.max())))
         if not kept.has_keys:
             padded[:, mask.to(rows.device)] = rows
             return padded
         for example, text in enumerate(rows.split(self._sizes(kept).tolist(), dim=1)):
-            queries, n_keys = mask[example].nonzero()[:, 0], int(self._lengths[example])
+            queries, n_keys = mask[example].nonzero()[:, 0], int(self.lengths[example])
             padded[:, example, ..., queries, :n_keys] = text.reshape(n_layers, *self._shape(kept, example))
         return padded
 
     @cached_property
-    def _examples(self) -> list[Int[Tensor, " example"]]:
-        """The texts of each part."""
-        return [part["examples"].clone() for part in self.activations]
-
-    @cached_property
     def _part_of(self) -> dict[int, tuple[int, int]]:
         """By text, which part it is in, and how many texts come before it there."""
-        listed = enumerate(self._examples)
-        return {text: (part, n) for part, texts in listed for n, text in enumerate(texts.tolist())}
-
-    @cached_property
-    def _lengths(self) -> Int[Tensor, " example"]:
-        return torch.tensor(self.texts["tokens"].to_numpy(dtype=np.int64))
-
-    @cached_property
-    def _counts(self) -> Int[Tensor, " example"]:
-        """How many rows each text has."""
-        counts = np.bincount(self.table["example"].to_numpy(dtype=np.int64), minlength=len(self.texts))
-        return torch.tensor(counts.astype(np.int64))
+        listed = enumerate(part["examples"].tolist() for part in self.activations)
+        return {text: (part, n) for part, texts in listed for n, text in enumerate(texts)}
 
 
 def _alike(counts: Int[Tensor, " example"]) -> bool:

@@ -16,27 +16,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device, usable_device
-from headwater.models.caches.activations import Activation, activations_named, query_head_axes
+from headwater.models.caches.activations import Activation, activations_named
 from headwater.models.caches.cache import Cache
-from headwater.models.caches.sequences import Chosen, Sequences, chosen_tokens, sequences_of, starts_of, steps
+from headwater.models.caches.sequences import TokenizedTexts, read_texts, rows_of
 from headwater.models.caches.transfer import Transfer
 from headwater.models.dictionaries.features import Features
-from headwater.models.edits import Hook, HookFunction, read_hook
+from headwater.models.edits import Hook, read_hook
 from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
 from headwater.models.sites import SITES, Site, SiteName
-from headwater.models.tokens import Inputs, by_length, note_on_chats
+from headwater.models.tokens import Inputs, by_length
 from headwater.options import checked_count, checked_flag, checked_path, one_or_several, resolve_indices, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
@@ -52,36 +50,6 @@ PART_TEXTS = 1024
 PADDED, PADDING = 1.5, 8
 """A batch's longest text has at most so many times the tokens of its shortest, and so many more."""
 BEFORE_BLOCKS = ("hook_embed", "hook_pos_embed", "embed.", "pos_embed.")
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is kept of which texts.
-
-    Attributes:
-        activations: which.
-        sequences: the texts.
-        chosen: which of their tokens.
-        heads: the query heads kept of activations that have some.
-        head_axes: by the name of those of which not all heads are kept, the axis of heads; 0 is tokens, or texts.
-        features: by name, the dictionaries by which activations are read.
-    """
-
-    activations: tuple[Activation, ...]
-    sequences: Sequences
-    chosen: Chosen
-    heads: tuple[int, ...]
-    head_axes: dict[str, int]
-    features: dict[str, Features]
-
-    def rows(self, activation: Activation) -> Int[Tensor, " example"]:
-        """Return how many rows each text has in one layer."""
-        return activation.rows(self.chosen.counts, self.sequences.lengths)
-
-    def nbytes(self) -> Int[Tensor, " example"]:
-        """Return how many bytes each text takes."""
-        counts, lengths = self.chosen.counts, self.sequences.lengths
-        return torch.stack([activation.nbytes(counts, lengths) for activation in self.activations]).sum(0)
 
 
 def cache(
@@ -136,8 +104,18 @@ def cache(
     if out is not None and device.type != "cpu":
         raise InputError(f"out= keeps the cache in files, which are on no device={str(device)!r}: leave one away.")
     names = _names(sites, residual, attention, model)
-    plan = _plan(model, inputs, names, layers, positions, heads)
-    nbytes = plan.nbytes()
+    of_layers, numbers = layers_and_heads(layers, heads, model.shape)
+    of_heads = resolve_indices(numbers, model.shape.n_heads, "head")
+    texts, on_chats = read_texts(inputs, model)
+    features = {name.name: name.fitted(model) for name in names if isinstance(name, Features)}
+    activations = activations_named(
+        names,
+        resolve_indices(of_layers, model.shape.n_layers, "layer"),
+        None if heads is None else of_heads,
+        model,
+    )
+    texts = texts.at(positions, model).seen_by(list(features.values()))
+    nbytes = torch.stack([each.nbytes(texts.counts, texts.lengths) for each in activations]).sum(0)
     advice = (
         "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."
     )
@@ -148,17 +126,141 @@ def cache(
         refuse_too_large("One text of this cache", int(nbytes.max()), device, advice)
         refuse_too_large_for_disk("This cache", int(nbytes.sum()), checked_path("out", out), advice)
     options: dict[str, Any] = {
-        "tokens": plan.sequences.tokens,
-        "lengths": plan.sequences.lengths,
-        "sites": [dataclasses.asdict(activation) for activation in plan.activations],
+        "tokens": texts.tokens["token_id"],
+        "lengths": texts.lengths,
+        "sites": [each.plain() for each in activations],
         "features": [name.described for name in names if isinstance(name, Features)],
-        "positions": plan.chosen,
-        "heads": plan.heads,
-        **note_on_chats(plan.sequences.texts or ()),
+        "positions": {"numbers": texts.asked, "tokens": texts.table.drop(columns="token")},
+        "heads": of_heads,
+        **on_chats,
     }
-    shows = progress and len(plan.sequences) > batch_size
-    collect = partial(_collected, model, plan, batch_size, device)
+    collection = _Collection(model, texts, activations, of_heads, features, batch_size, device)
+
+    def collect(run: Run) -> Cache:
+        return Cache(
+            **{field.name: getattr(texts, field.name) for field in dataclasses.fields(texts)},
+            contents=[each.plain() for each in activations],
+            kept_heads=list(of_heads),
+            n_layers=model.shape.n_layers,
+            activations=collection.run(run, nbytes.tolist()),
+            run=run.record,
+        )
+
+    shows = progress and len(texts.texts) > batch_size
     return run_or_resume(Cache, "cache", model, options, collect, out=out, progress=shows)
+
+
+@dataclass(frozen=True)
+class _Collection:
+    """What is kept of which texts, and how they are run."""
+
+    model: Model
+    texts: TokenizedTexts
+    activations: list[Activation]
+    heads: tuple[int, ...]
+    """Of activations that have query heads, those that are kept."""
+    features: dict[str, Features]
+    """By name, the dictionaries by which activations are read."""
+    batch_size: int
+    device: torch.device
+
+    def run(self, run: Run, nbytes: list[int]) -> Shards:
+        """Run all texts, in parts where the run has a folder; `nbytes` is what each takes."""
+        lengths = self.texts.lengths.tolist()
+        with run.bar("Caching", " texts", total=len(lengths)) as bar:
+            if run.folder is None:
+                return Shards([_Part(self, range(len(lengths))).filled(bar)])
+            # The texts of a part run in batches of their own, which hardly pad where their lengths are about equal.
+            (shortest_first,) = by_length(lengths, len(lengths))
+            parts = _parts(shortest_first, nbytes)
+            return run.stored("activations", parts, lambda examples: _Part(self, examples).filled(bar), bar, len)
+
+
+class _Chosen(NamedTuple):
+    """What is kept of the texts of one batch: these columns of these rows."""
+
+    row: Int[Tensor, " token"]
+    column: Int[Tensor, " token"]
+    is_everything: bool
+    """Whether that is every entry, as nothing is padding."""
+    places: Int[Tensor, " text"]
+    """Which texts of the part they are."""
+
+
+class _Part:
+    """Some texts of a collection, and what is kept of them."""
+
+    def __init__(self, collection: _Collection, examples: Sequence[int]):
+        whole, numbers = collection.texts, torch.tensor(examples)
+        self._collection, self._examples, self._transfer = collection, numbers, Transfer()
+        self._counts, self._lengths = whole.counts[numbers], whole.lengths[numbers]
+        self._columns = torch.tensor(whole.table["position"].to_numpy())[rows_of(numbers, whole.counts)]
+        self._kept = {"examples": numbers}
+        for each in collection.activations:
+            n_rows = int(each.rows(self._counts, self._lengths).sum())
+            shape = len(each.places), n_rows, *each.row
+            self._kept[each.name] = torch.zeros(shape, dtype=each.torch_dtype, device=collection.device)
+
+    def filled(self, bar: Bar) -> dict[str, Tensor]:
+        """Run the texts in batches, and copy what is kept of them into its place."""
+
+        def run(places: list[int]) -> None:
+            self._run(torch.tensor(places))
+            bar.update(len(places))
+
+        lengths, size = self._lengths.tolist(), self._collection.batch_size
+        for places in by_length(lengths, size, longest=lambda shortest: PADDED * shortest + PADDING):
+            # A half that runs again writes the same rows again, so nothing has to be undone.
+            in_halves(places, run)
+        return self._kept
+
+    def _run(self, places: Int[Tensor, " text"]) -> None:
+        activations, counts = self._collection.activations, self._counts[places]
+        batch = self._collection.texts.batch_of(self._examples[places].tolist())
+        row = torch.arange(len(batch)).repeat_interleave(counts)
+        column = self._columns[rows_of(places, self._counts)]
+        every_column = torch.arange(batch.tokens.shape[1]).repeat(len(batch))
+        chosen = _Chosen(row, column, torch.equal(column, every_column), places)
+        hooks: list[Hook] = []
+        for each in activations:
+            copy = self._copy_patterns if each.has_keys else self._copy_rows
+            for layer, target in zip(each.places, self._kept[each.name], strict=True):
+                hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target, chosen))))
+        # A hook of no layer is before the first block or after the last: the one needs no block, the other all.
+        needs_all = any(not each.layers and not each.hook.startswith(BEFORE_BLOCKS) for each in activations)
+        last = max((layer for each in activations for layer in each.layers), default=-1)
+        with self._transfer:
+            self._collection.model.run(batch, hooks, stop_at=None if needs_all else max(last, 0) + 1)
+
+    def _copy_rows(self, each: Activation, target: Tensor, chosen: _Chosen, values: Tensor, hook: object) -> None:
+        """Copy the chosen tokens of all texts of a batch."""
+        if chosen.is_everything:
+            values = values.flatten(0, 1)
+        else:
+            values = values[to_device(chosen.row, values.device), to_device(chosen.column, values.device)]
+        # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
+        if (features := self._collection.features.get(each.name)) is None:
+            values = self._of_heads(each, values)
+        else:
+            values = features.read(values)
+            values = values if features.chosen is None else values[..., list(features.chosen)]
+        self._transfer.write(values, target, rows_of(chosen.places, self._counts))
+
+    def _copy_patterns(self, each: Activation, target: Tensor, chosen: _Chosen, values: Tensor, hook: object) -> None:
+        """Copy the chosen queries of a batch, text by text with its own keys."""
+        values, places = self._of_heads(each, values), chosen.places
+        ends = each.rows(self._counts, self._lengths).cumsum(0)[places].tolist()
+        columns = to_device(chosen.column, values.device).split(self._counts[places].tolist())
+        for row, (end, length) in enumerate(zip(ends, self._lengths[places].tolist(), strict=True)):
+            block = values[row] if chosen.is_everything else values[row][:, columns[row], :length]
+            self._transfer.write(block, target[end - block.numel() : end].view(block.shape))
+
+    def _of_heads(self, each: Activation, values: Tensor) -> Tensor:
+        """Pick the heads of an activation whose first axis is texts, or tokens."""
+        heads = torch.tensor(self._collection.heads)
+        if each.head_axis is None or values.shape[each.head_axis] == each.size[each.head_axis - 1]:
+            return values
+        return values.index_select(each.head_axis, to_device(heads, values.device))
 
 
 def _names(sites: object, residual: bool | str | None, attention: object, model: Model) -> list[Any]:
@@ -181,76 +283,6 @@ def _names(sites: object, residual: bool | str | None, attention: object, model:
     return [residual, *names]
 
 
-def _plan(
-    model: Model,
-    inputs: Inputs,
-    names: list[Any],
-    layers: Sequence[int] | None,
-    positions: Where | Sequence[int] | None,
-    heads: Heads,
-) -> _Plan:
-    """Check what is to be kept of which texts."""
-    shape = model.shape
-    of_layers, numbers = layers_and_heads(layers, heads, shape)
-    chosen_layers = resolve_indices(of_layers, shape.n_layers, "layer")
-    chosen_heads = resolve_indices(numbers, shape.n_heads, "head")
-    sequences = sequences_of(inputs, model)
-    activations = activations_named(names, chosen_layers, model)
-    head_axes = {} if heads is None else query_head_axes(activations, model)
-    if chosen_heads == tuple(range(shape.n_heads)):
-        head_axes = {}
-    for n, activation in enumerate(activations):
-        if (axis := head_axes.get(activation.name)) is not None:
-            size = list(activation.size)
-            size[axis - 1] = len(chosen_heads)
-            activations[n] = dataclasses.replace(activation, size=tuple(size))
-    features = {name.name: name.fitted(model) for name in names if isinstance(name, Features)}
-    chosen = chosen_tokens(positions, sequences, model).seen_by(list(features.values()), sequences)
-    return _Plan(tuple(activations), sequences, chosen, chosen_heads, head_axes, features)
-
-
-def _collected(model: Model, plan: _Plan, batch_size: int, device: torch.device, run: Run) -> Cache:
-    """Run all batches, and put what they gave together."""
-    sequences, chosen = plan.sequences, plan.chosen
-    n_texts = len(sequences)
-    with run.bar("Caching", " texts", total=n_texts) as bar:
-
-        def part(examples: list[int]) -> dict[str, Tensor]:
-            texts = torch.tensor(examples)
-            kept = {"examples": texts}
-            for activation in plan.activations:
-                shape = len(activation.places), int(plan.rows(activation)[texts].sum()), *activation.row
-                kept[activation.name] = torch.zeros(shape, dtype=activation.torch_dtype, device=device)
-            _fill(model, plan, kept, batch_size, bar)
-            return kept
-
-        if run.folder is None:
-            activations = Shards([part(list(range(n_texts)))])
-        else:
-            # The texts of a part run in batches of their own, which hardly pad where their lengths are about equal.
-            (shortest_first,) = by_length(sequences.lengths.tolist(), n_texts)
-            activations = run.stored("activations", _parts(shortest_first, plan.nbytes().tolist()), part, bar, len)
-    tokens, texts = _tables(sequences, model)
-    at = starts_of(sequences.lengths).repeat_interleave(chosen.counts) + chosen.positions
-    table = tokens[["example", "position", "token"]].iloc[at.numpy()].reset_index(drop=True)
-    if chosen.roles is not None:
-        table["role"] = list(chosen.roles)
-    plain = [dataclasses.asdict(activation).items() for activation in plan.activations]
-    return Cache(
-        table=table,
-        tokens=tokens,
-        texts=texts,
-        contents=[{name: list(value) if isinstance(value, tuple) else value for name, value in one} for one in plain],
-        asked=None if chosen.numbers is None else list(chosen.numbers),
-        kept_layers=list(dict.fromkeys(layer for activation in plan.activations for layer in activation.layers)),
-        kept_heads=list(plan.heads),
-        n_layers=model.shape.n_layers,
-        pad=sequences.pad,
-        activations=activations,
-        run=run.record,
-    )
-
-
 def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
     """Cut texts, shortest first, into parts of limited size."""
     parts: list[list[int]] = [[]]
@@ -262,105 +294,3 @@ def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
         parts[-1].append(example)
         size += nbytes[example]
     return parts
-
-
-def _tables(sequences: Sequences, model: Model) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a row per token of every text, and a row per text."""
-    # Each different token is decoded once, however often the texts hold it.
-    ids, back = np.unique(sequences.tokens.numpy(), return_inverse=True)
-    words = np.array(model.token_strings(ids.tolist()), dtype=object)
-    lengths, spans = sequences.lengths, sequences.characters
-    starts, ends = ([None] * len(back),) * 2 if spans is None else spans.numpy().T
-    tokens = pd.DataFrame(
-        {
-            "example": torch.arange(len(lengths)).repeat_interleave(lengths).numpy(),
-            "position": steps(lengths).numpy(),
-            "token_id": ids[back].astype(np.int64),
-            "token": words[back],
-            "start": pd.array(starts, dtype="Int32"),
-            "end": pd.array(ends, dtype="Int32"),
-        }
-    )
-    given = pd.Series(list(sequences.texts if sequences.texts is not None else [None] * len(lengths)))
-    return tokens, pd.DataFrame({"example": range(len(lengths)), "tokens": lengths.numpy(), "text": given})
-
-
-def _fill(model: Model, plan: _Plan, kept: dict[str, Tensor], batch_size: int, bar: Bar) -> None:
-    """Run the texts of a part in batches, and copy what is kept of them into their place."""
-    examples, transfer = kept["examples"], Transfer()
-    row_of = {example: row for row, example in enumerate(examples.tolist())}
-    starts = {activation.name: starts_of(plan.rows(activation)[examples]) for activation in plan.activations}
-    # A hook of no layer is before the first block or after the last: the one needs no block, the other all.
-    after_blocks = [a.hook for a in plan.activations if not a.layers and not a.hook.startswith(BEFORE_BLOCKS)]
-    layers = [layer for activation in plan.activations for layer in activation.layers]
-    stop_at = None if after_blocks else 1 + max(layers, default=0)
-
-    def run(texts: Sequence[int]) -> None:
-        batch, rows = plan.sequences.batch(texts), [row_of[text] for text in texts]
-        copies, hooks = _BatchCopies(plan, torch.tensor(texts), batch.tokens.shape[1], transfer), list[Hook]()
-        for activation in plan.activations:
-            copy = copies.with_keys if activation.has_keys else copies.vectors
-            for layer, target in zip(activation.places, kept[activation.name], strict=True):
-                hooks.append((activation.hook_name(layer), copy(activation, target, starts[activation.name][rows])))
-        with transfer:
-            model.run(batch, hooks, stop_at=stop_at)
-        bar.update(len(texts))
-
-    lengths = plan.sequences.lengths[examples].tolist()
-    for batch in by_length(lengths, batch_size, longest=lambda shortest: PADDED * shortest + PADDING):
-        # A half that runs again writes the same rows again, so nothing has to be undone.
-        in_halves(examples[batch].tolist(), run)
-
-
-class _BatchCopies:
-    """Hooks that copy what is kept of the texts of one batch into its place."""
-
-    def __init__(self, plan: _Plan, texts: Int[Tensor, " row"], width: int, transfer: Transfer):
-        self.plan, self.transfer = plan, transfer
-        self.counts, self.lengths = plan.chosen.counts[texts], plan.sequences.lengths[texts]
-        first = starts_of(plan.chosen.counts)[texts].repeat_interleave(self.counts)
-        self.columns = plan.chosen.positions[first + steps(self.counts)]
-        self.row = torch.arange(len(texts)).repeat_interleave(self.counts)
-        self.whole = plan.chosen.everything and bool((self.lengths == width).all())
-        """Whether every entry of an activation is kept, as there is no padding."""
-
-    def vectors(self, activation: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
-        """Return a hook that copies the chosen tokens into the rows of `target` that begin at `starts`."""
-        where = starts.repeat_interleave(self.counts) + steps(self.counts)
-        is_slice = bool(len(where)) and bool((where.diff() == 1).all())  # copying into one is quicker
-        place = target[int(where[0]) : int(where[-1]) + 1] if is_slice else target
-        features = self.plan.features.get(activation.name)
-
-        def keep(values: Tensor, hook: object) -> None:
-            if self.whole:
-                chosen = values.flatten(0, 1)
-            else:
-                chosen = values[to_device(self.row, values.device), to_device(self.columns, values.device)]
-            if features is None:
-                chosen = self._heads(activation, chosen)
-            else:
-                # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
-                chosen = features.read(chosen)
-                chosen = chosen if features.chosen is None else chosen[..., list(features.chosen)]
-            self.transfer.write(chosen, place, None if is_slice else where)
-
-        return read_hook(keep)
-
-    def with_keys(self, activation: Activation, target: Tensor, starts: Int[Tensor, " row"]) -> HookFunction:
-        """Return a hook that copies the chosen queries, and each text's own keys, after `starts`."""
-
-        def keep(values: Tensor, hook: object) -> None:
-            chosen = self._heads(activation, values)
-            columns = to_device(self.columns, values.device).split(self.counts.tolist())
-            for row, (start, length) in enumerate(zip(starts.tolist(), self.lengths.tolist(), strict=True)):
-                block = chosen[row] if self.whole else chosen[row][:, columns[row], :length]
-                self.transfer.write(block, target[start : start + block.numel()].view(block.shape))
-
-        return read_hook(keep)
-
-    def _heads(self, activation: Activation, values: Tensor) -> Tensor:
-        """Pick the heads of an activation whose first axis is texts, or tokens."""
-        axis = self.plan.head_axes.get(activation.name)
-        if axis is None:
-            return values
-        return values.index_select(axis, to_device(torch.tensor(self.plan.heads), values.device))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
@@ -54,14 +53,36 @@ def lane_from(device: torch.device) -> CudaLane | None:
     return CudaLane(device) if device.type == "cuda" else None
 
 
-class _Moving(NamedTuple):
-    """Rows on their way; this keeps alive the memory that is read and that which is written."""
+class _Buffer:
+    """Pinned memory of the host, and the rows that are on their way into it."""
 
-    source: Tensor
-    arriving: Tensor
-    wait: Callable[[], None]
-    target: Tensor
-    where: Tensor | None
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._moving: tuple[Tensor, Callable[[], None], Tensor, Tensor, Tensor | None] | None = None
+
+    def send(self, lane: CudaLane, source: Tensor, target: Tensor, where: Tensor | None) -> None:
+        """Begin to copy rows that `settle` writes into their place."""
+        if self._memory is None or len(self._memory) < source.nbytes:
+            self._memory = None  # the old one goes before the new one is made
+            self._memory = lane.buffer(max(source.nbytes, BUFFER_BYTES))
+        arriving = self._memory[: source.nbytes].view(source.dtype).view(source.shape)
+        # With the source, so that the memory that is read stays alive.
+        self._moving = source, lane.copy(arriving, source), arriving, target, where
+
+    def settle(self) -> None:
+        """Wait for what is on its way, and write it into the cache."""
+        if self._moving is not None:
+            _, wait, arriving, target, where = self._moving
+            wait()
+            self._moving = None
+            _put(arriving, target, where)
+
+    def abandon(self) -> None:
+        """Wait for what is on its way, so that nothing is written into memory that is free."""
+        if self._moving is not None:
+            with contextlib.suppress(Exception):  # an error is raised already
+                self._moving[1]()
+        self._moving = None
 
 
 class Transfer:
@@ -69,9 +90,7 @@ class Transfer:
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane | None] = {}
-        self._buffers: list[Tensor | None] = [None, None]
-        self._moving: list[_Moving | None] = [None, None]
-        self._turn = 0
+        self._buffers = [_Buffer(), _Buffer()]  # the older first
 
     def write(
         self,
@@ -83,6 +102,9 @@ class Transfer:
 
         With where=None it is written into the whole tensor.
         """
+        if where is not None and len(where) and bool((where.diff() == 1).all()):
+            # Rows that follow one another are a slice, and copying into one is quicker.
+            target, where = target[int(where[0]) : int(where[-1]) + 1], None
         device = activation.device
         if device not in self._lanes:
             self._lanes[device] = lane_from(device)
@@ -94,28 +116,11 @@ class Transfer:
         n_rows = max(1, BUFFER_BYTES // source[0].nbytes)
         for start in range(0, len(source), n_rows):
             rows = slice(start, start + n_rows)
-            self._settle(self._turn)
-            arriving = self._buffer(lane, source[rows].nbytes).view(source.dtype).view(source[rows].shape)
-            wait = lane.copy(arriving, source[rows])
-            to = (target[rows], None) if where is None else (target, where[rows])
-            self._moving[self._turn] = _Moving(source[rows], arriving, wait, *to)
-            self._turn = 1 - self._turn
-
-    def _buffer(self, lane: CudaLane, nbytes: int) -> Tensor:
-        """Return the buffer whose turn it is, replaced where it is too small."""
-        buffer = self._buffers[self._turn]
-        if buffer is None or len(buffer) < nbytes:
-            self._buffers[self._turn] = buffer = None  # the old one goes before the new one is made
-            buffer = self._buffers[self._turn] = lane.buffer(max(nbytes, BUFFER_BYTES))
-        return buffer[:nbytes]
-
-    def _settle(self, which: int) -> None:
-        """Wait for what is on its way into a buffer, and write it into the cache."""
-        moving = self._moving[which]
-        if moving is not None:
-            moving.wait()
-            self._moving[which] = None
-            _put(moving.arriving, moving.target, moving.where)
+            self._buffers.reverse()
+            self._buffers[1].settle()
+            self._buffers[1].send(
+                lane, source[rows], *((target[rows], None) if where is None else (target, where[rows]))
+            )
 
     def __enter__(self) -> Transfer:
         return self
@@ -123,14 +128,11 @@ class Transfer:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             if error is None:
-                for which in (self._turn, 1 - self._turn):  # the older first
-                    self._settle(which)
+                for buffer in self._buffers:
+                    buffer.settle()
         finally:
-            for which, moving in enumerate(self._moving):  # so that nothing is written into memory that is free
-                if moving is not None:
-                    with contextlib.suppress(Exception):  # an error is raised already
-                        moving.wait()
-                self._moving[which] = None
+            for buffer in self._buffers:
+                buffer.abandon()
 
 
 def _put(rows: Tensor, target: Tensor, where: Tensor | None) -> None:
