@@ -111,23 +111,14 @@ def finite_output(
     seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
     real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]
     wrong = ~seen.detach().isfinite().all(-1).cpu() & real.cpu()
-    if bool(wrong.any()):
-        raise NumericsError(_message(model, batch, wrong, columns, edited, cached))
-
-
-def _message(
-    model: Model,
-    batch: Batch,
-    wrong: Bool[Tensor, "batch position"],
-    columns: Int[Tensor, " position"] | None,
-    edited: bool,
-    cached: bool,
-) -> str:
+    if not bool(wrong.any()):
+        return
     found = None if cached else _first_place(model, batch)
     where, (row, place) = found or ("the logits", _first(wrong))
     position = place if found or columns is None else int(columns[place])
     share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
-    return not_finite(model, where, batch.name(row), position, int(batch.tokens[row, position]), share, edited)
+    token = int(batch.tokens[row, position])
+    raise NumericsError(not_finite(model, where, batch.name(row), position, token, share, edited))
 
 
 def not_finite(

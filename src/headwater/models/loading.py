@@ -135,7 +135,11 @@ def load(
         tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if bos is not None:
             resolve_bos(bos, tokenizer, True)
-        model = _boot(_read(folder, config, kind, device, trust_remote_code), tokenizer, name or str(source))
+        there = None if device == "auto" else torch.device(device or _default_device())
+        if there is not None:
+            refuse_unless_it_fits(folder, config, kind, there)
+        hf = language_model(read_pretrained(folder, config, kind, trust_remote_code, there))
+        model = _boot(hf if there is None else hf.to(there), tokenizer, name or str(source))
         model.revision = revision_of(source, folder)
     if bos is None:
         warn_of_other_beginnings(model)
@@ -187,23 +191,6 @@ def _config(folder: Path, trust_remote_code: bool) -> Any:
     else:
         stored_tensors(folder, getattr(text_config(config), "num_hidden_layers", 1))
     return config
-
-
-def _read(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype | None,
-    device: str | torch.device | None,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """Read a checkpoint's language model to where it will run."""
-    there = None if device == "auto" else torch.device(device or _default_device())
-    if there is not None:
-        refuse_unless_it_fits(folder, config, dtype, there)
-    hf = language_model(read_pretrained(folder, config, dtype, trust_remote_code, there))
-    if there is not None:
-        hf.to(there)
-    return hf
 
 
 def _from_lens(
@@ -321,12 +308,11 @@ def _folder(given: str | Path, revision: str | None) -> Path:
         raise ModelError(f"There is no folder {path}.{near if near.startswith(' Did') else ''}")
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
-    short = {alias: name for name, aliases in MODEL_ALIASES.items() for alias in aliases}
-    known = {name: name for name in OFFICIAL_MODEL_NAMES} | short
     try:
-        return checkpoint_folder(known.get(source, source), revision)
+        return checkpoint_folder(source, revision)
     except ModelError as error:
-        near = "" if source in known else did_you_mean(source, {*known, *FOLDERS, *PACKAGED})
+        known = {*OFFICIAL_MODEL_NAMES}.union(*MODEL_ALIASES.values())
+        near = "" if source in known else did_you_mean(source, known.union(FOLDERS, PACKAGED))
         raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
 
 

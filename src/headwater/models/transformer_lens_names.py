@@ -87,6 +87,11 @@ SWITCHED = {
 RETURNS = ("logits", "loss", "both")
 
 
+def _factor(name: str, meaning: str) -> Any:
+    """Return the property that is one factor of all heads."""
+    return property(lambda model: model._of_heads(name), doc=meaning)
+
+
 @checked_calls
 class TransformerLensNames(Model):
     """The names that TransformerLens's users know; every one runs through headwater's own."""
@@ -307,45 +312,24 @@ class TransformerLensNames(Model):
         bias = getattr(self.raw.unembed, "b_U", None)
         return self.W_U.new_zeros(self.shape.d_vocab) if bias is None else bias.detach().clone()
 
-    @property
-    def W_Q(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Residual stream, after the norm, to queries."""
-        return self._of_heads("W_Q")
-
-    @property
-    def W_K(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Residual stream, after the norm, to keys, for each query head."""
-        return self._of_heads("W_K")
-
-    @property
-    def W_V(self) -> Float[Tensor, "layer head d_model d_head"]:
-        """Residual stream, after the norm, to values, for each query head."""
-        return self._of_heads("W_V")
-
-    @property
-    def W_O(self) -> Float[Tensor, "layer head d_head d_model"]:
-        """A head's weighted values to what it writes."""
-        return self._of_heads("W_O")
-
-    @property
-    def b_Q(self) -> Float[Tensor, "layer head d_head"]:
-        """The bias of the queries; zeros where there is none."""
-        return self._of_heads("b_Q")
-
-    @property
-    def b_K(self) -> Float[Tensor, "layer head d_head"]:
-        """The bias of the keys, for each query head; zeros where there is none."""
-        return self._of_heads("b_K")
-
-    @property
-    def b_V(self) -> Float[Tensor, "layer head d_head"]:
-        """The bias of the values, for each query head; zeros where there is none."""
-        return self._of_heads("b_V")
-
-    @property
-    def b_O(self) -> Float[Tensor, "layer d_model"]:
-        """The bias of what all heads of a layer write together; zeros where there is none."""
-        return self._of_heads("b_O")
+    W_Q: Float[Tensor, "layer head d_model d_head"] = _factor("W_Q", "Residual stream, after the norm, to queries.")
+    W_K: Float[Tensor, "layer head d_model d_head"] = _factor(
+        "W_K", "Residual stream, after the norm, to keys, for each query head."
+    )
+    W_V: Float[Tensor, "layer head d_model d_head"] = _factor(
+        "W_V", "Residual stream, after the norm, to values, for each query head."
+    )
+    W_O: Float[Tensor, "layer head d_head d_model"] = _factor("W_O", "A head's weighted values to what it writes.")
+    b_Q: Float[Tensor, "layer head d_head"] = _factor("b_Q", "The bias of the queries; zeros where there is none.")
+    b_K: Float[Tensor, "layer head d_head"] = _factor(
+        "b_K", "The bias of the keys, for each query head; zeros where there is none."
+    )
+    b_V: Float[Tensor, "layer head d_head"] = _factor(
+        "b_V", "The bias of the values, for each query head; zeros where there is none."
+    )
+    b_O: Float[Tensor, "layer d_model"] = _factor(
+        "b_O", "The bias of what all heads of a layer write together; zeros where there is none."
+    )
 
     def _of_heads(self, name: str) -> Tensor:
         shape = self.shape

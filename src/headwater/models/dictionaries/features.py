@@ -30,6 +30,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import failures_named
 from headwater.models.sites import SITES, Site
+from headwater.models.weights.checkpoint import hub_name
 from headwater.options import checked_count, checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.identity import digest
 
@@ -341,10 +342,7 @@ class Features(Site):
 
 def _bare(name: str) -> str:
     """Return a model's name without its owner or folder, with TransformerLens's aliases resolved."""
-    from transformer_lens.supported_models import MODEL_ALIASES
-
-    official_name = next((official for official, also in MODEL_ALIASES.items() if name in (official, *also)), name)
-    return official_name.rstrip("/").rsplit("/", 1)[-1].casefold()
+    return hub_name(name).rstrip("/").rsplit("/", 1)[-1].casefold()
 
 
 @checked_call
