@@ -98,7 +98,7 @@ def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.devi
     conversion = Conversion(checkpoint.config)
     weights = {conversion.full_name(name): checkpoint.read(name).to(dtype) for name in checkpoint.names}
     with quiet_transformers():
-        return conversion.model_class.from_pretrained(
+        return type(conversion.model).from_pretrained(
             None,
             config=checkpoint.config,
             state_dict=weights,

@@ -95,7 +95,7 @@ class Activation:
 
     def hook_name(self, layer: int | None) -> str:
         """Return the hook's name at one of its places."""
-        return self.hook if layer is None else self.hook.format(layer=layer)
+        return self.hook.format(layer=layer)
 
     def shape(self, n_tokens: int, n_keys: int) -> tuple[int, ...]:
         """Return the shape of what is kept of one text in one layer."""

@@ -108,13 +108,9 @@ def cache(
     of_heads = resolve_indices(numbers, model.shape.n_heads, "head")
     texts, on_chats = read_texts(inputs, model)
     features = {name.name: name.fitted(model) for name in names if isinstance(name, Features)}
-    activations = activations_named(
-        names,
-        resolve_indices(of_layers, model.shape.n_layers, "layer"),
-        None if heads is None else of_heads,
-        model,
-    )
-    texts = texts.at(positions, model).seen_by(list(features.values()))
+    chosen_layers = resolve_indices(of_layers, model.shape.n_layers, "layer")
+    activations = activations_named(names, chosen_layers, None if heads is None else of_heads, model)
+    texts = texts.at(positions).seen_by(list(features.values()))
     nbytes = torch.stack([each.nbytes(texts.counts, texts.lengths) for each in activations]).sum(0)
     advice = (
         "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."

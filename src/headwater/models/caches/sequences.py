@@ -101,7 +101,7 @@ class TokenizedTexts:
             texts = tuple(given)
         return dataclasses.replace(batch, offsets=offsets, names=tuple(examples), texts=texts)
 
-    def at(self, positions: Any, model: Model) -> TokenizedTexts:
+    def at(self, positions: Any) -> TokenizedTexts:
         """Return the texts with the tokens kept that `positions=` means: see `headwater.models.positions`.
 
         A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left
@@ -111,7 +111,7 @@ class TokenizedTexts:
             return self
         numbers = _numbers(positions)
         if numbers is None:
-            return self._found_in_each(positions, model)
+            return self._found_in_each(positions)
         if not numbers:
             raise InputError("positions= names no position.")
         longest = int(self.lengths.max())
@@ -142,7 +142,7 @@ class TokenizedTexts:
             return self
         return dataclasses.replace(self, table=self.table[is_seen].reset_index(drop=True), asked=None)
 
-    def _found_in_each(self, positions: Any, model: Model) -> TokenizedTexts:
+    def _found_in_each(self, positions: Any) -> TokenizedTexts:
         """Look for what is named in each text by itself."""
         is_roles, n_texts = isinstance(positions, Mapping), len(self.texts)
         if is_roles:
@@ -151,9 +151,8 @@ class TokenizedTexts:
         rows: list[int] = []
         for example, start in enumerate(self._starts.tolist()):
             batch = self.batch_of([example])
-            ids = tuple(batch.tokens[0].tolist())
             offsets, text = (batch.offsets or [None])[0], (batch.texts or [None])[0]
-            prompt = Prompt(ids, model.token_strings(ids), offsets, text)
+            prompt = Prompt(tuple(batch.tokens[0].tolist()), self.strings[example], offsets, text)
             if is_roles:
                 by_role = roles_of(positions, prompt, example, n_texts)
             else:

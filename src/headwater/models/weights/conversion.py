@@ -62,36 +62,27 @@ class Conversion:
     Names are relative to the base model. A tied unembedding is not stored.
 
     Attributes:
+        model: of that config, without numbers.
         groups: every parameter that is stored as it is, and the others of each block, in the order of their names.
     """
 
     def __init__(self, config: Any):
         config = text_config(config)
         with torch.device("meta"), SkipWeightInit():
-            self._model = AutoModelForCausalLM.from_config(config)
-        self._prefix = f"{self._model.base_model_prefix}."
+            self.model = AutoModelForCausalLM.from_config(config)
+        self._prefix = f"{self.model.base_model_prefix}."
         parameters = {
             name.removeprefix(self._prefix): parameter.detach()
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
         if config.tie_word_embeddings:
             del parameters[UNEMBEDDING]
         self.groups = _grouped(parameters, self.taken_apart(parameters))
 
-    @property
-    def base_class(self) -> Any:
-        """The class of the model without its unembedding."""
-        return type(self._model.base_model)
-
-    @property
-    def model_class(self) -> Any:
-        """The class of the model."""
-        return type(self._model)
-
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
         # transformers' own rules for saving, so that a family whose experts are stacked needs none here.
-        found = revert_weight_conversion(self._model, {self.full_name(name): one for name, one in parameters.items()})
+        found = revert_weight_conversion(self.model, {self.full_name(name): one for name, one in parameters.items()})
         return dict(sorted((self._canonical(name), part) for name, part in found.items()))
 
     def _canonical(self, name: str) -> str:
@@ -151,7 +142,7 @@ def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
             for name, shape in group.tensors.items()
             if name != UNEMBEDDING
         }
-        model = conversion.base_class.from_pretrained(
+        model = type(conversion.model.base_model).from_pretrained(
             None, config=config, state_dict=tensors, dtype=like.dtype, attn_implementation="eager"
         )
     return model.to(like.device).requires_grad_(False).eval()

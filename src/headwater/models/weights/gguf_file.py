@@ -43,13 +43,15 @@ class Stored:
 
     Attributes:
         shape: as PyTorch has it, the fastest axis last.
-        type: the number of its type.
+        type: of its numbers, as the package gguf names it.
         start: where its bytes begin.
+        nbytes: how many it takes.
     """
 
     shape: tuple[int, ...]
-    type: int
+    type: Any
     start: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class GGUFFile:
     @property
     def types(self) -> str:
         """How many tensors there are of each type, as "Q4_1 × 210, F32 × 61"."""
-        counts = Counter(type_named(stored.type, self.path) for stored in self.tensors.values())
+        counts = Counter(stored.type.name for stored in self.tensors.values())
         return ", ".join(f"{name} × {count}" for name, count in counts.most_common())
 
     @property
@@ -91,14 +93,13 @@ class GGUFFile:
     def read(self, name: str) -> Tensor:
         """One tensor as the file has it, in float32, in memory of its own."""
         gguf, stored = gguf_package(), self.tensors[name]
-        kind = gguf.GGMLQuantizationType(stored.type)
         *outer, width = stored.shape
         rows = math.prod(outer)
-        packed = self._bytes[stored.start : stored.start + size_of(stored, self.path)].reshape(rows, -1)
+        packed = self._bytes[stored.start : stored.start + stored.nbytes].reshape(rows, -1)
         values = np.empty((rows, width), dtype=np.float32)
         step = max(1, AT_A_TIME // width)
         for start in range(0, rows, step):
-            values[start : start + step] = gguf.dequantize(packed[start : start + step], kind)
+            values[start : start + step] = gguf.dequantize(packed[start : start + step], stored.type)
         return torch.from_numpy(values).reshape(stored.shape)
 
 
@@ -129,51 +130,39 @@ def read_gguf(path: Path) -> GGUFFile:
                 )
             # The array keeps the map open after the file is closed.
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-        metadata, tensors = _Header(content.data).read(path)
+        metadata, listed = _Header(content.data).read(path)
     except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, OSError) as error:
         raise ModelError(f"{path} is damaged or cut short ({error}); fetch it again.") from error
     if (parts := metadata.get("split.count", 0)) > 1:
         raise ModelError(f"{path} is one of {parts} parts; join them: llama-gguf-split --merge {path} WHOLE.gguf.")
-    for name, stored in tensors.items():
-        kind = type_named(stored.type, path)
-        values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.type)]
-        if not stored.shape or stored.shape[-1] % values or 0 in stored.shape:
+    tensors: dict[str, Stored] = {}
+    for name, (shape, number, start) in listed.items():
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError:
             raise ModelError(
-                f"{path} is damaged: tensor {name!r} of shape {stored.shape} is not made of the blocks of {values} "
-                f"that {kind} has; fetch it again."
+                f"{path} holds numbers of type {number}, which the package gguf does not know: pip install -U gguf."
+            ) from None
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        if not shape or shape[-1] % values or 0 in shape:
+            raise ModelError(
+                f"{path} is damaged: tensor {name!r} of shape {shape} is not made of the blocks of {values} that "
+                f"{kind.name} has; fetch it again."
             )
         try:
             # The package has no public list of the types that it dequantises: a block of zeros is tried.
-            gguf.dequantize(np.zeros((1, size), dtype=np.uint8), gguf.GGMLQuantizationType(stored.type))
+            gguf.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
         except NotImplementedError:
             raise ModelError(
-                f"Tensor {name!r} in {path} is stored as {kind}, which the package gguf does not dequantise: quantise "
-                "the model again, as Q8_0 or F16."
+                f"Tensor {name!r} in {path} is stored as {kind.name}, which the package gguf does not dequantise: "
+                "quantise the model again, as Q8_0 or F16."
             ) from None
-        if stored.start + size_of(stored, path) > len(content):
+        tensors[name] = Stored(shape, kind, start, math.prod(shape) // values * size)
+        if (end := start + tensors[name].nbytes) > len(content):
             raise ModelError(
-                f"{path} is cut short: tensor {name!r} ends at byte {stored.start + size_of(stored, path):,} of "
-                f"{len(content):,}; fetch it again."
+                f"{path} is cut short: tensor {name!r} ends at byte {end:,} of {len(content):,}; fetch it again."
             )
     return GGUFFile(path, metadata, tensors, content)
-
-
-def type_named(number: int, path: Path) -> str:
-    """The name of a type of numbers, as "Q4_1"."""
-    try:
-        return str(gguf_package().GGMLQuantizationType(number).name)
-    except ValueError:
-        raise ModelError(
-            f"{path} holds numbers of type {number}, which the package gguf does not know: pip install -U gguf."
-        ) from None
-
-
-def size_of(stored: Stored, path: Path) -> int:
-    """How many bytes a tensor takes in the file."""
-    gguf = gguf_package()
-    type_named(stored.type, path)
-    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.type)]
-    return int(math.prod(stored.shape) // values * size)
 
 
 class _Header:
@@ -182,8 +171,8 @@ class _Header:
     def __init__(self, content: memoryview):
         self._content, self._at = content, len(MAGIC)
 
-    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-        """The entries and the tensors."""
+    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
+        """The entries; and of each tensor its shape, the number of its type, and where it begins."""
         version = self._number("I")
         if version not in VERSIONS:
             raise ModelError(
@@ -195,19 +184,19 @@ class _Header:
         for _ in range(n_entries):
             key = self._text()
             metadata[key] = self._value(self._number("I"))
-        listed: dict[str, Stored] = {}
+        listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(n_tensors):
             name = self._text()
             # A file lists the fastest axis first.
             shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
             if name in listed:
                 raise ValueError(f"two tensors are called {name!r}")
-            listed[name] = Stored(shape, self._number("I"), self._number("Q"))
+            listed[name] = shape, self._number("I"), self._number("Q")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"an alignment of {alignment}")
         begin = -(-self._at // alignment) * alignment
-        return metadata, {name: Stored(one.shape, one.type, begin + one.start) for name, one in listed.items()}
+        return metadata, {name: (shape, kind, begin + start) for name, (shape, kind, start) in listed.items()}
 
     def _number(self, kind: str) -> Any:
         (number,) = struct.unpack_from(f"<{kind}", self._content, self._at)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -86,9 +85,7 @@ class LayersAhead:
     def __enter__(self) -> LayersAhead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._reader is not None:
             self._reader.shutdown(cancel_futures=True)
 
