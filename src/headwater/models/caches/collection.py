@@ -26,7 +26,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device, usable_device
 from headwater.models.caches.activations import Activation, activations_named
 from headwater.models.caches.cache import Cache
-from headwater.models.caches.sequences import TokenizedTexts, read_texts, rows_of
+from headwater.models.caches.sequences import TokenizedTexts, kept_at, read_texts, rows_of, seen_by
 from headwater.models.caches.transfer import Transfer
 from headwater.models.dictionaries.features import Features
 from headwater.models.edits import Hook, read_hook
@@ -110,7 +110,7 @@ def cache(
     features = {name.name: name.fitted(model) for name in names if isinstance(name, Features)}
     chosen_layers = resolve_indices(of_layers, model.shape.n_layers, "layer")
     activations = activations_named(names, chosen_layers, None if heads is None else of_heads, model)
-    texts = texts.at(positions).seen_by(list(features.values()))
+    texts = seen_by(list(features.values()), kept_at(positions, texts))
     nbytes = torch.stack([each.nbytes(texts.counts, texts.lengths) for each in activations]).sum(0)
     advice = (
         "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."
@@ -181,6 +181,8 @@ class _Chosen(NamedTuple):
     """Whether that is every entry, as nothing is padding."""
     places: Int[Tensor, " text"]
     """Which texts of the part they are."""
+    rows: Int[Tensor, " token"]
+    """Where they go."""
 
 
 class _Part:
@@ -214,9 +216,10 @@ class _Part:
         activations, counts = self._collection.activations, self._counts[places]
         batch = self._collection.texts.batch_of(self._examples[places].tolist())
         row = torch.arange(len(batch)).repeat_interleave(counts)
-        column = self._columns[rows_of(places, self._counts)]
+        rows = rows_of(places, self._counts)
+        column = self._columns[rows]
         every_column = torch.arange(batch.tokens.shape[1]).repeat(len(batch))
-        chosen = _Chosen(row, column, torch.equal(column, every_column), places)
+        chosen = _Chosen(row, column, torch.equal(column, every_column), places, rows)
         hooks: list[Hook] = []
         for each in activations:
             copy = self._copy_patterns if each.has_keys else self._copy_rows
@@ -240,7 +243,7 @@ class _Part:
         else:
             values = features.read(values)
             values = values if features.chosen is None else values[..., list(features.chosen)]
-        self._transfer.write(values, target, rows_of(chosen.places, self._counts))
+        self._transfer.write(values, target, chosen.rows)
 
     def _copy_patterns(self, each: Activation, target: Tensor, chosen: _Chosen, values: Tensor, hook: object) -> None:
         """Copy the chosen queries of a batch, text by text with its own keys."""

@@ -101,71 +101,6 @@ class TokenizedTexts:
             texts = tuple(given)
         return dataclasses.replace(batch, offsets=offsets, names=tuple(examples), texts=texts)
 
-    def at(self, positions: Any) -> TokenizedTexts:
-        """Return the texts with the tokens kept that `positions=` means: see `headwater.models.positions`.
-
-        A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left
-        out there.
-        """
-        if positions is None:
-            return self
-        numbers = _numbers(positions)
-        if numbers is None:
-            return self._found_in_each(positions)
-        if not numbers:
-            raise InputError("positions= names no position.")
-        longest = int(self.lengths.max())
-        if outside := [number for number in numbers if not -longest <= number < longest]:
-            raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
-        columns = _columns_of(numbers, self.lengths)
-        table = self._rows((columns + self._starts[:, None])[columns >= 0])
-        return dataclasses.replace(self, table=table, asked=numbers)
-
-    def seen_by(self, sites: Sequence[Site]) -> TokenizedTexts:
-        """Leave out the tokens that some of these sites leaves out.
-
-        Raises:
-            InputError: nothing is left of a text.
-        """
-        if not any(site.leaves_out for site in sites):
-            return self
-        ids, kept = np.split(self._ids, self._starts[1:].numpy()), self.table["position"].to_numpy()
-        is_seen: list[bool] = []
-        for example, positions in enumerate(np.split(kept, self.counts.cumsum(0)[:-1].numpy())):
-            left_out = frozenset[int]().union(*(site.left_out(ids[example].tolist()) for site in sites))
-            is_seen += [position not in left_out for position in positions.tolist()]
-            if left_out.issuperset(positions.tolist()):
-                raise InputError(
-                    f"Nothing of text {example} is left to keep: {sites[0].name} was trained without its tokens."
-                )
-        if all(is_seen):
-            return self
-        return dataclasses.replace(self, table=self.table[is_seen].reset_index(drop=True), asked=None)
-
-    def _found_in_each(self, positions: Any) -> TokenizedTexts:
-        """Look for what is named in each text by itself."""
-        is_roles, n_texts = isinstance(positions, Mapping), len(self.texts)
-        if is_roles:
-            checked_roles(positions)
-        roles: list[str] = []
-        rows: list[int] = []
-        for example, start in enumerate(self._starts.tolist()):
-            batch = self.batch_of([example])
-            offsets, text = (batch.offsets or [None])[0], (batch.texts or [None])[0]
-            prompt = Prompt(tuple(batch.tokens[0].tolist()), self.strings[example], offsets, text)
-            if is_roles:
-                by_role = roles_of(positions, prompt, example, n_texts)
-            else:
-                by_role = {"": positions_of(positions, prompt, example, n_texts)}
-            for role, found in by_role.items():
-                roles += [role] * len(found)
-                rows += [start + position for position in found]
-        table = self._rows(torch.tensor(rows))
-        return dataclasses.replace(self, table=table.assign(role=roles) if is_roles else table)
-
-    def _rows(self, rows: Int[Tensor, " token"]) -> pd.DataFrame:
-        return self.tokens[["example", "position", "token"]].iloc[rows.numpy()].reset_index(drop=True)
-
     @cached_property
     def _starts(self) -> Int[Tensor, " example"]:
         return self.lengths.cumsum(0) - self.lengths
@@ -178,6 +113,76 @@ class TokenizedTexts:
     def _spans(self) -> np.ndarray | None:
         spans = self.tokens[["start", "end"]]
         return None if spans.isna().any(axis=None) else spans.to_numpy(dtype=np.int64)
+
+
+def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
+    """Return texts with the tokens kept that `positions=` means: see `headwater.models.positions`.
+
+    A list or a tuple of whole numbers is several positions of every text; one that a text is too short for is left out
+    there.
+    """
+    if positions is None:
+        return texts
+    numbers = _numbers(positions)
+    if numbers is None:
+        rows, roles = _found_in_each(positions, texts)
+        table = _rows(texts, torch.tensor(rows))
+        return dataclasses.replace(texts, table=table.assign(role=roles) if isinstance(positions, Mapping) else table)
+    if not numbers:
+        raise InputError("positions= names no position.")
+    longest = int(texts.lengths.max())
+    if outside := [number for number in numbers if not -longest <= number < longest]:
+        raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
+    columns = _columns_of(numbers, texts.lengths)
+    table = _rows(texts, (columns + texts._starts[:, None])[columns >= 0])
+    return dataclasses.replace(texts, table=table, asked=numbers)
+
+
+def _found_in_each(positions: Any, texts: TokenizedTexts) -> tuple[list[int], list[str]]:
+    """Look for what is named in each text by itself; return which tokens of all it is, and their roles."""
+    n_texts = len(texts.texts)
+    if isinstance(positions, Mapping):
+        checked_roles(positions)
+    rows: list[int] = []
+    roles: list[str] = []
+    for example, start in enumerate(texts._starts.tolist()):
+        batch = texts.batch_of([example])
+        offsets, text = (batch.offsets or [None])[0], (batch.texts or [None])[0]
+        prompt = Prompt(tuple(batch.tokens[0].tolist()), texts.strings[example], offsets, text)
+        if isinstance(positions, Mapping):
+            by_role = roles_of(positions, prompt, example, n_texts)
+        else:
+            by_role = {"": positions_of(positions, prompt, example, n_texts)}
+        for role, found in by_role.items():
+            rows += [start + position for position in found]
+            roles += [role] * len(found)
+    return rows, roles
+
+
+def _rows(texts: TokenizedTexts, rows: Int[Tensor, " token"]) -> pd.DataFrame:
+    return texts.tokens[["example", "position", "token"]].iloc[rows.numpy()].reset_index(drop=True)
+
+
+def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
+    """Keep of texts no token that some of these sites leaves out.
+
+    Raises:
+        InputError: nothing is left of a text.
+    """
+    if not any(site.leaves_out for site in sites):
+        return texts
+    ids, kept = np.split(texts._ids, texts._starts[1:].numpy()), texts.table["position"].to_numpy()
+    is_seen: list[bool] = []
+    for example, positions in enumerate(np.split(kept, texts.counts.cumsum(0)[:-1].numpy())):
+        left_out = frozenset[int]().union(*(site.left_out(ids[example].tolist()) for site in sites))
+        is_seen += [position not in left_out for position in positions.tolist()]
+        if left_out.issuperset(positions.tolist()):
+            raise InputError(
+                f"Nothing of text {example} is left to keep: {sites[0].name} was trained without its tokens."
+            )
+    if all(is_seen):
+        return texts
+    return dataclasses.replace(texts, table=texts.table[is_seen].reset_index(drop=True), asked=None)
 
 
 def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, str]]:

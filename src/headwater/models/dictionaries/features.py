@@ -375,21 +375,6 @@ def features(
     for what, function in (("encode", encode), ("decode", decode)):
         if not callable(function) or isinstance(function, type):
             raise InputError(f"{what}={shown(function)} must be a function of rows.")
-    return place(
-        encode, decode, at, checked_count("layer", layer, least=0), checked_flag("keep_error", keep_error), name
-    )
-
-
-def place(
-    encode: Coder,
-    decode: Coder,
-    at: str,
-    layer: int,
-    keep_error: bool,
-    name: str | None = None,
-    **more: Any,
-) -> Features:
-    """Make the site of a dictionary from checked parts."""
     known = [site for site, row in SITES.items() if row.axes[0] == "position"]
     if not isinstance(at, str) or at not in known:
         raise InputError(f"at={shown(at)} has no vector per token to read.{did_you_mean(at, known)}")
@@ -406,7 +391,6 @@ def place(
         encoder=encode,
         decoder=decode,
         at=at,
-        layer=layer,
-        keep_error=keep_error,
-        **more,
+        layer=checked_count("layer", layer, least=0),
+        keep_error=checked_flag("keep_error", keep_error),
     )

@@ -41,7 +41,7 @@ from headwater.calls import checked_call
 from headwater.data.rows import check_readable
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
-from headwater.models.dictionaries.features import Features, Origin, place
+from headwater.models.dictionaries.features import Features, Origin, features
 from headwater.models.sites import SITES, Site, place_named
 from headwater.options import checked_flag, checked_path, shown, whole_numbers
 from headwater.runs.identity import digest
@@ -159,10 +159,8 @@ def load_sae(folder: str | Path, *, keep_error: bool = True, name: str | None = 
     coder = _autoencoder(config, _weights(path), path)
     standardize: Callable[..., Any] | None = None if coder.norm == "none" else coder.standardize
     origin = _origin(config, hook, site, path / CONFIG)
-    features = place(
-        coder.encode, coder.decode, site.name, layer, keep_error, name, standardize=standardize, origin=origin
-    )
-    return dataclasses.replace(features, count=coder.weights["W_enc"].shape[1])
+    found = features(coder.encode, coder.decode, at=site.name, layer=layer, keep_error=keep_error, name=name)
+    return dataclasses.replace(found, standardize=standardize, origin=origin, count=coder.weights["W_enc"].shape[1])
 
 
 def _config(path: Path) -> dict[str, object]:

@@ -70,18 +70,12 @@ def read_lens_checkpoint(
     dtype = dtype or next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     config = config | {"dtype": dtype, "device": str(device), "init_weights": False, "trust_remote_code": False}
     try:
-        return _build(config, state, tokenizer, device, dtype)
+        return _build(config, state, tokenizer)
     except Exception as error:  # a config may hold anything, and TransformerLens believes it
         raise ModelError(f"{path}: the state dict does not fit its config: {first_line(error)}") from error
 
 
-def _build(
-    config: dict[str, Any],
-    state: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase | None,
-    device: str | torch.device,
-    dtype: torch.dtype,
-) -> object:
+def _build(config: dict[str, Any], state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase | None) -> object:
     try:
         from transformer_lens.utilities.tl_checkpoint_conversion import convert_tl_checkpoint
     except ImportError:
@@ -92,9 +86,8 @@ def _build(
     if config.get("positional_embedding_type") == "rotary" and not config.get("rotary_adjacent_pairs"):
         state = _interleave_rotary(state, config.get("rotary_dim") or config["d_head"])
     native_config = TransformerBridgeConfig.from_dict(config | {"architecture": None})
-    raw = boot(
-        native_config, tokenizer=tokenizer, device=device, dtype=dtype, model_name="HookedTransformer checkpoint"
-    )
+    where = {"device": config["device"], "dtype": config["dtype"]}
+    raw = boot(native_config, tokenizer=tokenizer, model_name="HookedTransformer checkpoint", **where)
     # The native model has biases everywhere; a checkpoint without them has zeros there.
     wanted = raw.state_dict()
     converted = convert_tl_checkpoint(state, native_config)
