@@ -12,15 +12,7 @@ from sklearn.preprocessing import StandardScaler
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.probes.linear import (
-    Probes,
-    by_newton,
-    by_scikit_learn,
-    fit_linear,
-    fit_probes,
-    grouped_folds,
-    linear_logits,
-)
+from headwater.probes.linear import Probes, fit_linear, fit_probes, grouped_folds, linear_logits
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions, probe_states
 from headwater.runs.record import RunRecord
@@ -124,15 +116,6 @@ def test_a_linear_reading_is_scikit_learns_pipeline_and_a_constant_where_there_i
     weight, bias = fit_linear(features, np.ones(80, dtype=int), 0.3)
     assert not weight.any()
     assert expit(bias) == pytest.approx(80.5 / 81)
-
-
-@pytest.mark.parametrize("shape", [(30, 90), (90, 30)])
-@pytest.mark.parametrize("strength", [1e-3, 0.1, 100.0])
-def test_newtons_steps_end_where_those_of_scikit_learn_do_also_where_a_plane_parts_the_rows(shape, strength):
-    x = chance.rng().normal(size=shape)
-    for labels in (x[:, 0] > 0, chance.rng().random(len(x)) < 0.3):
-        (weight, bias), (other, its) = (fit(x, labels.astype(int), strength) for fit in (by_newton, by_scikit_learn))
-        np.testing.assert_allclose(x @ weight + bias, x @ other + its, atol=1e-4)
 
 
 def test_all_layers_at_once_give_the_logits_of_each_probe():

@@ -3,7 +3,7 @@
 Orgad et al., "LLMs Know More Than They Show", ICLR 2025; Luo et al., "Two Pathways to Truthfulness", ACL 2026, §2.2.
 
 1. One state per layer of each row, z = 1 or 0, and its group. `questions.states` reads those of answered questions.
-2. Per layer a logistic regression on the standardized states, fitted on all folds but one; folds keep
+2. Per layer a logistic regression (scikit-learn) on the standardized states, fitted on all folds but one; folds keep
    rows of one group (one question text) together and the share of wrong answers even. Standardization is folded into
    the weights: logit = state · weight + bias, P(z = 1) = sigmoid(logit), z = 1 for a wrong answer.
 3. l*, the best layer, has the highest AUC on the fold left out. Where a fold has fewer than `FEW` rows, its AUC says
@@ -26,7 +26,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import expit
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import ThreadpoolController
@@ -44,10 +43,7 @@ TOLERANCE = 1e-8
 """Of the fit's gradient: scikit-learn's own, 1e-4, leaves logits of 4,096 coordinates off by a third of a unit."""
 NOISE = 1e-6
 """Coordinates that vary less than this, of the one that varies most, are not blown up to the size of the others."""
-SMALL = 200
-"""Of more rows and coordinates than this, Newton's square matrices cost more than the steps that they save."""
 States = Float[Tensor, "layer example d_model"]
-Features = Float[np.ndarray, "example feature"]
 
 
 @dataclass(frozen=True)
@@ -246,7 +242,9 @@ def _aucs(
     return torch.tensor([float(auc(logit.numpy(), z[rows])) for logit in logits], dtype=torch.float64)
 
 
-def fit_linear(features: Features, labels: NDArray[Any], C: float = C) -> tuple[Float[np.ndarray, " feature"], float]:
+def fit_linear(
+    features: Float[np.ndarray, "example feature"], labels: NDArray[Any], C: float = C
+) -> tuple[Float[np.ndarray, " feature"], float]:
     """Fit a logistic regression on standardized features; return weight and bias for the features as they are.
 
     With labels of one kind only it is a constant: their share, drawn towards the middle by half an example.
@@ -258,43 +256,12 @@ def fit_linear(features: Features, labels: NDArray[Any], C: float = C) -> tuple[
         return np.zeros(features.shape[1]), float(np.log(share / (1 - share)))
     mean, spread = features.mean(0), features.std(0)
     spread = np.maximum(spread, NOISE * spread.max()) if spread.any() else np.ones_like(spread)
-    fit = by_newton if min(features.shape) <= SMALL else by_scikit_learn
-    with _threads().limit(limits=1, user_api="blas"):  # small products cost threads more
-        weight, bias = fit((features - mean) / spread, labels, C)
-    weight = weight / spread
-    return weight, float(bias - weight @ mean)
-
-
-def by_scikit_learn(x: Features, labels: NDArray[Any], C: float) -> tuple[Float[np.ndarray, " feature"], float]:
-    """Fit by L-BFGS, whose steps need no square matrix."""
     regression = LogisticRegression(C=C, max_iter=2000, tol=TOLERANCE)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _threads().limit(limits=1, user_api="blas"):  # small products cost threads more
         warnings.filterwarnings("ignore", "(?s).*ABNORMAL", ConvergenceWarning)  # as near as float64 comes
-        fitted = regression.fit(x, labels)
-    return fitted.coef_[0], float(fitted.intercept_[0])
-
-
-def by_newton(x: Features, labels: NDArray[Any], C: float) -> tuple[Float[np.ndarray, " feature"], float]:
-    """Fit the same, of sixty rows in a sixth of the time: C Σ log(1 + exp(-y logit)) + |weight|² / 2 by Newton's steps.
-
-    The weight lies among the rows: of fewer rows than coordinates it is found in coordinates of as many.
-    """
-    basis, x = (q := np.linalg.qr(x.T)).Q, q.R.T
-    x, signs = np.column_stack([x, np.ones(len(x))]), np.where(labels, 1.0, -1.0)
-    penalized = np.append(np.ones(x.shape[1] - 1), 0.0)
-
-    def loss(w: NDArray[np.float64]) -> float:
-        return float(C * np.logaddexp(0, -signs * (x @ w)).sum() + (penalized * w * w).sum() / 2)
-
-    w, step = np.zeros(x.shape[1]), np.full(x.shape[1], np.inf)
-    while np.abs(step).max() > TOLERANCE:
-        p = expit(x @ w)
-        slope = C * x.T @ (p - labels) + penalized * w
-        step = np.linalg.solve(C * (x.T * (p * (1 - p))) @ x + np.diag(penalized), slope)
-        while np.abs(step).max() > TOLERANCE and loss(w - step) > loss(w):
-            step /= 2
-        w = w - step
-    return basis @ w[:-1], float(w[-1])
+        fitted = regression.fit((features - mean) / spread, labels)
+    weight = fitted.coef_[0] / spread
+    return weight, float(fitted.intercept_[0] - weight @ mean)
 
 
 @functools.cache
