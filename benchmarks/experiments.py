@@ -19,7 +19,7 @@ import headwater as hw
 from benchmarks.machine import Machine, Work
 from benchmarks.patching import ANSWERS, in_turns, least_operations, random_gpt2
 from benchmarks.report import Row
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.models.hooked import HookedModel
 
 LENGTH, PAIRS, SAMPLES = 16, 4, 4
@@ -120,8 +120,8 @@ def written(machine: Machine, model: HookedModel, clean: list[list[int]]) -> Row
     edit = hw.edit("resid_post", model.shape.n_layers // 2, hw.add(torch.ones(model.shape.d_model)))
     batch = model.tokenize(prompts)
     headwater_s, peer_s = in_turns(
-        lambda: generate(model, batch, max_new_tokens=WRITTEN, hooks=[edit]),
-        lambda: generate(model, batch, max_new_tokens=WRITTEN),
+        lambda: generate_tokens(model, batch, max_new_tokens=WRITTEN, hooks=[edit]),
+        lambda: generate_tokens(model, batch, max_new_tokens=WRITTEN),
         model.device.type,
     )
     return Row(

@@ -17,7 +17,7 @@ import headwater as hw
 from benchmarks.machine import Machine, Work, best_in_turns
 from benchmarks.patching import random_gpt2
 from benchmarks.report import Row
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.models.hooked import HookedModel
 
 PROMPT, NEW, ROUNDS = 16, 32, 5
@@ -50,7 +50,7 @@ def _row(machine: Machine, device: str, model: HookedModel, what: str, rows: int
         return twin.generate(there, attention_mask=torch.ones_like(there), **asked)[:, PROMPT:]
 
     def ours() -> torch.Tensor:
-        return generate(model, batch, max_new_tokens=NEW).tokens
+        return generate_tokens(model, batch, max_new_tokens=NEW).tokens
 
     agrees = torch.equal(theirs().cpu(), ours())
     peer_s, headwater_s = best_in_turns(theirs, ours, device, ROUNDS)

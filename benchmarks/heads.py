@@ -30,7 +30,7 @@ from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from headwater.heads.scores import LayerScores, SuitePairs, score_layer
 from headwater.heads.scoring import THRESHOLDS
-from headwater.kernels import ov_blocked, ov_ranks
+from headwater.kernels import ov_blocked
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
 
 # Pairs of the published relations (github.com/amitelhelo/MAPS, datasets/) whose words are one GPT-2 token each, with a
@@ -234,7 +234,7 @@ def our_membership(inputs: Inputs, maps: OVMaps) -> Found:
 
 def our_ranks(inputs: Inputs, maps: OVMaps) -> Found:
     """Headwater: ranks of every pair in every head of a layer."""
-    return ov_ranks.count_ranks(maps, inputs.source, inputs.target)
+    return ov_blocked.count_ranks(maps, inputs.source, inputs.target)
 
 
 def our_scores(inputs: Inputs, maps: OVMaps) -> LayerScores:

@@ -28,9 +28,8 @@ from benchmarks.peers import maps as peer
 from benchmarks.report import Row
 from benchmarks.sparse_checkpoint import write_checkpoint
 from headwater.heads.scores import LayerScorer, SuitePairs
-from headwater.models.weights.checkpoint import open_checkpoint
-from headwater.models.weights.opening import LayersAhead
-from headwater.models.weights.streamed_weights import StreamedWeights
+from headwater.models.checkpoint import open_checkpoint
+from headwater.models.weights import LayersAhead, StreamedWeights
 
 CPU_LAYERS = 2
 CPU_TARGET = "embeddings + one layer + a workspace <= 512 MB"

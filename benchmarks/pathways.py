@@ -24,7 +24,7 @@ import headwater as hw
 from benchmarks.hardware import REACHED, SIZES, STREAMED, Sizes
 from benchmarks.machine import Machine, Work, on_gpu, seconds
 from benchmarks.report import Row
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.models.hooked import HookedModel
 from headwater.questions.answers import AnsweredQuestions
 
@@ -106,7 +106,7 @@ def _answers(counted: Arithmetic, device: str, model: HookedModel) -> Row:
     rows, prompt, examples = arithmetic.BATCH, arithmetic.PROMPT, arithmetic.EXAMPLES
     size = (rows, prompt)
     batch = model.tokenize(torch.randint(2, 1000, size, generator=torch.Generator().manual_seed(0)))
-    taken = [seconds(lambda: generate(model, batch, max_new_tokens=arithmetic.NEW), device) for _ in range(2)]
+    taken = [seconds(lambda: generate_tokens(model, batch, max_new_tokens=arithmetic.NEW), device) for _ in range(2)]
     computed = counted.answers(examples)
     operations = counted.sizes.operations * examples * (prompt + arithmetic.NEW - 1)
     moved = counted.weights * examples / rows * arithmetic.NEW

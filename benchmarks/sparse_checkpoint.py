@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from benchmarks import outliers
-from headwater.models.weights.conversion import expected_tensors
+from headwater.models.conversion import expected_tensors
 
 ITEM = 2
 UNEMBEDDING = "lm_head.weight"

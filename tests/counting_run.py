@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from headwater.runs.folder import RunFolder, run_pieces
-from headwater.runs.processes import processes
+from headwater.runs.folder import RunFolder, processes, run_pieces
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 

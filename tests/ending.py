@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.questions import asking
 
 
@@ -17,9 +17,9 @@ def every_answer_ends() -> Iterator[None]:
     """Let what a model has written at the token limit be a whole answer."""
 
     def ended(*args: Any, **options: Any) -> Any:
-        made = generate(*args, **options)
+        made = generate_tokens(*args, **options)
         return dataclasses.replace(made, stopped=torch.ones_like(made.stopped))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asking, "generate", ended)
+        patch.setattr(asking, "generate_tokens", ended)
         yield

@@ -12,8 +12,7 @@ from headwater.heads.categories import CATEGORIES, add_excess, label_of
 from headwater.heads.head_map import HeadMap
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.statistics import EMPTY, TextStatistics
-from headwater.pathways.attention_saliency import COLUMNS, Saliency
-from headwater.pathways.saliency_report import TARGETS
+from headwater.pathways.attention_saliency import COLUMNS, TARGETS, Saliency
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from tests import chance

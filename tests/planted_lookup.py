@@ -28,7 +28,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import headwater as hw
-from headwater.planted.tokenizer import build_tokenizer
+from headwater.planted.circuits import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, word_token
 from tests.planted_llama import Neurons, all_of, llama
 

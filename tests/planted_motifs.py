@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.planted.tokenizer import build_tokenizer
+from headwater.planted.circuits import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel
 from tests.planted_llama import Neurons, llama
 

@@ -11,11 +11,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models import shared_start
-from headwater.models.generation import steps
-from headwater.models.generation.loop import Generated, generate
-from headwater.models.generation_config import end_tokens
-from headwater.models.reading import now_reading
+from headwater.models import forward, generation_steps
+from headwater.models.forward import now_reading
+from headwater.models.generation import Generated, end_tokens, generate_tokens
 from headwater.models.tokens import chat_text, encode
 from headwater.pathways.interventions import prompts_of
 from headwater.questions import answers, asking
@@ -68,7 +66,7 @@ def scripted(monkeypatch, said):
         stopped = [end is not None or not is_cut for end, is_cut in zip(ends, cut, strict=True)]
         return Generated(tokens, -tokens.float(), lengths, torch.tensor(stopped))
 
-    monkeypatch.setattr(asking, "generate", say)
+    monkeypatch.setattr(asking, "generate_tokens", say)
 
 
 def _ids(tokenizer, text):
@@ -87,7 +85,7 @@ def test_generation_equals_hugging_face_row_by_row(family):
     hf, tokenizer = tiny_model(family), tiny_tokenizer()
     model = hw.load(hf, tokenizer=tokenizer)
     batch = model.tokenize(PROMPTS)
-    made = generate(model, batch, max_new_tokens=8)
+    made = generate_tokens(model, batch, max_new_tokens=8)
     for i, length in enumerate(batch.lengths.tolist()):
         row = batch.tokens[i, :length][None]
         options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
@@ -104,9 +102,9 @@ def test_generation_equals_hugging_face_row_by_row(family):
 def test_rows_end_on_their_own_and_the_others_go_on_as_before():
     model = tiny("gemma2")
     batch = model.tokenize(PROMPTS)
-    whole = generate(model, batch, max_new_tokens=12)
+    whole = generate_tokens(model, batch, max_new_tokens=12)
     stops = {int(whole.tokens[0, 2]), int(whole.tokens[2, 6])}
-    made = generate(model, batch, max_new_tokens=12, stop=lambda token: token in stops)
+    made = generate_tokens(model, batch, max_new_tokens=12, stop=lambda token: token in stops)
     for i, row in enumerate(whole.tokens.tolist()):
         end = next((place + 1 for place, token in enumerate(row) if token in stops), 12)
         assert made.lengths[i] == end
@@ -119,9 +117,9 @@ def test_rows_end_on_their_own_and_the_others_go_on_as_before():
 def test_running_every_step_anew_gives_the_same(monkeypatch):
     model = tiny("neox")
     batch = model.tokenize(PROMPTS)
-    cached = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
-    monkeypatch.setattr("headwater.models.generation.steps.takes_cache", lambda raw: False)
-    anew = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    cached = generate_tokens(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    monkeypatch.setattr("headwater.models.generation_steps.takes_cache", lambda raw: False)
+    anew = generate_tokens(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
     assert anew.tokens.tolist() == cached.tokens.tolist()
     torch.testing.assert_close(anew.log_probs, cached.log_probs, atol=2e-5, rtol=1e-5)
 
@@ -132,13 +130,15 @@ def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_huggi
     hf, tokenizer = tiny_model(family), tiny_tokenizer()
     model, start = hw.load(hf, tokenizer=tokenizer), " Paris of France is big" * 2
     batch = model.tokenize([start + prompt for prompt in PROMPTS])
-    plain = generate(model, batch, max_new_tokens=6)
-    monkeypatch.setattr(shared_start, "WORTH_A_RUN", 4)
-    monkeypatch.setattr(shared_start, "SAVED", 4)
+    plain = generate_tokens(model, batch, max_new_tokens=6)
+    monkeypatch.setattr(forward, "WORTH_A_RUN", 4)
+    monkeypatch.setattr(forward, "SAVED", 4)
     asked = []
-    common_start = steps._common_start
-    monkeypatch.setattr(steps, "_common_start", lambda *given: asked.append(common_start(*given)) or asked[-1])
-    made = generate(model, batch, max_new_tokens=6)
+    common_start = generation_steps._common_start
+    monkeypatch.setattr(
+        generation_steps, "_common_start", lambda *given: asked.append(common_start(*given)) or asked[-1]
+    )
+    made = generate_tokens(model, batch, max_new_tokens=6)
     assert made.tokens.tolist() == plain.tokens.tolist()
     torch.testing.assert_close(made.log_probs, plain.log_probs, atol=2e-5, rtol=1e-5)
     for i, length in enumerate(batch.lengths.tolist()):
@@ -156,7 +156,7 @@ def test_generation_refuses_what_does_not_fit():
     with pytest.raises(
         InputError, match=r"max_new_tokens=60 new tokens come to 7\d tokens; the model reads at most 64"
     ):
-        generate(model, model.tokenize(PROMPTS), max_new_tokens=60)
+        generate_tokens(model, model.tokenize(PROMPTS), max_new_tokens=60)
 
 
 def test_end_tokens_come_from_every_place_that_names_them():
@@ -548,10 +548,10 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monke
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        made = generate(*args, **kwargs)
+        made = generate_tokens(*args, **kwargs)
         return dataclasses.replace(made, stopped=torch.ones_like(made.stopped))
 
-    monkeypatch.setattr(asking, "generate", generate_until_interrupted)
+    monkeypatch.setattr(asking, "generate_tokens", generate_until_interrupted)
     with pytest.raises(KeyboardInterrupt):
         hw.answer(model, questions, out=tmp_path / "parts", **options)
     with pytest.raises(RunFolderError, match="not finished"):

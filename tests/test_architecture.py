@@ -199,7 +199,7 @@ def test_importing_headwater_loads_neither_torch_nor_transformer_lens_and_takes_
 PACKAGES = [name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")]
 
 
-MODULES = ("pathways.trace", "models.weights.checkpoint")
+MODULES = ("pathways.trace", "models.checkpoint")
 PUBLIC = ("heads.ablate_heads", "likelihood.SCORES")
 
 

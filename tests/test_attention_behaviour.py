@@ -17,8 +17,7 @@ from headwater.errors import InputError
 from headwater.figures.style import figure_of
 from headwater.heads import behaviour as behaviours
 from headwater.heads import patterns
-from headwater.heads.attended_keys import BEHAVIOURS, Behaviour, token_kinds
-from headwater.heads.patterns import attention_on, pattern_sums, position_share
+from headwater.heads.patterns import BEHAVIOURS, Behaviour, attention_on, pattern_sums, position_share, token_kinds
 from headwater.planted import induction, name_mover
 from headwater.planted.circuits import (
     DUPLICATE_NAME_HEAD,

@@ -7,7 +7,7 @@ import torch
 
 import headwater as hw
 from headwater.models.bare_model import BareModel, bare_model
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.models.sites import SITES
 from tests.plain_hooks import hooked_plainly
 from tests.random_models import random_model
@@ -38,7 +38,7 @@ def bare(monkeypatch):
 
 
 def continued(model, prompts=PROMPTS):
-    return generate(model, model.tokenize(prompts), max_new_tokens=STEPS)
+    return generate_tokens(model, model.tokenize(prompts), max_new_tokens=STEPS)
 
 
 def by_whole_runs(model, prompts=PROMPTS):
@@ -155,7 +155,9 @@ def test_layers_without_hooks_go_without_wrappers_and_tokens_are_those_of_plain_
         pytest.skip("the model has no such site")
     vector = torch.linspace(-3, 3, SITES[site].size(model.shape, 1)[-1])
     bare.clear()
-    found = generate(model, model.tokenize(PROMPTS), max_new_tokens=STEPS, hooks=[hw.edit(site, 1, hw.add(vector))])
+    found = generate_tokens(
+        model, model.tokenize(PROMPTS), max_new_tokens=STEPS, hooks=[hw.edit(site, 1, hw.add(vector))]
+    )
     assert len(bare) - STEPS + 1 in (0, 1), "all steps but the first go without wrappers, once it is seen that they may"
 
     def act(activation):
@@ -180,11 +182,11 @@ def test_hooks_see_at_every_step_what_they_see_with_wrappers(name, monkeypatch):
     def watched():
         seen = []
         hooks = [(name, lambda x, hook: seen.append(x.clone())), ("blocks.2.hook_resid_mid", lambda x, hook: 1.5 * x)]
-        found = generate(model, model.tokenize(PROMPTS), max_new_tokens=STEPS, hooks=hooks)
+        found = generate_tokens(model, model.tokenize(PROMPTS), max_new_tokens=STEPS, hooks=hooks)
         return found, seen
 
     light, seen = watched()
-    monkeypatch.setattr("headwater.models.generation.steps.bare_model", lambda model, names=(): None)
+    monkeypatch.setattr("headwater.models.generation_steps.bare_model", lambda model, names=(): None)
     whole, expected = watched()
     assert light.tokens.tolist() == whole.tokens.tolist()
     assert len(seen) == STEPS
@@ -203,7 +205,7 @@ def test_a_hook_acts_in_the_steps_alone_and_is_gone_whatever_is_raised(bare):
         return step == 3 and 1 / 0
 
     with pytest.raises(ZeroDivisionError):
-        generate(model, ids, max_new_tokens=STEPS, hooks=[hook], wrote=wrote)
+        generate_tokens(model, ids, max_new_tokens=STEPS, hooks=[hook], wrote=wrote)
     assert len(meanwhile) == 4
     for logits, acting in meanwhile:
         assert torch.equal(logits, before)
@@ -220,7 +222,9 @@ def test_a_hook_that_does_not_fire_or_returns_something_else_is_an_error_at_any_
         return x[..., :2] if len(calls) > 2 else None
 
     with pytest.raises(hw.errors.InterventionError, match="returned"):
-        generate(model, model.tokenize(PROMPTS[:1]), max_new_tokens=4, hooks=[("blocks.1.hook_resid_post", later)])
+        generate_tokens(
+            model, model.tokenize(PROMPTS[:1]), max_new_tokens=4, hooks=[("blocks.1.hook_resid_post", later)]
+        )
     assert model.as_loaded() is not None
 
 
@@ -287,7 +291,7 @@ def test_a_model_that_transformers_has_and_headwater_has_no_row_for_is_the_same(
     model = random_model("gptj")
     model = model if isinstance(model, hw.models.hooked.HookedModel) else hw.load(model)
     batch = model.tokenize([[5, 6, 7], [8, 9]])
-    found = generate(model, batch, max_new_tokens=STEPS)
+    found = generate_tokens(model, batch, max_new_tokens=STEPS)
     for row, text in enumerate([[5, 6, 7], [8, 9]]):
         for step in range(STEPS):
             last = model.run([[*text, *found.tokens[row, :step].tolist()]], keep="last")[0, -1].log_softmax(-1)

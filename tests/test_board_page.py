@@ -8,9 +8,8 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.runs.view import View
-from headwater.views.board import answer
-from headwater.views.board_page import board_page
+from headwater.runs.result import View
+from headwater.views.board import answer, board_page
 from tests.boards import CLICKS, PAIR, model_of
 from tests.viewed import spec_in, unpacked
 

@@ -9,7 +9,7 @@ from transformer_lens.tools.analysis.attribution_patching import attribution_pat
 
 import headwater as hw
 from headwater.errors import HeadwaterError, InputError, InterventionError, ModelError
-from headwater.likelihood.gradient_norms import gradient_norms
+from headwater.likelihood.files import gradient_norms
 from headwater.models.bridge_check import SiteCheck, compare_with_reference
 from headwater.models.edits import replace_hook
 from headwater.models.gradients import refuse_cut_texts

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import headwater as hw
-from headwater.views.interactive import interactive, packed
-from headwater.views.page import page_of
+from headwater.views.page import interactive, packed, page_of
 from tests.looking import Look
 from tests.viewed import PAIR, SHOWN, attended, mapped, profiled, read, spec_in, swept, traced, viewed, wired
 

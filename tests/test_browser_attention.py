@@ -8,7 +8,7 @@ import pytest
 
 import headwater as hw
 from headwater.views.attention import weights_of, written_norms
-from headwater.views.interactive import interactive, packed
+from headwater.views.page import interactive, packed
 from tests import chance
 from tests.looking import Look, announce
 from tests.viewed import attended, spec_in, viewed

@@ -9,9 +9,8 @@ from functools import cache
 import pytest
 
 import headwater as hw
-from headwater.views.board import answer
-from headwater.views.board_page import board_page
-from headwater.views.interactive import asset
+from headwater.views.board import answer, board_page
+from headwater.views.page import asset
 from tests.boards import PAIR, model_of, rerun
 from tests.looking import Look
 

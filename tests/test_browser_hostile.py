@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 import headwater as hw
-from headwater.views.board_page import board_page
-from headwater.views.interactive import interactive
+from headwater.views.board import board_page
+from headwater.views.page import interactive
 from tests.boards import PAIR, model_of
 from tests.looking import Look
 from tests.viewed import (

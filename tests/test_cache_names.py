@@ -10,9 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.models.cache_names import NAMES, attentions_of, name_of_cache, name_read, takes_cache
 from headwater.models.foreign_modules import HOOKS
-from headwater.models.generation.loop import generate
+from headwater.models.forward import NAMES, attentions_of, name_of_cache, name_read, takes_cache
+from headwater.models.generation import generate_tokens
 from tests.own_models import HAS_BRIDGE_ONLY, raw_model
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -114,7 +114,7 @@ def test_attention_that_names_no_cache_is_given_none_and_the_error_says_so():
 def test_a_model_whose_attention_names_no_cache_writes_by_whole_runs():
     model, plain = fresh(change=is_now(Nameless)), fresh()
     prompts = some_tokens(model)
-    found, expected = (generate(one, one.tokenize(prompts), max_new_tokens=6) for one in (model, plain))
+    found, expected = (generate_tokens(one, one.tokenize(prompts), max_new_tokens=6) for one in (model, plain))
     torch.testing.assert_close(found.tokens, expected.tokens)
 
 
@@ -146,7 +146,7 @@ def test_a_bridge_that_swallows_the_cache_is_an_error(earlier):
     with pytest.raises(ModelError, match="Deaf of TransformerLens did not take them as past_key_values"):
         model.run(tokens[:, N_BEFORE:], past_key_values=cache)
     with pytest.raises(ModelError, match="Deaf of TransformerLens did not take them"):
-        generate(model, model.tokenize(tokens), max_new_tokens=3)
+        generate_tokens(model, model.tokenize(tokens), max_new_tokens=3)
 
 
 def test_attention_that_its_block_hands_no_cache_is_an_error():
@@ -164,9 +164,9 @@ def test_steps_beside_hooks_on_attention_go_on_from_the_cache():
     model, seen = fresh(), []
     prompts = model.tokenize(some_tokens(model))
     hooks = [("blocks.1.attn.hook_pattern", lambda pattern, hook: seen.append(pattern.shape[-1]))]
-    watched = generate(model, prompts, max_new_tokens=4, hooks=hooks)
+    watched = generate_tokens(model, prompts, max_new_tokens=4, hooks=hooks)
     assert seen == [12, 13, 14, 15]
-    torch.testing.assert_close(watched.tokens, generate(model, prompts, max_new_tokens=4).tokens)
+    torch.testing.assert_close(watched.tokens, generate_tokens(model, prompts, max_new_tokens=4).tokens)
 
 
 @pytest.mark.skipif(not HAS_BRIDGE_ONLY, reason="native models are of transformer-lens 4")
@@ -177,7 +177,7 @@ def test_a_native_model_takes_no_cache_and_writes_what_whole_runs_give(name):
     prompts = torch.randint(2, model.shape.d_vocab, (2, 5))
     with pytest.raises(ModelError, match=r"cannot go on from .* earlier tokens: Native\w+ takes none"):
         model.run(prompts, past_key_values=DynamicCache())
-    made = generate(model, model.tokenize(prompts), max_new_tokens=6).tokens
+    made = generate_tokens(model, model.tokenize(prompts), max_new_tokens=6).tokens
     for row, new in zip(prompts.tolist(), made, strict=True):
         for token in new:
             text = model.tokenize(torch.tensor([row]), mask=torch.ones(1, len(row), dtype=torch.bool))
@@ -194,7 +194,7 @@ def test_a_row_that_has_written_the_padding_token_goes_on():
         seen.append(logits)
         return torch.full_like(rows, pad) if step == 0 else logits.argmax(-1)
 
-    generate(model, model.tokenize(prompts), max_new_tokens=2, choose=choose)
+    generate_tokens(model, model.tokenize(prompts), max_new_tokens=2, choose=choose)
     longer = torch.cat([prompts, torch.full((2, 1), pad)], 1)
     whole = model.run(model.tokenize(longer, mask=torch.ones_like(longer, dtype=torch.bool)), keep="last")
     torch.testing.assert_close(seen[1], whole[:, -1])

@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.patching.corruption import draw
+from headwater.patching.prompts import draw
 from tests.plain_hooks import hooked_plainly
 from tests.tiny import FAMILIES, tiny_model
 

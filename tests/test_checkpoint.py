@@ -9,8 +9,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from headwater.errors import InputError, ModelError
-from headwater.models.weights.checkpoint import checkpoint_folder, hub_name, open_checkpoint
-from headwater.models.weights.opening import open_weights
+from headwater.models.checkpoint import checkpoint_folder, hub_name, open_checkpoint
+from headwater.models.weights import open_weights
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 

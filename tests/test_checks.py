@@ -9,7 +9,7 @@ import transformers as tf
 
 import headwater as hw
 from headwater.errors import InterventionError, ModelError
-from headwater.models import checks
+from headwater.models import bridge_check
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 
@@ -102,17 +102,17 @@ def test_a_knockout_cuts_its_edges(model):
         return scores.masked_fill(cut[:, None], torch.finfo(scores.dtype).min)
 
     each_head = cut[:, None].expand(-1, model.shape.n_heads, -1, -1)
-    checks.edges_are_cut(pattern_after(model, " Paris Rome cat dog", knock_out), each_head)
+    bridge_check.edges_are_cut(pattern_after(model, " Paris Rome cat dog", knock_out), each_head)
     with pytest.raises(InterventionError, match="did not take effect"):
-        checks.edges_are_cut(pattern_after(model, " Paris Rome cat dog", lambda scores, hook: None), each_head)
+        bridge_check.edges_are_cut(pattern_after(model, " Paris Rome cat dog", lambda scores, hook: None), each_head)
 
 
 def test_a_model_in_training_mode_is_found_out(checkpoint):
     model = hw.load(checkpoint("gpt2"))
-    checks.evaluation_mode(model)
+    bridge_check.evaluation_mode(model)
     model.raw.blocks[1].train()
     with pytest.raises(ModelError, match=r"training mode \(module .*blocks\.1"):
-        checks.evaluation_mode(model)
+        bridge_check.evaluation_mode(model)
 
 
 @pytest.mark.diagonal
@@ -130,15 +130,15 @@ def test_a_weight_that_is_no_number_is_found_and_named(family, value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_whose_sum_overflows_are_finite_and_infinities_that_cancel_are_not(dtype):
     largest = torch.finfo(dtype).max
-    assert checks._is_finite(torch.full((300,), largest, dtype=dtype))
-    assert not checks._is_finite(torch.tensor([math.inf, -math.inf], dtype=dtype))
-    assert not checks._is_finite(torch.tensor([1.0, math.nan], dtype=dtype))
+    assert bridge_check._is_finite(torch.full((300,), largest, dtype=dtype))
+    assert not bridge_check._is_finite(torch.tensor([math.inf, -math.inf], dtype=dtype))
+    assert not bridge_check._is_finite(torch.tensor([1.0, math.nan], dtype=dtype))
 
 
 def test_a_tokenizer_must_fit_the_vocabulary():
     tokenizer = tiny_tokenizer()
-    checks.tokenizer_fits(tokenizer, len(tokenizer))
-    checks.tokenizer_fits(tokenizer, len(tokenizer) + 64)
+    bridge_check.tokenizer_fits(tokenizer, len(tokenizer))
+    bridge_check.tokenizer_fits(tokenizer, len(tokenizer) + 64)
     for d_vocab in (len(tokenizer) - 1, 2 * len(tokenizer) + 1):
         with pytest.raises(ModelError, match="another model"):
-            checks.tokenizer_fits(tokenizer, d_vocab)
+            bridge_check.tokenizer_fits(tokenizer, d_vocab)

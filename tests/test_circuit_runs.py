@@ -228,12 +228,12 @@ def test_prompts_that_chose_the_circuit_are_said():
 
 
 def test_an_interrupted_run_goes_on_with_the_pairs_that_are_left(tmp_path, monkeypatch):
-    from headwater.circuits import measuring
+    from headwater.circuits import circuit_walk
 
     model, graph = loaded("gpt2"), Graph.of(loaded("gpt2").shape)
     pairs = [CLEAN, " Paris is in A"], [CORRUPTED, " Rome is in A"]
     circuits = drawn(graph)
-    measure, seen = measuring.CircuitRunner.measure, []
+    measure, seen = circuit_walk.CircuitRunner.measure, []
 
     def dies(self, example, circuits):
         seen.append(example)
@@ -241,7 +241,7 @@ def test_an_interrupted_run_goes_on_with_the_pairs_that_are_left(tmp_path, monke
             raise KeyboardInterrupt
         return measure(self, example, circuits)
 
-    monkeypatch.setattr(measuring.CircuitRunner, "measure", dies)
+    monkeypatch.setattr(circuit_walk.CircuitRunner, "measure", dies)
     with pytest.raises(KeyboardInterrupt):
         hw.run_circuits(model, *pairs, circuits, out=tmp_path, **QUIET)
     again = hw.run_circuits(model, *pairs, circuits, out=tmp_path, **QUIET)

@@ -5,8 +5,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.heads.circuit_vectors import decomposed, singular_vectors
-from headwater.models.weights.opening import open_weights
+from headwater.heads.weight_maps import decomposed, singular_vectors
+from headwater.models.weights import open_weights
 from tests.planted_heads import implements, plant_relations
 from tests.tiny import tiny_folder, tiny_hooked
 

@@ -13,7 +13,7 @@ from headwater.patching.summaries import random_sets
 from headwater.patching.sweep import Sweep
 from headwater.runs.record import RunRecord
 from headwater.stats.claims import SPLITS, ClaimEffects, claim_of, means_of, split_half
-from headwater.stats.correlation import spearman
+from headwater.stats.discrimination import spearman
 from tests import chance
 from tests.tiny import WORDS, embedded, tiny_hooked
 

@@ -20,12 +20,11 @@ from headwater.heads import scores
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
 from headwater.heads.patterns import attention_classes
-from headwater.heads.relation_tokens import tokenize_relations
-from headwater.heads.relations import Relation
+from headwater.heads.relations import Relation, tokenize_relations
 from headwater.heads.scoring import LEVEL, published_k
-from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import bos_token, published_embedding
-from headwater.models.weights.opening import open_weights
+from headwater.models.effective_embedding import bos_token, published_embedding
+from headwater.models.families import ModelShape
+from headwater.models.weights import open_weights
 from headwater.stats.significance import wilson_interval
 from tests import chance
 from tests.naive_heads import KEYS, default_k, naive_scores, naive_shares, random_relation

@@ -107,7 +107,7 @@ def test_targets_of_several_tokens_are_told_apart_on_the_command_line(run, check
     assert HeadMap.load(tmp_path).run.options["multi_token"] == "distinguishing"
     seen = []
     monkeypatch.setattr(
-        "headwater.heads.relation_tokens.relation_coverage",
+        "headwater.heads.relations.relation_coverage",
         lambda *_, **options: seen.append(options) or pd.DataFrame(),
     )
     run("relations", checkpoint("llama"), "--relations", suite, "--distinguishing", "--json")

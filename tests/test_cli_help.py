@@ -35,7 +35,7 @@ CALLS = {
     "compare": ("headwater.heads.comparison:compare_heads",),
     "behaviour": ("headwater.heads.behaviour:attention_behaviour", LOAD),
     "evidence": ("headwater.causes.weights_to_cause:evidence", LOAD),
-    "relations": ("headwater.heads.relations:load_relations", "headwater.heads.relation_tokens:relation_coverage"),
+    "relations": ("headwater.heads.relations:load_relations", "headwater.heads.relations:relation_coverage"),
     "pathways": (*QUESTIONS, "headwater.pathways.trace:trace_pathways", "headwater.detection.detection:detect"),
     "saliency": (
         *QUESTIONS, "headwater.questions.states:probe_states", "headwater.pathways.attention_saliency:saliency",
@@ -112,11 +112,11 @@ CHOICES = {
     "token": "headwater.questions.states:PROBE_TOKENS",
     "label": "headwater.questions.labels:RULES",
     "benchmark": "headwater.reference.membership:BENCHMARKS",
-    "predecessors": "headwater.likelihood.contexts:PREDECESSORS",
+    "predecessors": "headwater.likelihood.framed:PREDECESSORS",
     "context": "headwater.questions.asking:CONTEXTS",
     "precision": "headwater.kernels.likelihood:PRECISIONS",
     "style": "headwater.figures.published:STYLES",
-    "direction": "headwater.patching.prompt_pair:DIRECTIONS",
+    "direction": "headwater.patching.prompts:DIRECTIONS",
     "over": "headwater.patching.axes:AXES",
     "variant": "headwater.patching.edge_knockout:VARIANTS",
     "through": "headwater.circuits.exact:THROUGH",
@@ -129,7 +129,7 @@ CHOICES = {
     "pairs": "headwater.pathways.attention_saliency:OVER_PAIRS",
     "span": "headwater.likelihood.framed:SPANS",
     "aggregate": "headwater.likelihood.profile:AGGREGATES",
-    "answers": "headwater.likelihood.answering:SOURCES",
+    "answers": "headwater.likelihood.framed:SOURCES",
     "kind": "headwater.cli.figures:KINDS",
 }
 """Where the words are that an option takes."""

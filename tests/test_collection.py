@@ -11,11 +11,11 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models.caches import collection
+from headwater.models import cache_collection
 from headwater.runs import storage
-from headwater.runs.data_hash import hash_of_tensor
-from headwater.runs.processes import processes
-from headwater.runs.shards import Shards
+from headwater.runs.folder import processes
+from headwater.runs.identity import hash_of_tensor
+from headwater.runs.storage import Shards
 from tests import chance
 from tests.counting_run import files
 from tests.forking import shared
@@ -33,7 +33,7 @@ def texts(count: int = 12) -> list[list[int]]:
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    monkeypatch.setattr(collection, "PART_TEXTS", 3)
+    monkeypatch.setattr(cache_collection, "PART_TEXTS", 3)
 
 
 @pytest.mark.usefixtures("small_parts")

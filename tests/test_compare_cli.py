@@ -8,8 +8,7 @@ import pytest
 from tools.world.stages import train
 
 import headwater as hw
-from headwater.heads.relation_tokens import shared_relations
-from headwater.heads.relations import Relation
+from headwater.heads.relations import Relation, shared_relations
 from tests.planted_heads import implements, plant_relations
 from tests.planted_relations import CAPITALS, OPPOSITES
 from tests.small_world import TINY, tiny

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from headwater.likelihood.comparisons import between_depths, between_equal_lengths, comparisons, rank_correlation
+from headwater.likelihood.report import between_depths, between_equal_lengths, comparisons, rank_correlation
 from headwater.stats.resample import Bootstrap
 from tests import chance
 

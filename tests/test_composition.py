@@ -7,8 +7,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.heads.composition import _Side, composition_scores, null_deviation, scores_of
-from headwater.models.weights.opening import open_weights
+from headwater.heads.weight_maps import _Side, composition_scores, null_deviation, scores_of
+from headwater.models.weights import open_weights
 from tests.tiny import tiny_folder, tiny_hooked
 
 

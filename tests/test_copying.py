@@ -6,8 +6,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.heads import copying
-from headwater.heads.copying import copying_scores, eigenvalue_share
+from headwater.heads import patterns
+from headwater.heads.patterns import copying_scores, eigenvalue_share
 from headwater.models.loading import weights_of
 from headwater.planted import induction, name_mover
 from headwater.planted.circuits import INDUCTION_HEAD, NAME_MOVER_HEAD
@@ -64,7 +64,7 @@ def test_copying_suppressing_swapping_and_passing_on_have_1_minus_1_0_and_nothin
 
 def test_of_random_heads_as_many_lie_beyond_the_bounds_as_the_level_says(monkeypatch):
     joined = torch.randn(24, 24).double() + 0.3
-    bounds = copying._bounds(joined, 6, seed=3)
+    bounds = patterns._bounds(joined, 6, seed=3)
     shares = eigenvalue_share(torch.randn(4000, 6, 24), joined, torch.randn(4000, 24, 6))
     beyond = ((shares < bounds[0]) | (shares > bounds[1])).double().mean()
     assert 0.005 < float(beyond) < 0.15
@@ -79,7 +79,7 @@ def test_the_share_does_not_depend_on_the_size_of_the_factors():
 def test_pieces_of_the_vocabulary_add_up(monkeypatch):
     weights = weights_of(tiny("llama"))
     whole, _ = copying_scores(weights, "mlp0", seed=0)
-    monkeypatch.setattr(copying, "PIECE", 17)
+    monkeypatch.setattr(patterns, "PIECE", 17)
     parts, _ = copying_scores(weights, "mlp0", seed=0)
     torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import pearsonr, spearmanr
 
-from headwater.stats.correlation import fisher_interval, pearson, spearman
+from headwater.stats.discrimination import fisher_interval, pearson, spearman
 from tests import chance
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from headwater.data import rows as readers
 from headwater.errors import InputError
-from headwater.questions.formats import WORDINGS, match_wording
-from headwater.questions.sources import load_questions
+from headwater.questions.sources import WORDINGS, load_questions, match_wording
 
 POPQA = {
     "id": 4222362,

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 import headwater as hw
-from headwater.demo import numbers, real
+from headwater.demo import real, steps
 from headwater.demo import steps as cli_demo
 from headwater.demo import tour as tour_module
 from headwater.demo.page import Section, leading, write_index, write_report
@@ -312,28 +312,28 @@ def sweep_of(cells):
 
 
 def test_an_answer_passes_between_the_layers_where_the_last_token_takes_it_over():
-    effects = {"country": (1, 0.9, 0), "last": (0, 0.1, 0.8), numbers.OTHER_WORD: (0, 0, 0.02)}
-    passed = numbers.passing(sweep_of(effects))
+    effects = {"country": (1, 0.9, 0), "last": (0, 0.1, 0.8), steps.OTHER_WORD: (0, 0, 0.02)}
+    passed = steps.passing(sweep_of(effects))
     assert passed.found == (
         "the answer is changed at the country up to layer 1 (90 % of it comes back), at the last token from layer 2 on "
         "(80 %)"
     )
     assert passed.control == "at the last token in layer 1 10 %, at another word at most 2 %"
     assert not passed.weak
-    assert numbers.passing(sweep_of({"country": (1, 1), "last": (0, 0.2), numbers.OTHER_WORD: (0, 0)})).weak
+    assert steps.passing(sweep_of({"country": (1, 1), "last": (0, 0.2), steps.OTHER_WORD: (0, 0)})).weak
 
 
 def test_the_head_that_the_weights_name_is_shown_beside_what_names_one_without_them():
     shares = {"weights and attention": 0.9, "attention": 0.1, "other relations' effect": 0.25, "effect": 1.0}
     ways = pd.DataFrame({"way": list(shares), "layer": 3, "head": 2, "share": list(shares.values())})
     found = hw.Evidence(*[pd.DataFrame({"can": [True], "holds": [False]})] * 4, ways, pd.DataFrame(), run=None)
-    said = numbers.cause(found)
+    said = steps.cause(found)
     assert said.found == "weights and attention name head 3.2: it moves 90 % as much as the head that moves most"
     assert said.control == "what is named by attention 10 %, by other relations' effect 25 %"
     assert said.weak
     cannot = pd.DataFrame({"relation": ["r"], "can": [False], "reason": ["no gap"]})
     run = RunRecord("a", "m", "f", "float32", "cpu", {})
-    said = numbers.cause(hw.Evidence(*[cannot] * 4, ways, pd.DataFrame(), run=run))
+    said = steps.cause(hw.Evidence(*[cannot] * 4, ways, pd.DataFrame(), run=run))
     assert said == ("r was not measured on m: no gap.", "", True)
 
 

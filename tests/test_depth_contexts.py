@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.likelihood.contexts import PREDECESSORS
-from headwater.likelihood.framed import NO_CONTEXT
+from headwater.likelihood.framed import NO_CONTEXT, PREDECESSORS
 from headwater.likelihood.profile import DepthProfile, memorization
-from headwater.models.generation.loop import Generated
+from headwater.models.generation import Generated
 from headwater.questions import asking
 from headwater.reference import memorization as depth
 from tests import chance
@@ -88,7 +87,7 @@ def chatting(template, monkeypatch):
     network = tiny_model("llama", len(tokenizer))
     network.config.max_position_embeddings = 4096
     talker = Talker(tokenizer)
-    monkeypatch.setattr(asking, "generate", talker)
+    monkeypatch.setattr(asking, "generate_tokens", talker)
     return hw.load(network, tokenizer=tokenizer), talker
 
 
@@ -241,7 +240,7 @@ def test_an_interrupted_conversation_goes_on_where_it_stopped(model, tmp_path, m
     graph = as_file(tmp_path, random_nodes(chance.rng(), groups=2, scored=False))
     asked = {"predecessors": "multi-turn", "max_new_tokens": 2, "batch_size": 4}
     expected = profile_of(model, graph, **asked)
-    generate, ran = asking.generate, []
+    generate, ran = asking.generate_tokens, []
 
     def interrupted(*arguments, **options):
         if len(ran) == 4:
@@ -249,15 +248,15 @@ def test_an_interrupted_conversation_goes_on_where_it_stopped(model, tmp_path, m
         ran.append(len(arguments[1]))
         return generate(*arguments, **options)
 
-    monkeypatch.setattr(asking, "generate", interrupted)
+    monkeypatch.setattr(asking, "generate_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         profile_of(model, graph, out=tmp_path / "run", **asked)
     counted = []
-    monkeypatch.setattr(asking, "generate", lambda *a, **o: counted.append(len(a[1])) or generate(*a, **o))
+    monkeypatch.setattr(asking, "generate_tokens", lambda *a, **o: counted.append(len(a[1])) or generate(*a, **o))
     again = profile_of(model, graph, out=tmp_path / "run", **asked)
     pd.testing.assert_frame_equal(again.table, expected.table)
     pd.testing.assert_frame_equal(DepthProfile.load(tmp_path / "run").table, expected.table)
-    monkeypatch.setattr(asking, "generate", lambda *a, **o: ran.append(len(a[1])) or generate(*a, **o))
+    monkeypatch.setattr(asking, "generate_tokens", lambda *a, **o: ran.append(len(a[1])) or generate(*a, **o))
     ran.clear()
     profile_of(model, graph, **asked)
     assert sum(counted) == sum(ran) - sum(ran[:4])

@@ -12,15 +12,13 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 
 import headwater as hw
-from headwater.detection import beginnings as beginnings_module
 from headwater.detection import detection as detection_module
 from headwater.detection import fit as fitting
-from headwater.detection.beginnings import Beginnings
-from headwater.detection.detection import Detection, detect
-from headwater.detection.evaluation import NAMES, evaluate
+from headwater.detection import reweighting as beginnings_module
+from headwater.detection.detection import NAMES, Detection, detect, evaluate
 from headwater.detection.fit import AnswerSet, DetectorSetup
 from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
-from headwater.detection.reweighting import Reweighted, Reweighting, train_reweighting
+from headwater.detection.reweighting import Beginnings, Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
 from headwater.patching.edge_knockout import Edges, knocked_out_states
 from headwater.probes.linear import Probe, fit_linear, grouped_folds

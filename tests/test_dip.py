@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from headwater.stats.dip import critical_dip, dip, dip_p
+from headwater.stats.significance import critical_dip, dip, dip_p
 from tests import chance
 
 

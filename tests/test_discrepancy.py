@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.likelihood.discrepancy import discrepancies, judged
+from headwater.likelihood.report import discrepancies, judged
 from headwater.stats.resample import Bootstrap
 from tests import chance
 from tests.depth_folders import as_file, random_nodes

@@ -8,9 +8,9 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
-from headwater.circuits.measuring import Outcome
+from headwater.circuits.circuit_walk import Outcome
 from headwater.errors import InputError
-from headwater.patching import duration
+from headwater.patching import measure
 from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET
 from tests.test_path_patching import model_of
 from tests.tiny import tiny_tokenizer
@@ -55,11 +55,11 @@ CALLS = {
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_operations_are_half_to_twice_of_those_counted_while_it_runs(family, call, monkeypatch):
     model = wide(family)
-    monkeypatch.setattr(duration, "rate", lambda model: 1.0)
+    monkeypatch.setattr(measure, "rate", lambda model: 1.0)
     said = []
-    monkeypatch.setattr(duration, "WORTH_TIMING", 0.0)
-    monkeypatch.setattr(duration, "say", lambda progress, text: said.append(text))
-    monkeypatch.setattr(duration, "spelled_time", lambda seconds: f"{seconds:.0f} seconds")
+    monkeypatch.setattr(measure, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(measure, "say", lambda progress, text: said.append(text))
+    monkeypatch.setattr(measure, "spelled_time", lambda seconds: f"{seconds:.0f} seconds")
     with FlopCounterMode(display=False) as counter:
         CALLS[call](model, *prompts(), metric=DIFFERENCE)
     (seconds,) = [float(line.split(" take about ")[1].split()[0]) for line in said]
@@ -68,13 +68,13 @@ def test_the_operations_are_half_to_twice_of_those_counted_while_it_runs(family,
 
 @pytest.mark.parametrize("call", CALLS)
 def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(call, monkeypatch, capsys):
-    monkeypatch.setattr(duration, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(measure, "WORTH_TIMING", 0.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
-    monkeypatch.setattr("headwater.circuits.measuring.CircuitRunner.measure", None)
+    monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
     monkeypatch.setattr("headwater.progress.on_terminal", lambda: True)
     given = model_of("llama"), CLEAN, CORRUPTED
     for rate, progress, said in ((1.0, True, True), (1.0, False, False), (1e15, True, False)):
-        monkeypatch.setattr(duration, "rate", lambda model, rate=rate: rate)
+        monkeypatch.setattr(measure, "rate", lambda model, rate=rate: rate)
         with pytest.raises(TypeError):  # the first thing that is run is None
             CALLS[call](*given, metric=DIFFERENCE, progress=progress)
         printed = capsys.readouterr().err
@@ -84,9 +84,9 @@ def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(
 
 @pytest.mark.parametrize("call", ["exact", "screened", "eap", "a search"])
 def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, monkeypatch):
-    monkeypatch.setattr(duration, "rate", lambda model: 1.0)
+    monkeypatch.setattr(measure, "rate", lambda model: 1.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
-    monkeypatch.setattr("headwater.circuits.measuring.CircuitRunner.measure", None)
+    monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
     given = model_of("llama"), CLEAN, CORRUPTED
     with pytest.raises(InputError, match=r"edges.* of|on 1 pairs.* would take about .* hours; hours=0.5 were allowed"):
         CALLS[call](*given, metric=DIFFERENCE, hours=0.5, **QUIET)
@@ -101,9 +101,9 @@ def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):
     outcome = Outcome.of(wide("llama"), clean, corrupted, metric=hw.logit_difference(5, 9))
     a_pair = 3 * (1 + 4 * 7) * 12 * 96  # senders, tokens from the first difference on, width
     for numbers, kept in ((0, 1), (3 * a_pair, 3), (100 * a_pair, 6)):
-        monkeypatch.setattr("headwater.circuits.measuring.KEPT_FLOATS", numbers)
+        monkeypatch.setattr("headwater.circuits.circuit_walk.KEPT_FLOATS", numbers)
         assert outcome.pairs_to_keep(256) == kept
 
 
 def test_the_rate_is_that_of_products_of_matrices():
-    assert 1e7 < duration.rate(model_of("gpt2")) < 1e15
+    assert 1e7 < measure.rate(model_of("gpt2")) < 1e15

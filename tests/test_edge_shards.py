@@ -17,7 +17,7 @@ import torch
 import headwater as hw
 from headwater.errors import NumericsError
 from headwater.runs import folder
-from headwater.runs.processes import Processes
+from headwater.runs.folder import Processes
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLEAN = [[5, 7, 11, 13, 17], [5, 3, 11, 14, 2], [9, 8, 7, 6, 4]]
@@ -110,7 +110,7 @@ def test_several_processes_give_the_table_of_one_and_each_does_its_part(analysis
 
 @pytest.mark.parametrize("through", ["direct", "mlps"])
 def test_a_path_whose_run_gives_nan_is_named(through, monkeypatch):
-    from headwater.circuits.paths import Paths
+    from headwater.circuits.path_patching import Paths
 
     plain = Paths._last
 

@@ -9,7 +9,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.edits import listed_hooks
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.models.sites import SITES
 from headwater.patching.edge_knockout import knocked_out_states
 from tests.plain_hooks import hooked_plainly
@@ -109,14 +109,16 @@ def test_the_context_and_generation_edit_the_middle_of_a_block_as_a_run_does(mod
     expected = model.run([CORRUPTED], [(name, shrink)])
     with model.hooks([(name, shrink)]):
         torch.testing.assert_close(model.run([CORRUPTED]), expected, **CLOSE)
-        made = generate(model, model.tokenize([CORRUPTED, CLEAN[:4]]), max_new_tokens=4)
+        made = generate_tokens(model, model.tokenize([CORRUPTED, CLEAN[:4]]), max_new_tokens=4)
     rows = [list(CORRUPTED), CLEAN[:4]]
     for step in range(4):
         for row, ids in enumerate(rows):
             logits = model.run([ids], [(name, shrink)], keep="last")[0, 0]
             assert int(made.tokens[row, step]) == int(logits.argmax())
             ids.append(int(logits.argmax()))
-    assert made.tokens.tolist() != generate(model, model.tokenize([CORRUPTED, CLEAN[:4]]), max_new_tokens=4).tokens
+    assert (
+        made.tokens.tolist() != generate_tokens(model, model.tokenize([CORRUPTED, CLEAN[:4]]), max_new_tokens=4).tokens
+    )
 
 
 @pytest.mark.parametrize("site", list(SITES))

@@ -8,9 +8,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import ModelError
+from headwater.models.checkpoint import checkpoint_folder
 from headwater.models.packaged import FOLDERS, is_embedded, world_folder
-from headwater.models.weights.checkpoint import checkpoint_folder
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from tests import small_world
 
 QUIET = {"progress": False}

@@ -17,16 +17,13 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.ablation import ablate_heads
-from headwater.heads.circuit_vectors import singular_vectors
-from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
+from headwater.heads.weight_maps import composition_scores, singular_vectors
 from headwater.pathways.refusal_rates import refusals
 from headwater.pathways.token_map import probe_map
 from headwater.reference.published import Reproduction, compared
-from headwater.runs.figure_options import checked_size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import DRAWINGS, VIEWS, Result, whole_summary
-from headwater.runs.view import FITTING, View
+from headwater.runs.result import DRAWINGS, FITTING, VIEWS, Result, View, checked_size, whole_summary
 from tests import chance
 from tests.fuzzing import flipped
 from tests.readable import COLUMN, PAGE, assert_all_is_readable, drawn

@@ -14,7 +14,7 @@ from headwater.errors import InputError
 from headwater.likelihood.graph import DepthGraph
 from headwater.questions.endpoint import NoReplyError, json_object
 from headwater.questions.extract import EndpointExtractor, call_extractor, exact_words
-from headwater.questions.judge import EndpointJudge, score_in
+from headwater.questions.labels import EndpointJudge, score_in
 from headwater.runs.identity import describe
 from tests.ending import every_answer_ends
 from tests.tiny import embedded, tiny_model, tiny_tokenizer

@@ -10,11 +10,10 @@ import transformers as tf
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import Relation
-from headwater.models.families import FAMILIES, Family, Norms
+from headwater.models.effective_embedding import KINDS
+from headwater.models.families import FAMILIES, Family, Norms, shape_of
 from headwater.models.gradients import refuse_cut_texts
-from headwater.models.shape import shape_of
-from headwater.models.weights.effective_embedding import KINDS
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from tests.random_models import random_model
 from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 

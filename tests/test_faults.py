@@ -27,7 +27,7 @@ import torch
 import headwater as hw
 from headwater.errors import RunFolderError
 from headwater.likelihood.graph import DepthGraph
-from headwater.models.caches import collection
+from headwater.models import cache_collection
 from headwater.runs import storage
 from headwater.runs.folder import RunFolder, run_pieces
 from headwater.runs.record import RunRecord
@@ -137,7 +137,7 @@ QUIET = {"progress": False}
 
 def cached(model: hw.HookedModel, **options: object) -> hw.Cache:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collection, "PART_TEXTS", 3)
+        patch.setattr(cache_collection, "PART_TEXTS", 3)
         return model.cache([list(range(5, 7 + i % 9)) for i in range(40)], sites=["z", "pattern"], **options)
 
 

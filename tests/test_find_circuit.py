@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits.circuit_walk import CircuitWalk
+from headwater.circuits.circuit_walk import CircuitRunner, CircuitWalk, Outcome
 from headwater.circuits.graph import Graph, leads_to_logits
-from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.search import DECISIONS, Greedy, Rule
 from headwater.errors import InputError, RunFolderError
 from headwater.planted import circuits
@@ -221,8 +220,8 @@ def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return measure(runner, example, circuits)
 
-    measure = hw.circuits.measuring.CircuitRunner.measure
-    monkeypatch.setattr("headwater.circuits.measuring.CircuitRunner.measure", stops)
+    measure = hw.circuits.circuit_walk.CircuitRunner.measure
+    monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", stops)
     with pytest.raises(KeyboardInterrupt):
         hw.find_circuit(model, CLEAN, CORRUPTED, out=tmp_path, **options)
     hw.find_circuit(model, CLEAN, CORRUPTED, out=tmp_path, **options)

@@ -9,7 +9,7 @@ import torch
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError, NumericsError
 from headwater.models.forward import forward
-from headwater.models.generation.loop import generate
+from headwater.models.generation import generate_tokens
 from headwater.models.memory import in_halves, is_out_of_memory, refuse_too_large
 from tests.tiny import FAMILIES
 
@@ -100,7 +100,7 @@ def test_texts_are_scored_alike_when_memory_runs_out_for_more_than_one(model, mo
 
 def test_generation_that_runs_out_of_memory_goes_on_in_halves(model, monkeypatch):
     batch = model.tokenize(TEXTS)
-    whole = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    whole = generate_tokens(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
 
     def limited(model, batch, *rest):
         if len(batch) > 1:
@@ -108,7 +108,7 @@ def test_generation_that_runs_out_of_memory_goes_on_in_halves(model, monkeypatch
         return forward(model, batch, *rest)
 
     monkeypatch.setattr("headwater.models.hooked.forward", limited)
-    parts = generate(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
+    parts = generate_tokens(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
     for name, value in vars(whole).items():
         torch.testing.assert_close(getattr(parts, name), value)
 

@@ -20,8 +20,7 @@ from headwater.likelihood.graph import load_depth_graph
 from headwater.likelihood.members import load_member_texts
 from headwater.patching.prompts import read_table
 from headwater.questions.extract import EndpointExtractor
-from headwater.questions.formats import FORMATS
-from headwater.questions.sources import load_questions
+from headwater.questions.sources import FORMATS, load_questions
 from tests.fuzzing import (
     ANYTHING,
     FEW,

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
+from headwater.models import checkpoint
+from headwater.models.lens_checkpoint import _read_state
 from headwater.models.tokenizers import load_tokenizer
-from headwater.models.weights import checkpoint
-from headwater.models.weights.lens_checkpoint import _read_state
 from headwater.patching.sweep import Sweep
 from headwater.reference.published import Reproduction
 from headwater.runs.folder import RunFolder

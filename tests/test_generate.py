@@ -10,9 +10,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 import headwater as hw
 from headwater.errors import InputError, InterventionError
-from headwater.models.generation.loop import Sampling, drawn_with, draws, generate
-from headwater.models.generation.writing import ANCHOR, SETTLED, Written
-from headwater.models.reading import now_reading
+from headwater.models.forward import now_reading
+from headwater.models.generation import ANCHOR, SETTLED, Sampling, Written, drawn_with, draws, generate_tokens
 from headwater.models.sites import SITES
 from tests import chance
 from tests.plain_hooks import hooked_plainly
@@ -220,7 +219,7 @@ def test_texts_of_models_that_run_every_step_anew_are_steered_as_plain_hooks_of_
     calls: list[tuple[int, ...]] = []
     watch = ("blocks.0.hook_resid_post", lambda x, hook: calls.append(tuple(now_reading().positions.shape)))
     batch, options = model.tokenize(ROWS), {"max_new_tokens": 5}
-    made = generate(model, batch, hooks=[hook, watch], stop=lambda token: token % 3 == 0, **options)
+    made = generate_tokens(model, batch, hooks=[hook, watch], stop=lambda token: token % 3 == 0, **options)
     steps = [(3, 13), *[(3, 1)] * (int(made.lengths.max()) - 1)]
     assert calls == steps or name == "phi3-longrope"
     blocks = next(m for m in hf.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == model.shape.n_layers)
@@ -230,7 +229,7 @@ def test_texts_of_models_that_run_every_step_anew_are_steered_as_plain_hooks_of_
         at = where(torch.arange(states.shape[1]), prompt)
         states[:, at] = edited(states, at)[:, at]
 
-    plain = generate(model, batch, **options)
+    plain = generate_tokens(model, batch, **options)
     for row, (ids, new, log_probs) in enumerate(zip(ROWS, made.tokens.tolist(), made.log_probs.tolist(), strict=True)):
         handle = blocks[0].register_forward_hook(partial(act, prompt=len(ids)))
         for step in range(int(made.lengths[row])):
@@ -242,10 +241,10 @@ def test_texts_of_models_that_run_every_step_anew_are_steered_as_plain_hooks_of_
 
 
 def test_where_attention_looks_ahead_what_was_read_before_is_edited_as_it_is_now(monkeypatch):
-    monkeypatch.setattr("headwater.models.generation.steps.takes_cache", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation_steps.takes_cache", lambda raw: False)
     model = hw.load(random_model("gemma3-looks-ahead"), tokenizer=tiny_tokenizer())
     hooks = [hw.edit("resid_post", 0, hw.scale(2.0))]
-    made = generate(model, model.tokenize(ROWS), max_new_tokens=4, hooks=hooks)
+    made = generate_tokens(model, model.tokenize(ROWS), max_new_tokens=4, hooks=hooks)
     for ids, new, found in zip(ROWS, made.tokens.tolist(), made.log_probs.tolist(), strict=True):
         runs = [model.run([ids + new[:step]], hooks, keep="last")[0, 0].log_softmax(-1) for step in range(4)]
         assert found == pytest.approx([float(run[token]) for run, token in zip(runs, new, strict=True)], abs=1e-4)

@@ -9,11 +9,10 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, ModelError, NumericsError
 from headwater.likelihood import files
-from headwater.likelihood.files import score_file
-from headwater.likelihood.gradient_norms import gradient_norms
+from headwater.likelihood.files import gradient_norms, score_file
 from headwater.likelihood.scores import memorization_scores
 from headwater.likelihood.statistics import token_statistics
-from headwater.models import parameter_gradients
+from headwater.models import gradients
 from tests.compatibility import REFUSED_HERE
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
@@ -77,7 +76,7 @@ def test_the_model_is_left_as_it_was_also_after_an_error(monkeypatch):
 
 def test_a_fused_matrix_whose_parts_are_not_all_of_it_is_an_error(monkeypatch):
     model = hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer())
-    monkeypatch.setattr(parameter_gradients, "FUSED", {"qkv": ("q", "k")})
+    monkeypatch.setattr(gradients, "FUSED", {"qkv": ("q", "k")})
     with pytest.raises(ModelError, match=r"attn\.qkv\.weight has no gradient, and its parts"):
         gradient_norms(model, TEXTS, progress=False)
 

@@ -15,8 +15,7 @@ from scipy.stats import binomtest
 
 import headwater as hw
 from headwater.heads.categories import PREFIXES, apply_rule
-from headwater.heads.relation_tokens import TokenRelation
-from headwater.heads.relations import Relation
+from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps, longest_column
 from headwater.stats.significance import q_values

@@ -10,9 +10,8 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.card import HeadCard, relations_of_head
-from headwater.heads.salient import salient_operations
-from headwater.models.weights.opening import open_weights
+from headwater.heads.card import HeadCard, relations_of_head, salient_operations
+from headwater.models.weights import open_weights
 from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import TEMPLATES, relation
 from tests.tiny import embedded

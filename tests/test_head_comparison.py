@@ -16,7 +16,7 @@ from headwater.heads import comparison as heads_comparison
 from headwater.heads import scores
 from headwater.heads.classify import classify_heads
 from headwater.heads.comparison import sentences_of_words
-from headwater.heads.relation_tokens import shared_relations, tokenize_relations
+from headwater.heads.relations import shared_relations, tokenize_relations
 from headwater.stats.significance import mcnemar_p, q_values
 from tests.planted_heads import ignores_source, implements, plant_relations, suppresses
 from tests.planted_relations import CAPITALS, CHOSEN, OPPOSITES, SUITE, WORDS

@@ -15,8 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import headwater as hw
 from headwater.heads.categories import apply_rule
-from headwater.heads.relation_tokens import TokenRelation
-from headwater.heads.relations import Relation
+from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps
 from headwater.stats.significance import permutation_moments, permutation_p_values, q_values

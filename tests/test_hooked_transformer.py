@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import Relation
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 VERSION = tuple(map(int, importlib.metadata.version("transformer-lens").split(".")[:2]))

@@ -12,7 +12,7 @@ import headwater as hw
 from headwater.circuits.circuit import made
 from headwater.circuits.graph import Graph
 from headwater.kernels import devices
-from headwater.models.weights import fingerprint
+from headwater.models import fingerprint
 from tests.card_waits import CardWaits
 from tests.host_syncs import HostSyncs
 from tests.second_device import card, move, second_device
@@ -244,7 +244,7 @@ def test_exact_edges_wait_for_the_metrics_of_each_tile_and_for_little_else(metho
         hw.edges(model, *pairs(n, length), metric=METRIC, method=method, **QUIET)
 
     def else_than_tiles(found):
-        return sum(count for line, count in found.items() if "readout.py" not in line and "exact.py" not in line)
+        return sum(count for line, count in found.items() if "plan.py" not in line and "exact.py" not in line)
 
     waits = partial(waits, work, gradients=method == "screened")
     few, deep, wide = (waits(n_layers=layers, n_heads=heads) for layers, heads in ((1, 2), (2, 2), (1, 4)))

@@ -19,11 +19,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 import headwater as hw
-from headwater.models.weights import fingerprint as fingerprints
-from headwater.models.weights.checkpoint import Checkpoint
-from headwater.models.weights.opening import open_weights
-from headwater.runs.data_hash import UnknownIdentityError
-from headwater.runs.identity import UNKNOWN, describe, digest, tokenizer_digest, unknown_in
+from headwater.models import fingerprint as fingerprints
+from headwater.models.checkpoint import Checkpoint
+from headwater.models.weights import open_weights
+from headwater.runs.identity import UNKNOWN, UnknownIdentityError, describe, digest, tokenizer_digest, unknown_in
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 MODULE = """

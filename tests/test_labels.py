@@ -9,8 +9,7 @@ import pytest
 from tools.world.measure import is_right as world_label
 
 from headwater.errors import InputError
-from headwater.questions.judge import label_score
-from headwater.questions.labels import check_label, is_refusal, match, verdict
+from headwater.questions.labels import check_label, is_refusal, label_score, match, verdict
 from headwater.questions.words import find_words, normalised_words
 from tests import chance
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headwater.errors import ModelError
-from headwater.models.weights.opening import LayersAhead, open_weights
+from headwater.models.weights import LayersAhead, open_weights
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from transformers import core_model_loading as core
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.models import pretrained
-from headwater.models.weights.checkpoint import read_config
-from headwater.models.weights.conversion import SkipWeightInit
-from headwater.models.weights.opening import open_weights
+from headwater.models import loading
+from headwater.models.checkpoint import read_config
+from headwater.models.conversion import SkipWeightInit
+from headwater.models.weights import open_weights
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, FEW, WORDS, tiny_folder, tiny_model, tiny_tokenizer, tokenizer_of
 from tests.typed import EVERYWHERE
@@ -216,7 +216,7 @@ def test_a_model_whose_weights_go_straight_to_the_device_is_the_one_read_on_the_
     for options in ({}, {"dtype": "bfloat16"}):
         whole = hw.load(folder, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(pretrained, "STRAIGHT", ("cpu",))
+            patch.setattr(loading, "STRAIGHT", ("cpu",))
             straight = hw.load(folder, device="cpu", **options)
         assert torch.equal(straight.run(TEXTS[0]), whole.run(TEXTS[0]))
         assert (straight.fingerprint, straight.dtype, straight.spread) == (whole.fingerprint, whole.dtype, False)
@@ -252,7 +252,7 @@ def test_only_weights_for_a_cuda_device_go_there_one_by_one(checkpoint, device, 
     monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", read)
     folder = checkpoint("llama")
     with pytest.raises(ModelError, match="cannot be loaded"):
-        pretrained.read_pretrained(folder, read_config(folder), None, own_code, device)
+        loading.read_pretrained(folder, read_config(folder), None, own_code, device)
     assert seen == [given]
 
 
@@ -273,10 +273,10 @@ def test_of_weights_that_go_one_by_one_the_host_holds_a_few_at_a_time(checkpoint
         return there
 
     monkeypatch.setattr(core, "_materialize_copy", counted)
-    monkeypatch.setattr(pretrained, "STRAIGHT", ("meta",))
+    monkeypatch.setattr(loading, "STRAIGHT", ("meta",))
     folder = checkpoint("llama")
     with pytest.raises(InputError, match="is not in memory"):
-        pretrained.read_pretrained(folder, read_config(folder), None, False, torch.device("meta"))
+        loading.read_pretrained(folder, read_config(folder), None, False, torch.device("meta"))
     assert len(sizes) == len(load_file(folder / "model.safetensors"))
     assert most[0] <= 4 * max(sizes) < sum(sizes)
 

@@ -15,8 +15,8 @@ from headwater.errors import InputError, RunFolderError
 from headwater.likelihood import statistics
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.questions import asking
-from headwater.questions import judge as judging
-from headwater.questions.judge import label_score
+from headwater.questions import labels as judging
+from headwater.questions.labels import label_score
 from tests import chance
 from tests.depth_folders import as_file, as_rows, log_probs, min_k, random_nodes, sentence, write_folder
 from tests.ending import every_answer_ends
@@ -331,7 +331,7 @@ def test_a_run_continues_where_it_was_interrupted_and_is_saved_and_loaded(model,
     with pytest.raises(KeyboardInterrupt):
         profile_of(model, graph, out=tmp_path / "run", **options)
     monkeypatch.setattr(statistics, "_measure_windows", measure)
-    monkeypatch.setattr(asking, "generate", lambda *_, **__: pytest.fail("the answers were there"))
+    monkeypatch.setattr(asking, "generate_tokens", lambda *_, **__: pytest.fail("the answers were there"))
     again = profile_of(model, graph, out=tmp_path / "run", **options)
     loaded = DepthProfile.load(tmp_path / "run")
     for name in ("table", "depthwise", "by_layer", "judged", "comparisons", "tokens"):

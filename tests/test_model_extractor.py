@@ -7,9 +7,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models.generation.loop import Generated
+from headwater.models.generation import Generated
 from headwater.questions import model_extractor
-from headwater.questions.agreement import agreement
+from headwater.questions.extract import agreement
 from headwater.questions.model_extractor import SHOTS, ModelExtractor, parts_of
 from tests.ending import every_answer_ends
 from tests.tiny import embedded
@@ -119,7 +119,7 @@ def test_what_a_model_writes_is_cut_to_its_own_tokens(monkeypatch):
         tokens = torch.tensor([word * 3] * len(batch))
         return Generated(tokens, tokens.float(), torch.full((len(batch),), 1), torch.ones(len(batch), dtype=torch.bool))
 
-    monkeypatch.setattr(model_extractor, "generate", generate)
+    monkeypatch.setattr(model_extractor, "generate_tokens", generate)
     found = model_extractor._written(model, {4: [5, 6], 9: [5]})
     assert set(found) == {4, 9}
     assert set(found.values()) == {model.tokenizer.decode(word)}

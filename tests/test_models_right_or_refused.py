@@ -12,9 +12,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import HeadwaterError, RunFolderError
-from headwater.heads.relation_tokens import word_tokens
-from headwater.heads.relations import Relation
-from headwater.models.weights.opening import open_weights
+from headwater.heads.relations import Relation, word_tokens
+from headwater.models.weights import open_weights
 from tests.compatibility import REFUSED_HERE, TINY, WHOLE_RUNS
 from tests.random_models import CONFIGS, TAIL, random_model
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer

@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.heads.relations import load_relations
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from headwater.reference import maps
 from headwater.reference.maps import OPENING, multi_token_prompts, multi_token_scores
 from headwater.reference.published import Published

@@ -8,25 +8,25 @@ import pytest
 import headwater as hw
 from headwater.circuits import both_runs, edge_effects, exact, result
 from headwater.figures import published
-from headwater.heads import relation_tokens
+from headwater.heads import relations
 from headwater.heads.categories import RULES
 from headwater.kernels.likelihood import PRECISIONS
 from headwater.lenses import direct_attribution
-from headwater.likelihood import answering, contexts, framed, profile, statistics
+from headwater.likelihood import framed, profile, statistics
+from headwater.models.effective_embedding import KINDS
 from headwater.models.sites import SITES
-from headwater.models.weights.effective_embedding import KINDS
-from headwater.patching import activation_patching, axes, metrics, prompt_pair, replacements, summaries
+from headwater.patching import activation_patching, axes, metrics, prompts, replacements, summaries
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways import attention_saliency, interventions, modes
-from headwater.questions import asking, formats, states
+from headwater.questions import asking, sources, states
 from headwater.views import clicks
 from tests.tiny import embedded
 
-MULTI_TOKEN = [name for name in relation_tokens.MULTI_TOKEN if name]
+MULTI_TOKEN = [name for name in relations.MULTI_TOKEN if name]
 TAKEN = {
     hw.patch: {
         "sites": SITES,
-        "direction": prompt_pair.DIRECTIONS,
+        "direction": prompts.DIRECTIONS,
         "values": both_runs.KINDS,
         "method": activation_patching.METHODS,
         "over": axes.AXES,
@@ -38,18 +38,18 @@ TAKEN = {
     hw.ablate: {"values": both_runs.KINDS},
     hw.edit: {"values": both_runs.KINDS},
     hw.edges: {
-        "direction": prompt_pair.DIRECTIONS,
+        "direction": prompts.DIRECTIONS,
         "method": edge_effects.METHODS,
         "values": both_runs.KINDS,
         "quadrature": edge_effects.QUADRATURES,
     },
-    hw.path_patch: {"direction": prompt_pair.DIRECTIONS, "values": both_runs.KINDS, "through": exact.THROUGH},
+    hw.path_patch: {"direction": prompts.DIRECTIONS, "values": both_runs.KINDS, "through": exact.THROUGH},
     hw.circuit_curve: {"by": result.RANKED_BY},
     hw.direct_logit_attribution: {"by": direct_attribution.BY},
     hw.classify_heads: {"rule": RULES, "embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
     hw.compare_heads: {"embedding": ("auto", *KINDS), "multi_token": MULTI_TOKEN},
     hw.attention_behaviour: {"embedding": KINDS},
-    hw.load_questions: {"format": formats.FORMATS},
+    hw.load_questions: {"format": sources.FORMATS},
     hw.trace_pathways: {
         "site": states.PROBE_SITES,
         "token": states.PROBE_TOKENS,
@@ -66,8 +66,8 @@ TAKEN = {
         "span": framed.SPANS,
         "context": asking.CONTEXTS,
         "aggregate": profile.AGGREGATES,
-        "answers": answering.SOURCES,
-        "predecessors": contexts.PREDECESSORS,
+        "answers": framed.SOURCES,
+        "predecessors": framed.PREDECESSORS,
         "quartiles": profile.AGGREGATES,
     },
     hw.token_statistics: {"precision": PRECISIONS, "long": statistics.LONG},

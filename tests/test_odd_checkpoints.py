@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from tests.random_models import HEADS, VISION, random_model
 from tests.tiny import tiny_model, tiny_tokenizer
 

@@ -11,9 +11,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
+from headwater.heads.card import salient_operations
 from headwater.heads.relations import load_relations
-from headwater.heads.salient import salient_operations
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from headwater.options import (
     LONGEST_SHOWN,
     checked_count,

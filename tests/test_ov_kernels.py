@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.kernels import ov, ov_blocked, ov_ranks, ov_sweep
+from headwater.kernels import ov, ov_blocked, ov_sweep
 from tests.kernel_inputs import SIGNS, layers
 
 
@@ -74,7 +74,7 @@ def test_long_sums_that_do_not_cancel_round_within_the_margin():
 @settings(max_examples=100)
 def test_ranks_counted_by_tiles_are_ranks_in_the_whole_map(layer):
     maps, source, target, _ = layer
-    found = ov_ranks.count_ranks(maps, source, target)
+    found = ov_blocked.count_ranks(maps, source, target)
     for sign, ranks, expected in zip(SIGNS, found, ov.ranks(maps, source, target), strict=True):
         assert torch.equal(ranks, expected), sign
 

@@ -5,8 +5,7 @@ import pytest
 
 import headwater as hw
 from headwater.pathways.interventions import EXACT, RANDOM, WINDOWED
-from headwater.pathways.mean_effects import ALL, KEYS, UNSPLIT
-from headwater.pathways.modes import BEST_LAYER, CROSSED, PER_LAYER, RANDOM_SPLIT
+from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, KEYS, PER_LAYER, RANDOM_SPLIT, UNSPLIT
 from tests.planted_lookup import ask, question_lookup
 
 INTERVALS = [f"{name}{end}" for name in ("delta_p", "delta_logit") for end in ("", "_low", "_high")]

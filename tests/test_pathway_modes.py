@@ -7,28 +7,31 @@ import torch
 from scipy.special import expit
 
 import headwater as hw
-from headwater.pathways.controls import (
+from headwater.pathways.effects import Effects, Fits
+from headwater.pathways.interventions import RANDOM
+from headwater.pathways.modes import (
+    CROSSED,
+    FEWEST,
+    PER_LAYER,
+    WITHIN,
+    averaged,
+    components,
+    decided,
+    effects,
+    member_means,
+    splits_of,
+    within_relations,
+)
+from headwater.pathways.report import survives
+from headwater.pathways.tables import (
     aware_logits,
     compare,
     logit_baseline,
     relation_answer_logits,
     relation_logits,
+    stacked,
+    tables_of,
 )
-from headwater.pathways.effects import Effects, Fits
-from headwater.pathways.interventions import RANDOM
-from headwater.pathways.mean_effects import FEWEST, averaged, member_means
-from headwater.pathways.modes import (
-    CROSSED,
-    PER_LAYER,
-    WITHIN,
-    components,
-    decided,
-    effects,
-    splits_of,
-    within_relations,
-)
-from headwater.pathways.summary import survives
-from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probes
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord

@@ -9,13 +9,16 @@ from transformer_lens.head_detector import compute_head_attention_similarity_sco
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads import patterns
-from headwater.heads.attended_keys import BEHAVIOURS, attended_keys, repeated_tokens, token_kinds
 from headwater.heads.patterns import (
     ATTENTION_CLASSES,
+    BEHAVIOURS,
+    attended_keys,
     attention_classes,
     attention_on,
     detector_scores,
     pattern_sums,
+    repeated_tokens,
+    token_kinds,
 )
 from headwater.models.tokens import Batch
 from headwater.planted import induction, name_mover

@@ -8,7 +8,7 @@ import transformers as tf
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from tests.tiny import tiny_model, tiny_tokenizer
 
 DEQUANTIZE = "load the model without quantization, or save a dequantized copy"

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.models.weights.opening import open_weights
-from headwater.models.weights.quantized import dequantized
+from headwater.models.checkpoint import dequantized
+from headwater.models.weights import open_weights
 
 BLOCK = (16, 16)
 

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import headwater as hw
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from tests import chance
 from tests.random_models import VISION
 from tests.tiny import tiny_tokenizer

@@ -6,7 +6,7 @@ import torch
 
 import headwater as hw
 from headwater.models import open_weights
-from headwater.models.weights.gguf_file import read_gguf
+from headwater.models.gguf_file import read_gguf
 from tests.real_models import gguf_of, real_folder
 
 pytestmark = [pytest.mark.real, pytest.mark.oracle, pytest.mark.filterwarnings("ignore:.*chat template:UserWarning")]

@@ -15,8 +15,15 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import PreTrainedTokenizerFast
 
 from headwater.heads.categories import CATEGORIES
-from headwater.heads.relation_tokens import MIN_PAIRS, OWN_TARGET, REPEATED, relation_coverage, tokenize_relations
-from headwater.heads.relations import Relation, load_relations
+from headwater.heads.relations import (
+    MIN_PAIRS,
+    OWN_TARGET,
+    REPEATED,
+    Relation,
+    load_relations,
+    relation_coverage,
+    tokenize_relations,
+)
 from tests import chance
 
 ROOT = Path(__file__).parents[1]

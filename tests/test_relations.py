@@ -11,8 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from headwater.errors import InputError, ModelError
 from headwater.heads.categories import PUBLISHED_CATEGORIES
-from headwater.heads.relation_tokens import MIN_PAIRS, tokenize_relations, word_tokens
-from headwater.heads.relations import Relation, checked_pairs, load_relations
+from headwater.heads.relations import (
+    MIN_PAIRS,
+    Relation,
+    checked_pairs,
+    load_relations,
+    tokenize_relations,
+    word_tokens,
+)
 from tests.tiny import WORDS, tiny_tokenizer
 
 GOOD = {"name": "capitals", "category": "knowledge", "pairs": [["France", ["Paris"]], ["Italy", ["Rome", "Roma"]]]}

@@ -15,16 +15,15 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.categories import PUBLISHED_CATEGORIES
 from headwater.heads.classify import classify_heads
-from headwater.heads.relation_tokens import tokenize_relations
-from headwater.heads.relations import load_relations
+from headwater.heads.relations import load_relations, tokenize_relations
 from headwater.heads.validation import dynamic_scores
-from headwater.models.generation.loop import Generated
+from headwater.models.generation import Generated
 from headwater.models.loading import load
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from headwater.questions import asking
 from headwater.reference import maps, pathways
 from headwater.reference import memorization as depth
-from headwater.reference import steps as reproduction_steps
+from headwater.reference import published as reproduction_steps
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from headwater.runs.analysis import Run
@@ -412,7 +411,7 @@ def test_an_instruct_model_is_asked_for_whole_answers_in_its_chat_template_as_pu
         judged.add(answer)
         return 4
 
-    monkeypatch.setattr(asking, "generate", say)
+    monkeypatch.setattr(asking, "generate_tokens", say)
     found = depth.reproduce_memorization(model, graph, judge=judge, progress=False)
     assert asked in prompts
     assert all(prompt.count("<s>") == 0 for prompt in prompts)

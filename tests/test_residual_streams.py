@@ -5,8 +5,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import NumericsError
-from headwater.models.bare_model import BareModel
-from headwater.models.residual_streams import residual_streams
+from headwater.models.bare_model import BareModel, residual_streams
 from tests.tiny import padded_batch
 
 

@@ -8,10 +8,9 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.questions.agreement import SENTENCES, agreement
-from headwater.questions.extract import EXTRACTORS, call_extractor
-from headwater.questions.formats import WORDINGS
+from headwater.questions.extract import EXTRACTORS, SENTENCES, agreement, call_extractor
 from headwater.questions.rules import by_rules
+from headwater.questions.sources import WORDINGS
 from tests.tiny import embedded
 
 LOWER_CASE = {

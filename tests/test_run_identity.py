@@ -15,8 +15,8 @@ from xxhash import xxh3_128_digest
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
+from headwater.models import fingerprint
 from headwater.models.edits import read_hook
-from headwater.models.weights import fingerprint
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = "A the cat is in Paris", "A the dog is in Paris"

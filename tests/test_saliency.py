@@ -349,7 +349,7 @@ def test_a_probe_that_has_seen_the_answers_is_refused_and_one_that_does_not_say_
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_the_model_is_left_without_hooks_gradients_or_another_outcome(models, interrupted, monkeypatch):
-    from headwater.pathways import edge_saliency as flows
+    from headwater.pathways import attention_saliency as flows
 
     model, _ = models("llama")
     answered, probe = answered_by(model, prefix=20), random_probe(model)
@@ -399,7 +399,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, monkeypat
 
 
 def test_a_batch_that_runs_out_of_memory_is_taken_in_halves(models, monkeypatch):
-    from headwater.pathways import edge_saliency as flows
+    from headwater.pathways import attention_saliency as flows
 
     model, _ = models("gpt2")
     answered, probe = answered_by(model, 5, prefix=18), random_probe(model)
@@ -497,8 +497,8 @@ def test_saliency_on_a_gpu_is_that_on_the_cpu(family):
 
 @pytest.mark.parametrize("family", FEW)
 def test_what_a_descent_reads_is_what_the_model_itself_computes(models, family):
+    from headwater.models.forward import keys_values
     from headwater.models.gradients import Descent
-    from headwater.models.shared_start import keys_values
 
     model, _ = models(family)
     tokens, before = torch.randint(2, D_VOCAB, (3, 24)), int(torch.randint(0, 15, ()))

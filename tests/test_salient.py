@@ -5,8 +5,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.heads.salient import gains_of_heads, salient_operations
-from headwater.models.weights.opening import open_weights
+from headwater.heads.card import gains_of_heads, salient_operations
+from headwater.models.weights import open_weights
 from tests.planted_heads import implements, plant_relations, suppresses
 from tests.tiny import tiny_hooked
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.heads.relation_tokens import TokenRelation
-from headwater.heads.relations import Relation
+from headwater.heads.relations import Relation, TokenRelation
 from headwater.heads.scores import score_layer, score_table, suite_pairs
 from headwater.kernels.ov import OVMaps, longest_column
 

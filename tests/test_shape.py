@@ -4,7 +4,7 @@ import pytest
 import transformers as tf
 
 from headwater.errors import ModelError
-from headwater.models.shape import shape_of
+from headwater.models.families import shape_of
 from tests.tiny import tiny_model
 
 GROUPED = {"llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"}

@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.runs.folder import RunFolder
-from headwater.runs.processes import Processes, processes
+from headwater.runs.folder import Processes, RunFolder, processes
 from tests.counting_run import count_up, files, record
 from tests.forking import shared
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.models import shared_start
+from headwater.models import forward
 from headwater.models.tokens import Batch
 from tests import chance
 from tests.tiny import FEW, tiny_model
@@ -25,8 +25,8 @@ def effects(model):
 def test_what_rows_begin_with_is_recorded_once_and_a_sweep_is_the_same(family, monkeypatch):
     model = hw.load(tiny_model(family, seed=chance.seed_of(family)))
     expected = effects(model)
-    monkeypatch.setattr(shared_start, "WORTH_A_RUN", 4)
-    monkeypatch.setattr(shared_start, "SAVED", 4)
+    monkeypatch.setattr(forward, "WORTH_A_RUN", 4)
+    monkeypatch.setattr(forward, "SAVED", 4)
     effects(model)  # the first time both ways are run, and compared
     assert model.start_checked
     widths = []
@@ -40,8 +40,8 @@ def test_what_rows_begin_with_is_recorded_once_and_a_sweep_is_the_same(family, m
 def test_a_model_that_gives_something_else_on_top_of_a_start_is_recorded_whole(monkeypatch):
     model = hw.load(tiny_model("llama"))
     expected = effects(model)
-    monkeypatch.setattr(shared_start, "WORTH_A_RUN", 4)
-    monkeypatch.setattr(shared_start, "SAVED", 4)
+    monkeypatch.setattr(forward, "WORTH_A_RUN", 4)
+    monkeypatch.setattr(forward, "SAVED", 4)
     after = Batch.after
     monkeypatch.setattr(
         Batch, "after", lambda batch, n: dataclasses.replace(after(batch, n), tokens=batch.tokens[:, n:] * 0)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.models.generation.loop import Generated
-from headwater.pathways.summary import survives
+from headwater.models.generation import Generated
+from headwater.pathways.report import survives
 from headwater.questions import asking
-from headwater.questions.spans import span_shapes
+from headwater.questions.words import span_shapes
 from tests import chance
 from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
@@ -52,7 +52,7 @@ def answered(model, coin_flips, extractor=None):
         return Generated(tokens, -tokens.float(), lengths, torch.ones(len(rows), dtype=torch.bool))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asking, "generate", say)
+        patch.setattr(asking, "generate_tokens", say)
         table = coin_flips.drop(columns="said").assign(dataset="popqa", property="capital", relation="capital")
         return hw.answer(model, hw.load_questions(table), extractor=extractor, progress=False)
 

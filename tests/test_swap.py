@@ -5,8 +5,15 @@ import pandas as pd
 import pytest
 
 import headwater as hw
-from headwater.pathways.interventions import Setup, block_random_tokens, other_question_tokens
-from headwater.pathways.swap import answer_only, replace_spans, swap_random_tokens, swap_subjects
+from headwater.pathways.interventions import (
+    Setup,
+    answer_only,
+    block_random_tokens,
+    other_question_tokens,
+    replace_spans,
+    swap_random_tokens,
+    swap_subjects,
+)
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import probe_positions
 from tests import chance

@@ -13,7 +13,7 @@ from headwater.likelihood import statistics
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, TextStatistics, token_statistics
 from headwater.models import unembedding
 from headwater.models.attention_paths import one_pass_attention
-from headwater.models.residual_streams import residual_streams
+from headwater.models.bare_model import residual_streams
 from headwater.models.tokens import encode
 from headwater.models.unembedding import unembedding_head
 from tests import chance

@@ -18,7 +18,7 @@ from headwater.pathways.interventions import (
     block_random_tokens,
     other_question_tokens,
 )
-from headwater.pathways.summary import survives
+from headwater.pathways.report import survives
 from headwater.probes.linear import fit_linear
 from headwater.questions import states
 from headwater.questions.answers import AnsweredQuestions

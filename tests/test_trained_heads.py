@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import headwater as hw
-from headwater.heads.relation_tokens import tokenize_relations
+from headwater.heads.relations import tokenize_relations
 from headwater.planted.wiring import PlantedModel
 from tests import chance
 from tests.planted_heads import implements, plant_relations

@@ -12,8 +12,8 @@ import torch
 
 import headwater as hw
 from headwater.errors import NumericsError
-from headwater.models.caches import transfer as transfers
-from headwater.models.caches.transfer import CudaLane, Transfer
+from headwater.models import cache_collection as transfers
+from headwater.models.cache_collection import CudaLane, Transfer
 
 QUIET = {"progress": False}
 TEXTS = [[5 + (7 * i + j) % 30 for j in range(2 + (5 * i) % 6)] for i in range(9)]

@@ -8,7 +8,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError, InterventionError
 from headwater.models.sites import SITES
-from headwater.patching.corruption import draw
+from headwater.patching.prompts import draw
 from tests.plain_hooks import hooked_plainly, pattern_plainly
 from tests.tiny import FAMILIES, tiny_model
 

@@ -8,8 +8,8 @@ import pytest
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.heads.salient import salient_of_heads, salient_operations
-from headwater.models.weights.opening import open_weights
+from headwater.heads.card import salient_of_heads, salient_operations
+from headwater.models.weights import open_weights
 from headwater.views.head_map import CARDS, FLAGS, heads_with_cards
 from tests import chance
 from tests.tiny import embedded, tiny_model

@@ -15,7 +15,7 @@ from headwater.errors import InputError
 from headwater.figures.pathway_curves import VALUES
 from headwater.figures.style import figure_of
 from headwater.runs.result import INLINE
-from headwater.views.interactive import packed
+from headwater.views.page import packed
 from tests import chance
 from tests.tiny import embedded, tiny_model
 from tests.viewed import (

@@ -10,12 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headwater.errors import InputError, ModelError
+from headwater.models import checkpoint as checkpoint_module
+from headwater.models.effective_embedding import KINDS
+from headwater.models.fingerprint import fingerprint_of_model
 from headwater.models.loading import load
-from headwater.models.weights import checkpoint as checkpoint_module
-from headwater.models.weights.effective_embedding import KINDS
-from headwater.models.weights.fingerprint import fingerprint_of_model
-from headwater.models.weights.opening import open_weights
-from headwater.models.weights.weight_source import HeadWeights
+from headwater.models.weights import HeadWeights, open_weights
 from tests.tiny import FEW, tiny_model, tiny_tokenizer
 
 ATTENTION = {"gpt2": "attn", "neox": "attention", "neox-sequential": "attention"}
@@ -227,7 +226,7 @@ def test_effective_embeddings_do_not_depend_on_how_tokens_are_chunked(checkpoint
     source = open_weights(checkpoint(family))
     tokens = random_tokens(source.shape.d_vocab, 23)
     whole = {kind: source.effective_embedding(tokens, kind) for kind in KINDS}
-    monkeypatch.setattr("headwater.models.weights.effective_embedding.WORKSPACE_ENTRIES", 5 * source.shape.d_mlp)
+    monkeypatch.setattr("headwater.models.effective_embedding.WORKSPACE_ENTRIES", 5 * source.shape.d_mlp)
     for kind in KINDS:
         torch.testing.assert_close(source.effective_embedding(tokens, kind), whole[kind], atol=1e-5, rtol=1e-5)
 

@@ -22,7 +22,7 @@ from tools.world.written import write_corpus
 from headwater.errors import InputError
 from headwater.heads.relations import Relation, load_relations
 from headwater.likelihood.graph import load_depth_graph
-from headwater.planted.tokenizer import BOS_ID, PAD_ID
+from headwater.planted.circuits import BOS_ID, PAD_ID
 from headwater.runs.storage import write_json
 from headwater.world.tasks import TASKS
 from headwater.world.wording import fill

@@ -11,7 +11,7 @@ import sys
 import pandas as pd
 
 import headwater as hw
-from headwater.questions.agreement import agreement
+from headwater.questions.extract import agreement
 
 SETS = ("properties", "paraphrased", "natural", "multi_hop")
 SAMPLE = 50

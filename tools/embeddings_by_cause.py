@@ -18,12 +18,11 @@ import pandas as pd
 import torch
 
 import headwater as hw
-from headwater.heads.relation_tokens import TokenRelation, tokenize_relations
-from headwater.heads.relations import load_relations
+from headwater.heads.relations import TokenRelation, load_relations, tokenize_relations
 from headwater.heads.scoring import compare_embeddings
+from headwater.models.effective_embedding import KINDS
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
-from headwater.models.weights.effective_embedding import KINDS
 
 SHOTS, PAIRS = 4, 12
 COLUMNS = "embedding", "agreement", "named by", "largest effect", "in the first three", "share of the largest"

@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 import headwater as hw
 from headwater.figures import save_figure
 from headwater.heads.ablation import ablate_heads
-from headwater.heads.circuit_vectors import singular_vectors
-from headwater.heads.composition import composition_scores
 from headwater.heads.validation import dynamic_scores
+from headwater.heads.weight_maps import composition_scores, singular_vectors
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ASK = "Q: What is the capital of {}?\nA:"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from headwater.heads.relation_tokens import relation_coverage
-from headwater.heads.relations import load_relations
+from headwater.heads.relations import load_relations, relation_coverage
 
 SUITE = Path(__file__).parents[1] / "src" / "headwater" / "heads" / "suite"
 HEAD = """# The relation suite

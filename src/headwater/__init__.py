@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from headwater.heads.behaviour import AttentionBehaviour as AttentionBehaviour
     from headwater.heads.behaviour import attention_behaviour as attention_behaviour
     from headwater.heads.classify import classify_heads as classify_heads
+    from headwater.heads.classify import head_margins as head_margins
     from headwater.heads.comparison import HeadComparison as HeadComparison
     from headwater.heads.comparison import compare_heads as compare_heads
     from headwater.heads.head_map import HeadMap as HeadMap
-    from headwater.heads.margins import head_margins as head_margins
     from headwater.heads.relations import Relation as Relation
     from headwater.heads.relations import load_relations as load_relations
     from headwater.lenses.direct_attribution import DirectAttribution as DirectAttribution
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
     from headwater.likelihood.scores import memorization_scores as memorization_scores
     from headwater.likelihood.statistics import TextStatistics as TextStatistics
     from headwater.likelihood.statistics import token_statistics as token_statistics
-    from headwater.models.caches.cache import Cache as Cache
-    from headwater.models.caches.cache import load_cache as load_cache
-    from headwater.models.dictionaries.features import Features as Features
-    from headwater.models.dictionaries.features import features as features
-    from headwater.models.dictionaries.sae_folder import load_sae as load_sae
+    from headwater.models.cache import Cache as Cache
+    from headwater.models.cache import load_cache as load_cache
+    from headwater.models.dictionaries import Features as Features
+    from headwater.models.dictionaries import features as features
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
     from headwater.models.positions import occurrence as occurrence
-    from headwater.patching.ablation import ablate as ablate
+    from headwater.models.sae_folder import load_sae as load_sae
+    from headwater.patching.activation_patching import ablate as ablate
     from headwater.patching.activation_patching import patch as patch
     from headwater.patching.changes import add as add
     from headwater.patching.changes import noise as noise

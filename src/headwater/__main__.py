@@ -1,7 +1,7 @@
 """`python -m headwater`: the same as the `headwater` command.
 
 `accelerate launch -m headwater ...` (or `torchrun`) starts it several times: then the processes share the work of a run
-with `--out` (`headwater.runs.processes`); only the main one draws progress bars and prints results.
+with `--out` (`headwater.runs.folder`); only the main one draws progress bars and prints results.
 """
 
 import os

@@ -23,7 +23,7 @@ from headwater.heads.classify import classify_heads
 from headwater.models.packaged import FOLDERS
 from headwater.questions.sources import load_questions
 from headwater.runs.storage import make_folder, read_json, write_json
-from headwater.world.words import read_words
+from headwater.world.tasks import read_words
 
 CARD = "card.json"
 MODEL, INSTRUCT = FOLDERS.values()

@@ -18,8 +18,7 @@ from tools.world.stories import ASKED_OF_STRANGERS, stories_of
 from tools.world.written import Written
 
 from headwater.models.tokens import Tokenizer
-from headwater.world.tasks import TASKS, Line
-from headwater.world.words import Words, pick
+from headwater.world.tasks import TASKS, Line, Words, pick
 
 LONGEST_ANSWER = 30
 """Tokens of an answer in a sentence."""

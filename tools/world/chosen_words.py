@@ -9,7 +9,7 @@ from tools.world.recipe import Recipe
 
 from headwater.heads.relations import Relation
 from headwater.runs.storage import write_json
-from headwater.world.words import TWO_DIGITS, WORDS, Split, Words
+from headwater.world.tasks import TWO_DIGITS, WORDS, Split, Words
 
 MOST_NOUNS = 400
 

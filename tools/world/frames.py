@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from headwater.world.tasks import EVENTS, NEAR, OBJECTS, PLACES, STATES, TASKS, Line
-from headwater.world.words import Words, pick
+from headwater.world.tasks import EVENTS, NEAR, OBJECTS, PLACES, STATES, TASKS, Line, Words, pick
 
 
 def gender(rng: np.random.Generator, words: Words) -> str:

@@ -22,7 +22,7 @@ from transformers import (
 
 from headwater.errors import ModelError, RunFolderError
 from headwater.models.packaged import MANIFEST, VERSION
-from headwater.planted.tokenizer import BOS_ID, PAD_ID
+from headwater.planted.circuits import BOS_ID, PAD_ID
 from headwater.runs.storage import read_json, write_json
 
 

@@ -15,7 +15,7 @@ from tools.world.written import Written
 
 from headwater.errors import InputError
 from headwater.models.tokens import Tokenizer
-from headwater.planted.tokenizer import BOS_ID, PAD_ID
+from headwater.planted.circuits import BOS_ID, PAD_ID
 from headwater.questions.sources import WORLD_SETS
 
 BATCH = 50_000

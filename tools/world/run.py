@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headwater.errors import RunFolderError
-from headwater.planted.tokenizer import PAD_ID
+from headwater.planted.circuits import PAD_ID
 from headwater.runs.storage import write_atomically
 
 CHECKPOINT = "checkpoint.pt"

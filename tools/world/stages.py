@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 from headwater.heads.relations import load_relations
 from headwater.kernels.devices import usable_device
-from headwater.planted.tokenizer import build_tokenizer
-from headwater.world.words import CENTURIES, TWO_DIGITS
+from headwater.planted.circuits import build_tokenizer
+from headwater.world.tasks import CENTURIES, TWO_DIGITS
 
 
 @dataclasses.dataclass(frozen=True)

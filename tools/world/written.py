@@ -23,8 +23,7 @@ from tools.world.recipe import Recipe
 from tools.world.stories import stories_of
 
 from headwater.heads.relations import Relation
-from headwater.world.tasks import TASKS
-from headwater.world.words import Words, pick
+from headwater.world.tasks import TASKS, Words, pick
 
 FACTS = ("real", "invented", "joined")
 SAID = ("Q: Say the word {}.\nA:", "The word {} is written", "Read {} aloud:", "{}, and again")

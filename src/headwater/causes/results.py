@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from headwater.runs.figure_options import Size
+    from headwater.runs.result import Size
 
 LARGEST_P = 0.05
 COLUMNS = [

@@ -46,7 +46,7 @@ from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, hook_name
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.unembedding import attention_post_norm, residual_scale
-from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.models.weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference
 from headwater.patching.replacements import Mean, Replacement, Resample, ValueName, Zero, capture

@@ -48,12 +48,11 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
-from headwater.patching.duration import say_how_long
 from headwater.patching.edits import ReplacementSpec
+from headwater.patching.measure import say_how_long
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
-from headwater.patching.prompt_pair import DirectionName
-from headwater.patching.prompts import Prompts
+from headwater.patching.prompts import DirectionName, Prompts
 from headwater.patching.replacements import Replacement, ValueName
 from headwater.runs.analysis import Run, run_or_resume
 

@@ -33,8 +33,8 @@ from jaxtyping import Bool
 from numpy.typing import NDArray
 
 from headwater.errors import InputError
+from headwater.models.families import ModelShape
 from headwater.models.part_names import part_named
-from headwater.models.shape import ModelShape
 from headwater.options import has_no_order, is_one, shown
 
 Indices = NDArray[np.int64]

@@ -9,7 +9,7 @@ Roles are named as everywhere (`models.positions`): each prompt of a pair is res
 token here, since what a sender adds at a position is exchanged for what it adds at the same position of the other run;
 a role must therefore be the same tokens of both.
 
-How many whole runs of the model edges, paths and circuits compute as much as, for `headwater.patching.duration`: an
+How many whole runs of the model edges, paths and circuits compute as much as, for `headwater.patching.measure`: an
 edge counts for half its receiver's layer and those after it, a circuit for all layers. It is half to twice of what is
 computed, and more of circuits that leave layers out.
 """
@@ -33,14 +33,15 @@ from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where
-from headwater.models.weights.loaded_weights import LoadedWeights
+from headwater.models.weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
-from headwater.patching.prompt_pair import DIRECTIONS, PromptPair
 from headwater.patching.prompts import (
+    DIRECTIONS,
     AlignedSpan,
+    PromptPair,
     Prompts,
     aligned_positions,
     prompt_options,

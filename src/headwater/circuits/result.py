@@ -25,12 +25,10 @@ from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.summaries import edited_run, summarize
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, whole_summary
+from headwater.runs.result import Result, Size, table_html, whole_summary, with_interval
 from headwater.stats.claims import means_of
-from headwater.stats.correlation import pearson, spearman
+from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.significance import most_of_a_share
 
 if TYPE_CHECKING:

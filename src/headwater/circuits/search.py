@@ -38,11 +38,10 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
-from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, ran
+from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, beside_placebos, ran, summarized
+from headwater.circuits.circuit_walk import CircuitRunner, Outcome
 from headwater.circuits.edge_effects import edges as measured_edges
-from headwater.circuits.faithfulness import beside_placebos, summarized
 from headwater.circuits.graph import Graph, Indices
-from headwater.circuits.measuring import CircuitRunner, Outcome
 from headwater.circuits.result import RANKED_BY, RankName
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -51,11 +50,9 @@ from headwater.options import checked_count, checked_name, checked_number, check
 from headwater.patching.metrics import Metric
 from headwater.patching.prompts import Prompts
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import with_interval
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, table_html, whole_summary
+from headwater.runs.result import Result, Size, table_html, whole_summary, with_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

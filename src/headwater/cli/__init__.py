@@ -16,8 +16,7 @@ from typing import Literal
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from headwater.cli import figures, heads, likelihood, patching, pathways, reproduce
-from headwater.cli.options import RunOptions
-from headwater.cli.printing import plain, screen
+from headwater.cli.options import RunOptions, plain, screen
 from headwater.errors import HeadwaterError
 from headwater.version import __version__
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter, validators
 from rich.console import Console
 
-from headwater.cli.options import AsJson, Flag
-from headwater.cli.printing import is_main, plain, report, screen
+from headwater.cli.options import AsJson, Flag, is_main, plain, report, screen
 from headwater.errors import InputError
 
 QUESTIONS = 300
@@ -133,7 +132,7 @@ def demo(
     from headwater.demo.tour import Beside, Tour
     from headwater.models.loading import load
     from headwater.models.packaged import PACKAGED, packaged_file
-    from headwater.runs.processes import processes
+    from headwater.runs.folder import processes
 
     quiet = quiet or not is_main()
     is_real = packaged_file(MODEL) is not None and importlib.util.find_spec("gguf") is not None

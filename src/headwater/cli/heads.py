@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions
-from headwater.cli.printing import columns, is_main, plain, report
+from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions, columns, is_main, plain, report
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
@@ -279,10 +278,9 @@ def relations(
 
     `headwater relations path/to/checkpoint --relations path/to/relations`
     """
-    from headwater.heads.relation_tokens import relation_coverage
-    from headwater.heads.relations import load_relations
+    from headwater.heads.relations import load_relations, relation_coverage
+    from headwater.models.checkpoint import checkpoint_folder
     from headwater.models.tokenizers import load_tokenizer
-    from headwater.models.weights.checkpoint import checkpoint_folder
 
     tokens = long_targets.scored
     suite = load_relations(relations)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, RunOptions, is_endpoint
-from headwater.cli.printing import is_main, plain, screen
+from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, RunOptions, is_endpoint, is_main, plain, screen
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
     from headwater.likelihood.profile import DepthProfile
-    from headwater.questions.judge import EndpointJudge
+    from headwater.questions.labels import EndpointJudge
 
 Data = Annotated[
     Path | None,
@@ -34,7 +33,7 @@ Predecessors = Annotated[
     Parameter(
         help='What a question is asked with, as the depth study did: "none", the question alone; "gold", after the '
         'questions it builds on with their accepted answers; "predicted", with the model\'s own answers to them; '
-        '"multi-turn", in a conversation in which the model was asked these first (`likelihood.contexts`). Answers in '
+        '"multi-turn", in a conversation in which the model was asked these first (`likelihood.framed`). Answers in '
         "the data are taken for answers to the question alone, unless --answers data."
     ),
 ]
@@ -114,7 +113,7 @@ def memorization(
 
 def read_judge(given: str | None) -> str | EndpointJudge | None:
     """Return the judge that `--judge` names."""
-    from headwater.questions.judge import LABEL, EndpointJudge
+    from headwater.questions.labels import LABEL, EndpointJudge
 
     words = (given or "").split()
     if given is None or words == [LABEL]:
@@ -134,8 +133,8 @@ def _further_files(profile: DepthProfile, out: Path) -> list[str]:
     """Write the figures by token and by layer, and the report."""
     from headwater.demo.page import write_report
     from headwater.figures.depth_profile import layer_curves
+    from headwater.figures.likelihood import token_heat_map, token_html
     from headwater.figures.style import save_figure
-    from headwater.figures.tokens import token_heat_map, token_html
 
     files = [str(file) for file in save_figure(token_heat_map(profile), out / "tokens", ("png",))]
     (out / "tokens.html").write_text(token_html(profile), encoding="utf-8")

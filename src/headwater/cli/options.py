@@ -6,24 +6,27 @@ whose type is a dataclass here represents the options that its fields are. Impor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
+from rich.console import Console
+from rich.table import Table
 
-from headwater.cli.printing import is_main, report
 from headwater.errors import InputError, did_you_mean
 from headwater.waiting import LIBRARIES, announce_if_slow
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headwater.models.hooked import HookedModel
     from headwater.patching.metrics import Metric
     from headwater.questions.extract import EndpointExtractor
     from headwater.runs.result import Result
+
 
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 """An option that is given or not; without `--no-...`."""
@@ -83,9 +86,9 @@ class RunOptions:
         """Write a result's figure, and its tables as CSV, if there is a folder, or into a part of it."""
         if self.out is None:
             return []
-        from headwater.demo import written
+        from headwater.demo import page
 
-        return written.write(result, self.out / part, figure)
+        return page.write(result, self.out / part, figure)
 
     def report(self, summary: dict[str, Any], show: Callable[[dict[str, Any], Console], None]) -> None:
         """Print a summary: as one JSON line, or as `show` prints it, followed by the files written."""
@@ -192,3 +195,55 @@ def read_extractor(given: str | None) -> str | EndpointExtractor | HookedModel |
 def is_endpoint(words: list[str]) -> bool:
     """Whether words are an address, a model, and perhaps the variable with the key."""
     return len(words) in (2, 3) and words[0].startswith(("http://", "https://"))
+
+
+# How commands write and report: results and `--json` go to stdout, everything else to stderr.
+
+
+screen = Console(stderr=True, highlight=False)
+
+
+def is_main() -> bool:
+    """Whether this process draws, writes figures and reports: of several that share a run, one does."""
+    if "torch" not in sys.modules:  # without it no process knows of another
+        return True
+    from headwater.runs.folder import processes
+
+    return processes().is_main
+
+
+def report(summary: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
+    """Print a summary: as one JSON line, or as `show` prints it, followed by the files written."""
+    if as_json:
+        line = json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        sys.stdout.flush()
+        sys.stdout.buffer.write(line + b"\n")
+        sys.stdout.buffer.flush()
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    show(summary, console)
+    if summary.get("files"):
+        console.print("\nWritten:", *(f"  {plain(line)}" for line in _listed(summary["files"])), sep="\n")
+
+
+def _listed(files: Sequence[str]) -> list[str]:
+    """The files themselves, or of many only how many each folder has."""
+    if len(files) <= 20:
+        return list(files)
+    counts = Counter(str(Path(file).parent) for file in files)
+    return [f"{folder}: {count} {'file' if count == 1 else 'files'}" for folder, count in counts.items()]
+
+
+def columns(left: str, right: str = "") -> Table:
+    """Return a table without lines; the columns named in `right` hold numbers."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in filter(None, left.split(",")):
+        table.add_column(name, no_wrap=True)
+    for name in filter(None, right.split(",")):
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def plain(text: str) -> str:
+    """Return text as it is, where rich would read square brackets as markup."""
+    return text.replace("[", "\\[")

@@ -18,9 +18,10 @@ from headwater.cli.options import (
     RunOptions,
     Variant,
     changed,
+    columns,
+    is_main,
     position,
 )
-from headwater.cli.printing import columns, is_main
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ def circuit(
             "It was chosen on these prompts: what it is worth shows on others.",
         ]
     if run.out is not None and is_main():
-        from headwater.demo.written import write_figure
+        from headwater.demo.page import write_figure
 
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
     run.report(summary | {"said": sentences, "files": files}, _show_edges)
@@ -324,8 +325,7 @@ def _show_edges(found: dict[str, Any], console: Console) -> None:
 
 
 def _report(sweep: Sweep, run: RunOptions) -> None:
-    from headwater.runs.findings import records_of
-    from headwater.runs.result import whole_summary
+    from headwater.runs.result import records_of, whole_summary
 
     summary = whole_summary(sweep)
     felt = summary["mean"].abs().sort_values(ascending=False)

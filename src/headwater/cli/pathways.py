@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, Extract, Load, Model, ProbeToken, RunOptions, Variant, read_extractor
-from headwater.cli.printing import is_main, plain
+from headwater.cli.options import (
+    ANY_TEXT,
+    Extract,
+    Load,
+    Model,
+    ProbeToken,
+    RunOptions,
+    Variant,
+    is_main,
+    plain,
+    read_extractor,
+)
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
@@ -179,7 +189,7 @@ def saliency(
     from headwater.pathways.attention_saliency import saliency as measure
     from headwater.probes.linear import Probe, fit_probes
     from headwater.questions.states import probe_states
-    from headwater.runs.processes import processes
+    from headwater.runs.folder import processes
 
     loaded, answered = answering.answered(model, load, run)
 

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from headwater.cli.figures import drawn
 from headwater.cli.likelihood import Data, Judge, Predecessors, Predictions, read_judge
-from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions
+from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions, columns, is_main, plain, report
 from headwater.cli.pathways import Answering
-from headwater.cli.printing import columns, is_main, plain, report
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ def _report(
 ) -> None:
     """Write the figures of a reproduction and of its parts, and what these report; print the numbers side by side."""
     from headwater.demo.page import write_report
-    from headwater.runs.findings import records_of
+    from headwater.runs.result import records_of
 
     files: list[str] = []
     notes: list[str] = []

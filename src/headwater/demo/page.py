@@ -6,20 +6,27 @@ figures itself: it can be moved and mailed, and reaches for nothing outside.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import matplotlib as mpl
 import pandas as pd
 
 from headwater.demo.steps import STEPS
+from headwater.figures.style import save_figure
+from headwater.runs.folder import processes
+from headwater.runs.result import View
 from headwater.runs.storage import write_atomically
-from headwater.runs.view import View
 from headwater.views.page import made_by, page_of, picture_of, table_of, text_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from headwater.runs.record import RunRecord
     from headwater.runs.result import Result
 
@@ -180,3 +187,38 @@ def _files(path: Path, folder: Path) -> str:
 def _markdown(text: str) -> str:
     """Text as it is, where Markdown would read marks of its own or HTML."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|!" else c for c in " ".join(text.split()))
+
+
+# A result as files for others: its figure as PNG, SVG and PDF, its tables as CSV beside the parquet that is kept.
+
+
+CSV_ROWS = 200_000
+"""Tables with more rows are not written as CSV."""
+
+
+def write(result: Result, out: Path, figure: str) -> list[str]:
+    """Write a result's figure and, beside the parquet tables that are there already, the same tables as CSV.
+
+    Tables that are too long to be read stay parquet alone. Of several processes the main one writes.
+    """
+    if not processes().is_main:
+        return []
+    mpl.use("Agg")
+    files = write_figure(result.plot(), out / figure)
+    for field in dataclasses.fields(result):  # type: ignore[arg-type]
+        frame = getattr(result, field.name)
+        if not isinstance(frame, pd.DataFrame):
+            continue
+        files.append(str(out / f"{field.name}.parquet"))
+        if len(frame) <= CSV_ROWS:
+            joined = frame.map(lambda cell: " ".join(map(str, cell)) if isinstance(cell, tuple) else cell)
+            joined.to_csv(out / f"{field.name}.csv", index=False, lineterminator="\n")
+            files.append(str(out / f"{field.name}.csv"))
+    return files
+
+
+def write_figure(drawn: Figure | Axes, stem: Path) -> list[str]:
+    """Write a figure for the page and for print; of several processes the main one does."""
+    if not processes().is_main:
+        return []
+    return [str(file) for file in save_figure(drawn, stem, ("png", "svg", "pdf"))]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from headwater.demo import numbers as of
+from headwater.demo import steps as of
 from headwater.demo.steps import Seen, Step
 
 if TYPE_CHECKING:
     from headwater.patching.metrics import Metric
-    from headwater.runs.result import Result
-    from headwater.runs.view import View
+    from headwater.runs.result import Result, View
 
 MODEL = "smollm2"
 CAPITALS = {

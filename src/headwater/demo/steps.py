@@ -5,24 +5,270 @@ The page, its first lines, the report of a command and the words on the screen c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headwater.demo import numbers as of
+import pandas as pd
+
+from headwater.causes.naming import BASELINES, NAMED
+from headwater.causes.results import Evidence
+from headwater.circuits.circuit_runs import CircuitRuns
+from headwater.circuits.result import EdgeEffects
+from headwater.detection.detection import NAMES
 from headwater.errors import HeadwaterError
+from headwater.heads.behaviour import AttentionBehaviour
+from headwater.likelihood.profile import DepthProfile
+from headwater.patching.sweep import Sweep
+from headwater.runs.result import Result, whole_summary
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from headwater.models.hooked import HookedModel
     from headwater.questions.answers import AnsweredQuestions
     from headwater.questions.states import TokenName
-    from headwater.runs.result import Result
-    from headwater.runs.view import View
+    from headwater.runs.result import View
+
+
+# What the page shows of each result: one number beside what it is compared with, and a small table.
+
+
+APART = 0.05
+"""How far a share or an AUC is from its control, at least, not to be called weak."""
+QUESTION = "question"
+"""The method that needs no model."""
+
+
+class Number(NamedTuple):
+    """What was found, and what it is compared with."""
+
+    found: str
+    control: str = ""
+    weak: bool = False
+    """Whether the number is indistinguishable from its control."""
+
+
+def heads(result: Result) -> Number:
+    """How many heads have a label; the strongest beside its habits."""
+    found = result.findings()
+    classified = found["heads"] - found["labels"]["unclassified"]
+    rows = [row for row in found["relations"] if row["best_excess"] is not None]
+    best = max(rows, key=lambda row: row["best_excess"])
+    return Number(
+        f"{classified} of {found['heads']} heads have a label; the strongest, {best['best_head']}, {best['best_sign']} "
+        f"{best['relation']} for {_percent([best['best_score']])} of its pairs",
+        f"by its habits alone {_percent([best['best_expected']])}",
+        weak=best["best_excess"] < APART or not classified,
+    )
+
+
+def answers(result: Result) -> Number:
+    """How many of the answers are wrong."""
+    wrong = [row["wrong"] for row in result.findings()["datasets"] if row["wrong"] is not None]
+    return Number(f"{_percent(wrong)} of the answers of a set are wrong")
+
+
+def pathways(result: Result) -> Number:
+    """How often the knockout flips the probe; as many random words."""
+    sets = result.findings()["datasets"]
+    survive = sum(bool(row["two_modes_survive"]) for row in sets)
+    flips = [[row[name] for row in sets] for name in ("flip_rate", "flip_rate_random")]
+    exact, random = map(_percent, flips)
+    return Number(
+        f"without the question's exact words {exact} of the probe's predictions flip",
+        f"without as many random ones {random}; two modes survive the controls on {survive} of {len(sets)} sets",
+        weak=fmean(flips[0]) - fmean(flips[1]) < APART,
+    )
+
+
+def saliency(result: Result) -> Number:
+    """How often the saliency by the cross-entropy is near zero; by the logit."""
+    kinds = [row["saliency_exact_answer"] for row in result.findings()["datasets"] if row["saliency_exact_answer"]]
+    sure, logit = (_percent(kind["near_zero"][name] for kind in kinds) for name in ("cross_entropy", "logit"))
+    return Number(f"in {sure} of the answers of a set the saliency is near zero", f"by the probe's logit in {logit}")
+
+
+def detection(result: Result) -> Number:
+    """The AUC of the best detector; of the question alone."""
+    sets = [row["auc"] for row in result.findings()["datasets"]]
+    fitted = [max(auc for name, auc in one.items() if name != QUESTION and auc is not None) for one in sets]
+    alone = [one[QUESTION] for one in sets if one.get(QUESTION) is not None]
+    return Number(
+        f"the best detector of a set has AUC {_range(fitted)}",
+        f"the question alone, without a model, {_range(alone)}",
+        weak=bool(alone) and fmean(fitted) - fmean(alone) < APART,
+    )
+
+
+def memorization(result: DepthProfile) -> Number:
+    """Median Min-K% by depth, and how far its mean rises; how far with the words shuffled."""
+    medians = result.findings()["median_min_k"]
+    listed = ", ".join(f"{value:.1f}" for value in medians.values())
+    found = f"the median Min-K% is {listed} nats at depth {', '.join(medians)}"
+    rise, shuffled, less = (_rise(result, control) for control in ("all nodes", "shuffled", "minus shuffled"))
+    if rise is None or shuffled is None or less is None:
+        return Number(found)
+    return Number(
+        f"{found}; from first to last its mean rises by {rise.value:.1f}",
+        f"with the words shuffled by {shuffled.value:.1f}, {less.value:.1f} less (95 % interval {less.low:.1f} to "
+        f"{less.high:.1f})",
+        weak=less.low < APART,
+    )
+
+
+class _Rise(NamedTuple):
+    """By how many nats the mean rises, and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def _rise(result: DepthProfile, control: str) -> _Rise | None:
+    """How far the mean of Min-K% rises from the first to the last depth; None where that was not measured."""
+    rows = result.comparisons
+    ends = f"{result.depths[0]}-{result.depths[-1]}"
+    wanted = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
+    found = rows[(rows[list(wanted)] == pd.Series(wanted)).all(axis=1)]
+    if not len(found):
+        return None
+    value, low, high = (-float(found[name].iloc[0]) for name in ("value", "high", "low"))  # scores fall as Min-K% rises
+    return _Rise(value, low, high)
+
+
+def patching(result: Sweep) -> Number:
+    """How far the strongest place brings the answer back; the strongest head."""
+    cells = whole_summary(result, value="normalized_effect")
+    most = cells.groupby("site")["mean"].max()
+    return Number(
+        f"one place of the residual stream brings {_percent([most['resid_pre']])} of the answer back",
+        f"a single head at most {_percent([most['z']])}",
+        weak=bool(most["resid_pre"] < 0.5),
+    )
+
+
+def cause(result: Evidence) -> Number:
+    """The share of the largest effect of the head that weights and attention name; of what each control names."""
+    if not result.is_measured:
+        return Number(result.verdict, weak=True)
+    share = result.ways.set_index("way")["share"].dropna()
+    named, others = result.way(NAMED), [way for way in (*BASELINES, "shuffled targets") if way in share]
+    return Number(
+        f"weights and attention name head {named['layer']}.{named['head']}: it moves {100 * share[NAMED]:.0f} % as "
+        "much as the head that moves most",
+        "what is named by " + ", by ".join(f"{way} {100 * share[way]:.0f} %" for way in others),
+        weak=not bool(result.can["holds"].iloc[0]),
+    )
+
+
+OTHER_WORD = "another word"
+
+
+def passing(result: Sweep) -> Number:
+    """Between which layers the answer passes to the last token; the layer before, and another word."""
+    cells = result.summary(value="normalized_effect").pivot(index="layer", columns="role", values="mean")
+    first, last, control = (cells[name] for name in ("country", "last", OTHER_WORD))
+    layer = int(last.index[int((last >= 0.5).argmax())])
+    before = max(layer - 1, int(cells.index[0]))
+    return Number(
+        f"the answer is changed at the country up to layer {before} ({100 * first[before]:.0f} % of it comes back), at "
+        f"the last token from layer {layer} on ({100 * last[layer]:.0f} %)",
+        f"at the last token in layer {before} {100 * last[before]:.0f} %, at another word at most "
+        f"{100 * control.max():.0f} %",
+        weak=bool(last.max() < 0.5),
+    )
+
+
+def strongest_edge(result: EdgeEffects) -> Number:
+    """The edge out of a head with the largest estimate."""
+    top = result.top(1000)
+    best = top[top["sender"] == "head"].iloc[0]
+    return Number(f"the strongest edge out of a head, by estimate, is {best['edge']} ({best['estimate']:+.1f} logits)")
+
+
+def circuit(result: CircuitRuns) -> Number:
+    """How faithful the circuit is on held-out prompts; random circuits of its shape."""
+    row = whole_summary(result).iloc[0]
+    return Number(
+        f"{row['circuit']} alone keep {100 * row['faithfulness']:.0f} % of the logit difference on held-out prompts",
+        f"random circuits of the same shape {100 * row['placebo']:.0f} %",
+        weak=bool(row["low"] <= row["placebo_high"]),
+    )
+
+
+def induction(result: AttentionBehaviour) -> Number:
+    """The strongest induction head; as many keys at random."""
+    best = whole_summary(result).query("behaviour == 'induction'").iloc[0]
+    return Number(
+        f"{best['heads']} heads attend to what followed earlier positions with the same token; head "
+        f"{best['layer']}.{best['head']} with {100 * best['score']:.0f} % of its attention",
+        f"as many keys at random get {100 * best['expected']:.0f} %",
+        weak=not best["heads"],
+    )
+
+
+def _percent(values: Iterable[float]) -> str:
+    return _span([f"{100 * value:.0f}" for value in sorted(values)]) + " %"
+
+
+def _range(values: Iterable[float]) -> str:
+    return _span([f"{value:.2f}" for value in sorted(values)])
+
+
+def _span(texts: list[str]) -> str:
+    """The least and the largest; one where they are the same."""
+    return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else "-"
+
+
+def head_table(result: Result) -> pd.DataFrame:
+    """Return the ten relations that a head maps best."""
+    rows = pd.DataFrame(result.findings()["relations"]).sort_values("best_excess", ascending=False).head(10)
+    names = {"best_head": "best head", "best_score": "score", "best_expected": "expected", "best_excess": "excess"}
+    return rows.rename(columns=names)
+
+
+def pathway_table(result: Result) -> pd.DataFrame:
+    """Return the numbers of each question set."""
+    rows = pd.json_normalize(result.findings()["datasets"])
+    names = {
+        "dataset": "dataset",
+        "examples": "answers",
+        "best_layer": "l*",
+        "auc": "AUC",
+        "auc_relation": "AUC of relation alone",
+        "flip_rate": "share that flips",
+        "flip_rate_same_rows": "of rows with as many random words",
+        "flip_rate_random": "flips, random words",
+        "delta_p.Q-anchored": "ΔP, Q-anchored (points)",
+        "delta_p.A-anchored": "ΔP, A-anchored (points)",
+        "two_modes_survive": "two modes survive",
+    }
+    return rows[[name for name in names if name in rows]].rename(columns=names)
+
+
+def detection_table(result: Result) -> pd.DataFrame:
+    """Return the AUC of each method on each question set."""
+    sets = result.findings()["datasets"]
+    methods = [NAMES[method] for method in sets[0]["auc"]]
+    return pd.DataFrame({"AUC of": methods} | {row["dataset"]: list(row["auc"].values()) for row in sets})
+
+
+def depth_table(result: Result) -> pd.DataFrame:
+    """Return the median Min-K% by depth."""
+    medians = result.findings()["median_min_k"]
+    return pd.DataFrame({"depth": list(medians), "median Min-K% (nats)": list(medians.values())})
+
+
+def patching_table(result: Sweep) -> pd.DataFrame:
+    """Return the four strongest cells of each site."""
+    cells = whole_summary(result, value="normalized_effect").dropna(axis=1, how="all")
+    order = cells["mean"].abs().sort_values(ascending=False).index
+    return cells.loc[order].groupby("site", sort=False).head(4).drop(columns=["metric", "p_value"])
+
 
 PAIRS = 16
 
@@ -56,7 +302,7 @@ class Step:
     needs: Sequence[str] = ()
     companions: Sequence[tuple[str, Callable[[Any], Figure | Axes], str]] = ()
     """Further figures: file name, what draws it, caption."""
-    number: Callable[[Any], of.Number] | None = None
+    number: Callable[[Any], Number] | None = None
     table: Callable[[Any], pd.DataFrame] | None = None
     leads: Sequence[str] = ()
     """How the sentences begin that are above the figure. Default: with each question set, or all of them."""
@@ -203,8 +449,8 @@ STEPS = {
         "what shuffled pairs would score, and mere copying, do not count (Elhelo & Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
         _heads,
-        number=of.heads,
-        table=of.head_table,
+        number=heads,
+        table=head_table,
         view=_cards,
     ),
     "answers": Step(
@@ -213,7 +459,7 @@ STEPS = {
         "it contains no accepted answer.",
         "Share of the questions answered rightly and wrongly.",
         _answers,
-        number=of.answers,
+        number=answers,
         is_on_top=False,
     ),
     "pathways": Step(
@@ -223,10 +469,10 @@ STEPS = {
         "always looks like two groups, so the controls decide.",
         "ΔP, the change of the probe's probability of its own prediction, against the layer; bands are 95 %.",
         _pathways("exact_answer_last"),
-        number=of.pathways,
+        number=pathways,
         needs=("answers",),
         companions=COMPANIONS,
-        table=of.pathway_table,
+        table=pathway_table,
         concludes=True,
     ),
     "pathways_before": Step(
@@ -236,10 +482,10 @@ STEPS = {
         "ΔP against the layer, of probes at the token before the answer.",
         _pathways("before_answer"),
         is_on_top=False,
-        number=of.pathways,
+        number=pathways,
         needs=("answers",),
         companions=COMPANIONS,
-        table=of.pathway_table,
+        table=pathway_table,
         concludes=True,
     ),
     "saliency": Step(
@@ -248,7 +494,7 @@ STEPS = {
         "tokens. A confident and right probe has no cross-entropy gradient whatever flows: the logit's is given too.",
         "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",
         _saliency,
-        number=of.saliency,
+        number=saliency,
         is_on_top=False,
         needs=("answers", "pathways"),
     ),
@@ -258,9 +504,9 @@ STEPS = {
         "model, only the question's relation, popularity and depth. Probes read the token before the answer.",
         "AUC with 95 % intervals over questions; the dashed line is chance.",
         _detection,
-        number=of.detection,
+        number=detection,
         needs=("answers",),
-        table=of.detection_table,
+        table=detection_table,
     ),
     "memorization": Step(
         "Memorization by question depth",
@@ -269,10 +515,10 @@ STEPS = {
         "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quarter "
         "(25%) and in its highest (75%).",
         _memorization,
-        number=of.memorization,
+        number=memorization,
         companions=(("layers", _figure("layer_curves"), "The same, read off every layer by the logit lens."),),
         leads=("Min-K%, median", "The medians", "From depth 1 to 3", "Among answers", "The score gap", "Over all"),
-        table=of.depth_table,
+        table=depth_table,
     ),
     "patching": Step(
         "Where an answer can be changed",
@@ -280,9 +526,9 @@ STEPS = {
         "other, at each layer and position or head: how far does the answer come back?",
         "Effect on the logit difference of the two answers, mean over pairs.",
         _patching,
-        number=of.patching,
+        number=patching,
         needs=("answers",),
-        table=of.patching_table,
+        table=patching_table,
         beside=("What each token of the first pair reads, head by head", _attention),
     ),
 }

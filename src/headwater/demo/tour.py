@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 
-from headwater.demo.numbers import Number
-from headwater.demo.page import Section, leading, write_index
-from headwater.demo.steps import STEPS, Seen, Step
-from headwater.demo.written import write, write_figure
+from headwater.demo.page import Section, leading, write, write_figure, write_index
+from headwater.demo.steps import STEPS, Number, Seen, Step
 from headwater.errors import HeadwaterError, RunFolderError
 from headwater.models.loading import load
-from headwater.runs.result import Result
-from headwater.runs.view import View
+from headwater.runs.result import Result, View
 
 INDEX = "index.html"
 MODELS = (

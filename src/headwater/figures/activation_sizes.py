@@ -31,7 +31,7 @@ from headwater.figures.style import (
     whole_numbers,
 )
 from headwater.figures.sweep import shown as written
-from headwater.models.caches.cache import Cache
+from headwater.models.cache import Cache
 from headwater.options import checked_count, checked_several, shown
 from headwater.runs.result import DRAWINGS, whole_summary
 

@@ -1,14 +1,9 @@
-"""What heads attend to, on random tokens and on text, and what their parameters say: maps of layer by head.
-
-The colour and shape of a mark say the behaviour that names the head there; its area grows with the excess. Heads that
-are called by none are small grey discs. The legend counts heads, on random tokens and on text. Below: the share of OV
-eigenvalues, from brown (suppresses) to violet (copies), with a dot where it lies beyond 95 % of random heads; and how
-much of the scores before the softmax the positions decide. What has no value is grey.
-"""
+"""Heads beside one another: what they attend to, which of them compose, and the singular vectors of one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,25 +12,36 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from headwater.colors import INK
+from headwater.colors import BLUE, FAINT, INK
 from headwater.errors import InputError
 from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, mark_heads
 from headwater.figures.style import (
+    columns,
     entitle,
     figure_of,
+    inches,
     legend_below,
     legend_beside,
     model_title,
     new_figure,
+    others,
     style,
     whole_numbers,
 )
-from headwater.figures.sweep import UNSEEN
-from headwater.heads.attended_keys import BEHAVIOURS
+from headwater.figures.sweep import UNSEEN, shown
 from headwater.heads.behaviour import NONE as NOT_CALLED
 from headwater.heads.behaviour import AttentionBehaviour, named, words
+from headwater.heads.patterns import BEHAVIOURS
+from headwater.heads.weight_maps import CIRCUITS, LONG, SIGNS, Composition, SingularVectors
 from headwater.options import checked_name
 from headwater.runs.result import DRAWINGS
+
+# What heads attend to, on random tokens and on text, and what their parameters say: maps of layer by head.
+#
+# The colour and shape of a mark say the behaviour that names the head there; its area grows with the excess. Heads that
+# are called by none are small grey discs. The legend counts heads, on random tokens and on text. Below: the share of OV
+# eigenvalues, from brown (suppresses) to violet (copies), with a dot where it lies beyond 95 % of random heads; and how
+# much of the scores before the softmax the positions decide. What has no value is grey.
 
 
 class Shade(NamedTuple):
@@ -178,3 +184,116 @@ def _mark(name: str, count: str) -> Line2D:
     size = 6.5 * area**0.5
     label = f"{words(name)} ({count})"
     return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0, label=label)
+
+
+# Composition of heads: earlier heads upwards, later heads to the right, a map for the queries, keys and values.
+#
+# The colour is the score above what matrices turned at random would have, from white; lines part the layers. Pairs that
+# cannot be (the later head is not later) are left grey.
+
+
+COLORS = "Blues"
+
+
+@DRAWINGS.add(Composition)
+def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
+    """Draw the scores: what `Composition.plot` says."""
+    present = list(result.table["kind"].unique())
+    kinds = present if kind is None else [checked_name("kind", kind, present)]
+    if ax is not None and len(kinds) > 1:
+        raise InputError("This figure has several panels: name one with kind=, or leave ax= out.")
+    above = (result.table["score"] - result.table["expected"]).clip(lower=0)
+    limit = float(above.max()) or 1.0
+    with style(ax):
+        if ax is not None:
+            axes = [ax]
+        else:
+            figure = new_figure(0.6 + 2.5 * len(kinds), 2.8)
+            axes = list(np.atleast_1d(figure.subplots(1, len(kinds), squeeze=False)[0]))
+        for one, name in zip(axes, kinds, strict=True):
+            part = result.table[result.table["kind"] == name]
+            mesh = _map(one, part, above[part.index], limit)
+            by = LONG[str(name)]
+            one.set_title(by if len(kinds) > 1 else model_title(result.run, f"composition of heads by {by}"))
+        axes[0].set_ylabel("Earlier head, by layer")
+        bar = axes[0].figure.colorbar(mesh, ax=axes, fraction=0.04, pad=0.02)
+        bar.outline.set_visible(False)
+        bar.set_label(f"Score above chance ({result.table['expected'].iloc[0]:.2f})")
+        if len(kinds) > 1:
+            entitle(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
+    return axes[0] if len(kinds) == 1 else figure_of(axes[0])
+
+
+def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
+    heads = max(part["writer_head"].max(), part["reader_head"].max()) + 1
+    layers = int(part["reader_layer"].max()) + 1
+    grid = np.full((heads * (layers - 1), heads * (layers - 1)), np.nan)
+    rows = part["writer_layer"].to_numpy() * heads + part["writer_head"].to_numpy()
+    columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
+    grid[rows, columns] = above
+    ax.set_facecolor(UNSEEN)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=COLORS, vmin=0, vmax=limit, rasterized=True)
+    step = -(-layers // 12)
+    for edge in range(1, layers - 1):
+        ax.axhline(edge * heads, color="white", linewidth=0.6)
+        ax.axvline(edge * heads, color="white", linewidth=0.6)
+    places = np.arange(0, layers - 1, step)
+    ax.set_yticks((places + 0.5) * heads, [str(one) for one in places])
+    ax.set_xticks((places + 0.5) * heads, [str(one + 1) for one in places])
+    ax.tick_params(length=0)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.set_xlabel("Later head, by layer")
+    return mesh
+
+
+# Singular vectors of a head: the share of each of the first ones beside random factors, and the tokens along them.
+
+
+TOKENS = 4
+"""Listed of each side and sign, where there is room."""
+SIZE = 6
+"""Of their type, in points."""
+
+
+@DRAWINGS.add(SingularVectors)
+def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Axes:
+    """Draw the vectors that have tokens as bars, with their tokens written beside them."""
+    table = result.table
+    vectors = table["vector"].unique().tolist()
+    values = result.values.set_index("vector").loc[vectors]
+    first = table.iloc[0]
+    with style(ax):
+        if ax is None:
+            ax = new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
+        ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
+        ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
+        # Beside the bars: two thirds of the width, in letters of their size.
+        room = 72 * 0.64 * inches(ax)[0] / (0.55 * SIZE)
+        widest = float(max(values["share"].max(), values["random_share"].max()))
+        for vector in vectors:
+            for sign, offset in zip(SIGNS, (-0.19, 0.19), strict=True):
+                part = table[(table["vector"] == vector) & (table["sign"] == sign)]
+                sides = [part.loc[part["side"] == side, "token"] for side in CIRCUITS[str(first["circuit"])]]
+                lines = (_line(sign, sides, n) for n in range(TOKENS, 0, -1))
+                line = next((line for line in lines if columns(line) <= room), _line(sign, sides, 1))
+                ax.text(
+                    widest * 1.06, vector + offset, line, size=SIZE, va="center", in_layout=False,
+                    family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
+                )  # fmt: skip
+        ax.set_yticks(vectors, [str(vector) for vector in vectors])
+        ax.set_ylim(max(vectors) + 0.6, 0.4)
+        ax.set_xlim(0, widest * 3.2)
+        ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= widest * 1.01]
+        ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+        ax.set(ylabel="Singular vector")
+        ax.set_xlabel("Share of the circuit (bar; tick: random factors)", loc="left")
+        circuit = f"what {str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']} does to tokens"
+        ax.set_title(model_title(result.run, circuit))
+    return ax
+
+
+def _line(sign: str, sides: Iterable[Iterable[str]], n: int) -> str:
+    """The first tokens of both sides."""
+    first = (" ".join(map(shown, islice(side, n))) for side in sides)
+    return f"{sign.replace('-', '−')}  {'  →  '.join(first)}"

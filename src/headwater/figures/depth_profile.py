@@ -37,10 +37,9 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import label as drawn_label
 from headwater.figures.style import style as shared_look
-from headwater.likelihood.answering import DATA
+from headwater.likelihood.framed import DATA
 from headwater.likelihood.profile import DepthProfile
-from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
 
 DEPTH_COLORS = (BLUE, ORANGE, GREEN, "#8c5fb0", "#7a7a7a")
 DEPTH_MARKS = ("o", "s", "^", "D", "v")

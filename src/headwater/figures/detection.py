@@ -1,16 +1,35 @@
-"""Detection of wrong answers: the AUC of every method with its 95 % interval, a mark per question set."""
+"""Right and wrong answers: how many, how well detectors tell them apart, and what probes read by layer."""
 
 from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
-from headwater.colors import FAINT, looks_of_sets
-from headwater.detection.detection import Detection
-from headwater.detection.evaluation import NAMES
+from headwater.colors import BLUE, FAINT, INK, ORANGE, looks_of_sets
+from headwater.detection.detection import NAMES, Detection
 from headwater.errors import InputError
-from headwater.figures.style import LINES_ARE, MARKS_ONLY, label, model_title, new_figure, style
+from headwater.figures.style import (
+    BANDS_ARE,
+    DASHED,
+    LINES_ARE,
+    MARKS_ONLY,
+    entitle,
+    label,
+    legend_above,
+    model_title,
+    new_figure,
+    style,
+    ticks,
+    whole_numbers,
+)
+from headwater.pathways.token_map import ProbeMap
+from headwater.probes.selectivity import ProbeFit
+from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.result import DRAWINGS
+
+# Detection of wrong answers: the AUC of every method with its 95 % interval, a mark per question set.
 
 
 @DRAWINGS.add(Detection)
@@ -49,4 +68,124 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
             figure.legend(loc="outside lower center", ncols=min(2, len(sets)), fontsize=7, **MARKS_ONLY)
         else:
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(2, len(sets)), **MARKS_ONLY)
+    return ax
+
+
+# The figure of answered questions: how many were answered rightly, wrongly, not to the end, or cannot be used.
+
+
+INKS = {"right": "white", "wrong": INK, "cut off": "white", "dropped": INK}
+ROOM = 0.06
+"""The least share that a number fits into."""
+COLORS = {"right": BLUE, "wrong": ORANGE, "cut off": FAINT, "dropped": "#d0d0d0"}
+
+
+@DRAWINGS.add(AnsweredQuestions)
+def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
+    """Draw a bar per question set: the shares right, wrong, cut at the token limit, and dropped for other reasons."""
+    sets = answered.findings()["datasets"]
+    written = ticks(row["dataset"] for row in sets)
+    names = [f"{name} ({row['questions']:,})" for name, row in zip(written, sets, strict=True)]
+    used = [row["used"] / row["questions"] for row in sets]
+    wrong = [share * (row["wrong"] or 0.0) for share, row in zip(used, sets, strict=True)]
+    right = [share - part for share, part in zip(used, wrong, strict=True)]
+    cut = [row["cut"] / row["questions"] for row in sets]
+    dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
+    with style(ax):
+        if ax is None:
+            ax = new_figure(4.5, 1.0 + 0.3 * len(names)).add_subplot()
+        left = [0.0] * len(names)
+        for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
+            if not any(shares):
+                continue
+            bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[name], label=name)
+            labels = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
+            ax.bar_label(bars, labels, label_type="center", color=INKS[name], fontsize=7)
+            left = [start + share for start, share in zip(left, shares, strict=True)]
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.set(xlim=(0, 1), xlabel="Share of the questions")
+        legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
+    return ax
+
+
+# What probes read by layer: AUC with its interval, the control task's AUC, and selectivity.
+#
+# Also the AUC of probes for wrong answers by token and layer, a map per question set; the best pair is framed.
+
+
+TOKEN_NAMES = {
+    "question_last": "exact question, last",
+    "prompt_last": "prompt, last",
+    "answer_first": "answer, first",
+    "before_answer": "before exact answer",
+    "exact_answer_first": "exact answer, first",
+    "exact_answer_last": "exact answer, last",
+    "after_answer": "after exact answer",
+    "answer_last": "answer, last",
+}
+
+
+@DRAWINGS.add(ProbeMap)
+def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
+    """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1.
+
+    A panel for each question set; on a given `ax`, the first one's.
+    """
+    sets = found.datasets
+    with style(ax):
+        if ax is not None:
+            _panel(found, sets[0], ax)
+            ax.set_title(model_title(found.run, f"wrong answers detected by probes, {label(sets[0])}"))
+            return ax
+        tokens = found.table["token"].nunique()
+        across = min(2, len(sets))
+        rows = -(-len(sets) // across)
+        size = (2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
+        figure = new_figure(*size)
+        axes = figure.subplots(rows, across, squeeze=False, sharey=True).ravel().tolist()
+        for panel, name in zip(axes, sets, strict=False):
+            image = _panel(found, name, panel)
+            answers = found.table.loc[found.table["dataset"] == name, "answers"].iloc[0]
+            panel.set_title(f"{label(name)} (n = {answers:,})")
+        for spare in axes[len(sets) :]:
+            spare.set_axis_off()
+        figure.colorbar(image, ax=axes, label="AUC")
+        entitle(figure, model_title(found.run, f"wrong answers detected by probes of {found.run.options['site']}"))
+    return figure
+
+
+def _panel(found: ProbeMap, name: str, ax: Axes):  # type: ignore[no-untyped-def]
+    wide = found.table[found.table["dataset"] == name].pivot(index="token", columns="layer", values="auc")
+    tokens = [token for token in TOKEN_NAMES if token in wide.index]
+    values = wide.loc[tokens].to_numpy(dtype=float)
+    image = ax.imshow(values, cmap="Blues", vmin=0.5, vmax=1.0, aspect="auto", interpolation="none")
+    row, column = divmod(int(values.argmax()), values.shape[1])
+    ax.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, edgecolor=INK, linewidth=1.0))
+    ax.set_yticks(range(len(tokens)), [TOKEN_NAMES[token] for token in tokens])
+    ax.set_xlabel("Layer")
+    whole_numbers(ax.xaxis)
+    return image
+
+
+@DRAWINGS.add(ProbeFit)
+def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
+    """Draw AUC, the control task's AUC, and selectivity by layer."""
+    table = fit.table.sort_values("layer")
+    layers = table["layer"].to_numpy(dtype=float)
+    with style(ax):
+        ax = ax or new_figure(3.6, 2.5).add_subplot()
+        ax.axhline(0.5, color=FAINT, linewidth=0.6)
+        ax.axhline(0, color=FAINT, linewidth=0.6)
+        for name, text, color in (("auc", "AUC", BLUE), ("selectivity", "selectivity (accuracy)", ORANGE)):
+            value = table[name].to_numpy(dtype=float)
+            low, high = (table[f"{name}_{end}"].to_numpy(dtype=float) for end in ("low", "high"))
+            ax.fill_between(layers, low, high, color=color, alpha=0.18, linewidth=0)
+            ax.plot(layers, value, color=color, marker="o", markersize=2.6, label=text)
+        if table["control_auc"].notna().any():
+            ax.plot(layers, table["control_auc"], color=FAINT, linestyle=DASHED, label="AUC of control tasks")
+        ax.set_ylim(min(-0.1, float(table["selectivity_low"].min(skipna=True) or 0) - 0.02), 1.03)
+        whole_numbers(ax.xaxis)
+        ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel="AUC, or difference of accuracies")
+        legend_above(ax, 2, model_title(fit.run, f"probes of {fit.site} (n = {int(table['rows'].iloc[0]):,})"))
     return ax

@@ -96,11 +96,11 @@ def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
                 place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
         _when(found.when, axes[3])
         _cost(found.cost, axes[4])
-        entitle(figure, title_of(found))
+        entitle(figure, evidence_title(found))
     return figure
 
 
-def title_of(found: Evidence) -> str:
+def evidence_title(found: Evidence) -> str:
     """Return the title of figure and view."""
     return model_title(found.run, f"{found.relation}, from weights to a cause")
 

@@ -1,24 +1,45 @@
-"""What changed in the heads from one model to another: layer by head, or model by model.
-
-Two models: a mark where a head gained (triangle up), lost (triangle down), strengthened or weakened (plus, minus) a
-relation, in the colour of the relation's category; the largest change of a head is drawn. Grey discs are heads that are
-classified in the first model and did not change. More than two: how many heads each category has, model by model, and
-below, how many heads gained and lost a relation against the first.
-"""
+"""Head maps compared: from model to model, against the threshold, and with what heads do when they run."""
 
 from __future__ import annotations
 
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.errors import InputError
-from headwater.figures.style import label, legend_beside, new_figure, style, ticks, whole_numbers
+from headwater.figures.style import (
+    DASHED,
+    LINES_ARE,
+    MARKS_ONLY,
+    cell_ticks,
+    entitle,
+    label,
+    legend_above,
+    legend_beside,
+    model_title,
+    new_figure,
+    style,
+    ticks,
+    whole_numbers,
+)
+from headwater.heads.ablation import HeadAblation
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.comparison import HeadComparison
+from headwater.heads.scoring import Sensitivity
+from headwater.heads.validation import DynamicScores
 from headwater.runs.result import DRAWINGS, whole_summary
+
+# What changed in the heads from one model to another: layer by head, or model by model.
+#
+# Two models: a mark where a head gained (triangle up), lost (triangle down), strengthened or weakened (plus, minus) a
+# relation, in the colour of the relation's category; the largest change of a head is drawn. Grey discs are heads that
+# are classified in the first model and did not change. More than two: how many heads each category has, model by model,
+# and below, how many heads gained and lost a relation against the first.
+
 
 MARKS = {"gained": "^", "lost": "v", "stronger": "+", "weaker": "_"}
 UNCHANGED = "#cfcfcf"
@@ -106,3 +127,141 @@ def _draw_curves(comparison: HeadComparison) -> Figure:
 
 def _mark(shape: str, color: str, name: str) -> Line2D:
     return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=5, label=name)
+
+
+# How many heads are classified, against the threshold: a line per category, a panel per rule.
+#
+# The black line counts heads in any category; a head of several counts in the line of each. The dashed upright line is
+# the threshold of the head map itself, in the panel of its rule. Where other settings were scored, a last panel has the
+# heads that each calls, and how many of them the map calls alike.
+
+
+PANEL = (2.7, 2.8)
+ANY = "any category"
+
+
+@DRAWINGS.add(Sensitivity)
+def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes | Figure:
+    """Draw what `HeadMap.sensitivity` returns.
+
+    A given `ax` takes that of a map without a null model, which has one panel.
+    """
+    rules = list(dict.fromkeys(sensitivity.table["rule"]))
+    n_settings = sensitivity.table["setting"].nunique()
+    n_panels = len(rules) + (n_settings > 1)
+    if ax is not None and n_panels > 1:
+        raise InputError("The figure has several panels, a panel per rule and one of other settings: leave ax= out.")
+    with style(ax):
+        if ax is not None:
+            _draw(sensitivity, rules[0], ax)
+            ax.set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
+            ax.legend(loc="upper right")
+            return ax
+        figure = new_figure(max(n_panels * PANEL[0], 3.6), max(PANEL[1], 1.4 + 0.2 * n_settings))
+        panels = figure.subplots(1, n_panels, squeeze=False)[0]
+        for panel, rule in zip(panels, rules, strict=False):
+            _draw(sensitivity, rule, panel)
+        for panel in panels[1 : len(rules)]:
+            panel.sharey(panels[0])
+            panel.set_ylabel("")
+        handles, names = panels[0].get_legend_handles_labels()
+        if n_panels > len(rules):
+            handles += _draw_settings(sensitivity, panels[-1])
+            names += ["called", "of these, in the map"]
+        columns = max(2, int(figure.bbox_inches.width))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, title="dashed: the map's")
+        entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
+    return figure
+
+
+def _draw_settings(sensitivity: Sensitivity, ax: Axes) -> list[Artist | BarContainer]:
+    """Draw the heads that each setting calls, and those of them that the map calls alike."""
+    rows = sensitivity.at_own_threshold
+    places = range(len(rows))
+    bars = ax.barh(places, rows["heads"], color=FAINT, height=0.7)
+    dots = ax.scatter(rows["kept"], places, color=INK, s=12, zorder=2)
+    ax.set(xlabel="Heads", yticks=list(places), yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
+    ax.set_title("other settings")
+    whole_numbers(ax.xaxis)
+    return [bars, dots]
+
+
+def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
+    rows = sensitivity.as_mapped[sensitivity.as_mapped["rule"] == rule]
+    ax.plot(rows["threshold"], rows["heads"], color=INK, marker="o", markersize=3, clip_on=False, label=ANY)
+    for name, category in CATEGORIES.items():
+        if name in rows:
+            ax.plot(
+                rows["threshold"], rows[name], color=category.color, marker=category.mark, markersize=3, linewidth=0.9,
+                clip_on=False, label=label(name),
+            )  # fmt: skip
+    if rule == sensitivity.run.options["rule"]:
+        ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
+    most = max(1, int(sensitivity.table["heads"].max()))
+    what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
+    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most))
+    cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
+    ax.set_title(f"{rule} rule")
+    whole_numbers(ax.yaxis)
+
+
+# Figures of head validation: static–dynamic correlations per relation, and accuracy as heads are removed.
+
+
+CONTEXT_LOOKS = {"without": (BLUE, "o"), "with": (ORANGE, "s")}
+
+
+@DRAWINGS.add(DynamicScores)
+def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
+    """Draw the correlation of static and dynamic scores with its interval, a line per relation and context."""
+    rows = scores.correlations[scores.correlations["sign"] == "score"]
+    names = list(dict.fromkeys(rows["relation"]))
+    heads = f"{int(rows['heads'].max()):,}"
+    with style(ax):
+        if ax is None:
+            ax = new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
+        for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
+            found = rows[rows["context"] == context].set_index("relation").loc[names]
+            y = [place + shift for place in range(len(names))]
+            ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1)
+            ax.plot(found["pearson"], y, mark, color=color, markersize=4, label=f"{context} context")
+        ax.set_yticks(range(len(names)), ticks(name.replace("_", " ") for name in names))
+        ax.set(
+            xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02),
+            xlabel=f"Pearson correlation over {heads} heads ({LINES_ARE})",
+        )
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        legend_above(ax, 2, model_title(scores.run, "scores of heads, static and dynamic"), **MARKS_ONLY)
+    return ax
+
+
+@DRAWINGS.add(HeadAblation)
+def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
+    """Draw accuracy against the number of heads removed."""
+    table = ablation.table
+    base = table[(table["role"] == "relation") & (table["removed"] == "none")]
+    with style(ax):
+        if ax is None:
+            ax = new_figure(3.6, 3.0).add_subplot()
+        for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
+            rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
+            if rows.empty:
+                continue
+            means = rows.groupby("n_heads")["accuracy"].agg(["mean", "min", "max"])
+            x = [0, *means.index]
+            start = base["accuracy"].iloc[0]
+            ax.fill_between(x, [start, *means["min"]], [start, *means["max"]], color=color, alpha=0.2, linewidth=0)
+            draws = rows["draw"].nunique()
+            name = f"{removed} ({draws} draws, band: all)" if draws > 1 else removed
+            ax.plot(x, [start, *means["mean"]], look, color=color, markersize=3, label=name)
+        controls = table[(table["role"] == "control") & (table["removed"] == "relation heads")]
+        if len(controls):
+            ax.plot(
+                controls["n_heads"], controls["accuracy"], "x", color=INK, markersize=5, label="on control relations"
+            )
+        ax.set(ylim=(-0.03, 1.03), xlabel="Heads removed", ylabel="Accuracy")
+        whole_numbers(ax.xaxis)
+        items = base["items"].iloc[0]
+        seen = f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)"
+        legend_above(ax, 1, model_title(ablation.run, f"heads removed,\n{seen}"))
+    return ax

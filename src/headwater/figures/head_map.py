@@ -29,8 +29,7 @@ from headwater.figures.style import style as shared_look
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.options import checked_count
-from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, Size, apply_title_and_size
 
 NONE = ("#d4d4d4", "o")
 SEVERAL = (("#b08fd8", "p"), (PURPLE, "h"), ("#45156e", "*"), ("#1f0833", "P"))

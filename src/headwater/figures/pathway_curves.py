@@ -38,14 +38,11 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import style as shared_look
 from headwater.options import shown as written
-from headwater.pathways.mean_effects import FEWEST
-from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES, PER_LAYER, RANDOM_SPLIT, SplitName
-from headwater.pathways.summary import SetAtBest
+from headwater.pathways.modes import BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, SplitName
+from headwater.pathways.report import SetAtBest
 from headwater.pathways.tables import PROBE, WRONG_ANSWER
 from headwater.pathways.trace import Pathways
-from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.findings import with_interval
-from headwater.runs.result import DRAWINGS
+from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, with_interval
 
 PUBLISHED = (ORANGE, RED, BROWN, FAINT)
 """The published colours of A-anchored examples, by question set."""

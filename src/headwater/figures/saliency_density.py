@@ -40,11 +40,8 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import style as shared_look
 from headwater.options import checked_name
-from headwater.pathways.attention_saliency import Saliency
-from headwater.pathways.saliency_report import LossName
-from headwater.runs.figure_options import Size, apply_title_and_size
-from headwater.runs.findings import with_interval
-from headwater.runs.result import DRAWINGS
+from headwater.pathways.attention_saliency import LossName, Saliency
+from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, with_interval
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, Interval, interval
 

@@ -1,6 +1,6 @@
 """What each head attends to, when it is run: on random tokens and on text, beside keys drawn at random.
 
-1. Random tokens, said twice, and texts (`attended_keys`): the share of a head's attention on the keys of each
+1. Random tokens, said twice, and texts (`patterns`): the share of a head's attention on the keys of each
    behaviour, averaged over the queries that have such keys; and what as many at shuffled positions get (`patterns`).
 2. `excess` is the chance-corrected score (score - expected) / (1 - expected). Its sequences are the unit: the interval
    is a bootstrap over them, p that of a mean this far above shuffled positions (`stats.significance.excess_p`), q holds
@@ -8,7 +8,7 @@
 3. A head is called by a behaviour where q is at most 5 % and the excess reaches the threshold. It is named by the one
    with the largest excess; by the first position only where there is no other, because heads that find nothing rest
    there.
-4. From the parameters: whether it writes what it reads, by the eigenvalues of its OV circuit (`copying`).
+4. From the parameters: whether it writes what it reads, by the eigenvalues of its OV circuit (`patterns`).
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.data.rows import read_texts
 from headwater.errors import HeadwaterError, ModelError
-from headwater.heads.attended_keys import BEHAVIOURS, TokenKinds, repeated_tokens, token_kinds
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
-from headwater.heads.copying import copying_scores
 from headwater.heads.patterns import (
+    BEHAVIOURS,
     MOST_SEQUENCES,
     POSITION,
     SUMS,
+    TokenKinds,
+    copying_scores,
     heads_of,
     layers_read,
     pattern_sums,
     position_share,
+    repeated_tokens,
     rows_at_once,
+    token_kinds,
 )
+from headwater.models.effective_embedding import KINDS, EmbeddingName, published_embedding
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.models.packaged import is_embedded, world_folder
 from headwater.models.tokens import Batch, Inputs, by_length, encode
-from headwater.models.weights.effective_embedding import KINDS, EmbeddingName, published_embedding
 from headwater.options import checked_count, checked_flag, checked_name, checked_number, checked_seed
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, each_row, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import Numbers, chance_corrected, excess_p, q_values
 

@@ -32,8 +32,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
-from headwater.heads.relation_tokens import MultiTokenName, shared_relations, word_tokens
-from headwater.heads.relations import Relation, Relations, load_relations
+from headwater.heads.relations import MultiTokenName, Relation, Relations, load_relations, shared_relations, word_tokens
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
     Usable,
@@ -45,16 +44,14 @@ from headwater.heads.scoring import (
     scored_relations,
     with_moments,
 )
+from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
-from headwater.models.weights.effective_embedding import EmbeddingName
-from headwater.models.weights.weight_source import WeightSource
+from headwater.models.weights import WeightSource
 from headwater.options import checked_flag, has_no_order, is_one, shown
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, each_row, whole_summary
 from headwater.stats.significance import Numbers, mcnemar_p, q_values
 
 if TYPE_CHECKING:

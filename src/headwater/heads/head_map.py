@@ -11,11 +11,17 @@ import pandas as pd
 
 from headwater.errors import InputError, ModelError
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.card import AttentionTable, HeadCard, behaviour_of_head, relations_of_head
+from headwater.heads.card import (
+    AttentionTable,
+    HeadCard,
+    behaviour_of_head,
+    relations_of_head,
+    salient_of_heads,
+    salient_operations,
+)
 from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
 from headwater.heads.prompts import TEMPLATE, relations_of
 from headwater.heads.relations import Relations, load_relations
-from headwater.heads.salient import salient_of_heads, salient_operations
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
     AS_MAPPED,
@@ -28,18 +34,16 @@ from headwater.heads.scoring import (
     sentences_of_embedding,
 )
 from headwater.heads.use import COLUMNS, UseOptions, head_use, sentences_of_use, use_counts
+from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
-from headwater.models.weights.effective_embedding import EmbeddingName
-from headwater.models.weights.weight_source import WeightSource
+from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_name, one_or_several, shown
 from headwater.runs.analysis import Run
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, rounded
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, each_row, rounded, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,14 @@ from torch import Tensor
 
 from headwater.data.strict_json import is_unicode
 from headwater.errors import InputError, ModelError
-from headwater.heads.relation_tokens import MultiTokenName, TokenRelation, tokenize_relations, word_tokens
-from headwater.heads.relations import Relations, load_relations
+from headwater.heads.relations import (
+    MultiTokenName,
+    Relations,
+    TokenRelation,
+    load_relations,
+    tokenize_relations,
+    word_tokens,
+)
 from headwater.models.hooked import HookedModel
 from headwater.models.tokenizers import Bos
 from headwater.models.tokens import Batch, make_batch, token_span

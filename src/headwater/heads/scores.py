@@ -44,12 +44,11 @@ from torch import Tensor
 
 from headwater.errors import InputError
 from headwater.heads.categories import add_excess
-from headwater.heads.relation_tokens import TokenRelation
+from headwater.heads.relations import TokenRelation
 from headwater.kernels import ov_blocked, ov_sweep
 from headwater.kernels.devices import full_float32, to_device, to_device_many
 from headwater.kernels.ov import OVMaps, first_tokens, longest_column
-from headwater.models.weights.opening import LayersAhead
-from headwater.models.weights.weight_source import WeightSource
+from headwater.models.weights import LayersAhead, WeightSource
 from headwater.stats.significance import (
     Numbers,
     count_moments,

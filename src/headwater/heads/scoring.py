@@ -34,19 +34,16 @@ from torch import Tensor
 
 from headwater.errors import AgreementWarning, InputError
 from headwater.heads.categories import CATEGORIES, RULES, apply_rule
-from headwater.heads.relation_tokens import MIN_PAIRS, MultiTokenName, TokenRelation, tokenize_relations
-from headwater.heads.relations import Relation
+from headwater.heads.relations import MIN_PAIRS, MultiTokenName, Relation, TokenRelation, tokenize_relations
 from headwater.heads.scores import MOMENTS, LayerScorer, suite_pairs
-from headwater.models.shape import ModelShape
-from headwater.models.weights.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
-from headwater.models.weights.opening import LayersAhead
-from headwater.models.weights.weight_source import WeightSource
+from headwater.models.effective_embedding import KINDS, LLAMA_3_VOCABULARY, published_embedding
+from headwater.models.families import ModelShape
+from headwater.models.weights import LayersAhead, WeightSource
 from headwater.options import checked_count, checked_name, checked_number
 from headwater.runs.analysis import Run
-from headwater.runs.figure_options import Size
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,10 +36,10 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
 from headwater.heads.prompts import TaskPrompts, task_prompts
-from headwater.heads.relation_tokens import TokenRelation
+from headwater.heads.relations import TokenRelation
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name, checked_repeats, shown
-from headwater.patching.ablation import ablate
+from headwater.patching.activation_patching import ablate
 from headwater.patching.metrics import Metric
 from headwater.progress import progress_bar
 from headwater.stats.resample import Bootstrap, percentile_interval

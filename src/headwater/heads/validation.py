@@ -28,8 +28,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.heads.head_map import HeadMap, checked_map
 from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
-from headwater.heads.relation_tokens import TokenRelation
-from headwater.heads.relations import Relations
+from headwater.heads.relations import Relations, TokenRelation
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
 from headwater.kernels.devices import to_device
@@ -38,13 +37,12 @@ from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
 from headwater.models.tokenizers import Bos
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from headwater.options import checked_count
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
-from headwater.stats.correlation import fisher_interval, pearson
+from headwater.runs.result import Result, Size, whole_summary
+from headwater.stats.discrimination import fisher_interval, pearson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

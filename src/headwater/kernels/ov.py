@@ -2,7 +2,7 @@
 
 A head that attends to a source s writes m_s = x_s W_V W_O W_U, one logit for each token of the vocabulary (Elhelo &
 Geva, ACL 2025). This file is the formula as it is read: the whole map in float64, then counts. `ov_blocked`,
-`ov_sweep` and `ov_ranks` compute the same without the map.
+`ov_sweep` and `ov_blocked` compute the same without the map.
 
     rank of t in m_s        greater = #{v != t : m_s[v] > m_s[t]},   smaller = #{v != t : m_s[v] < m_s[t]}
     t in the top k          greater < k

@@ -14,7 +14,7 @@ after a glance: once k tokens are greater than t and k are smaller, no other tok
 Float32 is trusted up to a margin, `rounding` times the norms of the factors multiplied in float32; in wide models, and
 on a CUDA device, z = x W_V is made in float64, so that the margin is narrow there too. A token within the margin of the
 target is too near to call. So results equal those of `ov`, ties included, for weights of any dtype.
-`ov_sweep` and `ov_ranks` go through the whole vocabulary in the same manner.
+`ov_sweep` and `count_ranks` below go through the whole vocabulary in the same manner.
 
 On a CUDA device the first glance at all heads is one launch of the kernel in `ov_triton`, over a wider sample, and
 factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 times as large makes launches few. Which
@@ -56,9 +56,9 @@ CUDA_WORKSPACE = 16
 class Triples:
     """Pairs of chosen heads, by ascending head, on the CPU."""
 
-    head: Int[Tensor, "triple"]
-    source: Int[Tensor, "triple"]
-    target: Int[Tensor, "triple"]
+    head: Int[Tensor, " triple"]
+    source: Int[Tensor, " triple"]
+    target: Int[Tensor, " triple"]
 
     def __len__(self) -> int:
         return len(self.head)
@@ -80,7 +80,7 @@ class Glance:
 
 @full_float32()
 def topk_membership(
-    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
     """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source.
 
@@ -95,7 +95,7 @@ def topk_membership(
 
 
 def settle_left(
-    maps: OVMaps, left: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, "pair"], ...]
+    maps: OVMaps, left: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, " pair"], ...]
 ) -> Bool[Tensor, "sign head pair"]:
     """Decide what is left after a first glance at pairs, given as there; all on the CPU. The others are not hits."""
     source, target, k = pairs
@@ -108,7 +108,7 @@ def settle_left(
 
 @full_float32()
 def first_glance(
-    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> Glance:
     """Compare each pair's target with a sample of the vocabulary. The arguments are those of `topk_membership`."""
     # Pairs at a time, so that the columns of W_U for their targets stay within the workspace.
@@ -121,7 +121,7 @@ def first_glance(
 
 
 def _first_glance(
-    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> Glance:
     sample = _sample(maps)
     # Pairs of a suite share sources and targets: z and W_O W_U are made once for each distinct one.
@@ -158,7 +158,7 @@ def _first_glance(
 
 
 def _values_and_margin(
-    maps: OVMaps, rows: Int[Tensor, "source"]
+    maps: OVMaps, rows: Int[Tensor, " source"]
 ) -> tuple[Float[Tensor, "kv_head source d_head"], Float[Tensor, "head source"]]:
     """Return z = x W_V in float32 for some sources, and how far the logits that follow from it may be off.
 
@@ -175,7 +175,7 @@ def _values_and_margin(
 
 
 def exact_values_margin(
-    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], source: Int[Tensor, "row"]
+    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], source: Int[Tensor, " row"]
 ) -> Float[Tensor, "head row"]:
     """How far logits may be off once z is exact: no sum has more terms than Σ_j |z_j| |W_O[j]| max_v |W_U[:, v]|."""
     lengths = torch.linalg.vector_norm(maps.W_O, dim=2, dtype=torch.float64)
@@ -210,7 +210,7 @@ def sample_size(W_U: Float[Tensor, "d_model d_vocab"]) -> int:
     return FIRST_TILE * (8 if W_U.is_cuda else 1)
 
 
-def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
+def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Tensor, "2 triple"]:
     """Decide top-k and bottom-k membership of chosen triples: the staged count, then float64 where it is too near.
 
     k and what is returned are on the CPU.
@@ -222,7 +222,7 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Ten
     return torch.cat([torch.zeros(2, 0, dtype=torch.bool), *(part.cpu() for part in parts)], dim=1)
 
 
-def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Tensor, "2 triple"]:
+def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Tensor, "2 triple"]:
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, triples)
     target, k = (to_device(one, exact.device) for one in (triples.target, k))
@@ -257,9 +257,9 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, "triple"]) -> Bool[Te
 def _exact_counts(
     maps: OVMaps,
     y: Float[Tensor, "triple d_model"],
-    own: Float[Tensor, "triple"],
-    target: Int[Tensor, "triple"],
-    tie: Float[Tensor, "triple"],
+    own: Float[Tensor, " triple"],
+    target: Int[Tensor, " triple"],
+    tie: Float[Tensor, " triple"],
 ) -> Int[Tensor, "2 triple"]:
     """Count greater and smaller logits over the whole vocabulary in float64."""
     counts = torch.zeros(2, len(target), dtype=torch.int64, device=y.device)
@@ -296,13 +296,13 @@ def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_mode
 
 
 def token_logits(
-    maps: OVMaps, y: Float[Tensor, "triple d_model"], token: Int[Tensor, "triple"]
-) -> Float[Tensor, "triple"]:
+    maps: OVMaps, y: Float[Tensor, "triple d_model"], token: Int[Tensor, " triple"]
+) -> Float[Tensor, " triple"]:
     """Return the logit y W_U[:, token] of one token per triple, in float64."""
     return (y * columns_of(maps, token).T.double()).sum(-1)
 
 
-def columns_of(maps: OVMaps, token: Int[Tensor, "token"]) -> Float[Tensor, "d_model token"]:
+def columns_of(maps: OVMaps, token: Int[Tensor, " token"]) -> Float[Tensor, "d_model token"]:
     """Return what W_U has for some tokens; models store it token after token, so that whole rows are copied."""
     # Gathered as columns of W_U the numbers come one at a time: 0.05 of 0.57 s of a layer (benchmarks/NOTES.md).
     return maps.W_U.T.index_select(0, token).T
@@ -315,7 +315,7 @@ def _logits_of_rows(
     return (tile.T @ y.T).T.contiguous() if len(y) < FEW_ROWS else y @ tile
 
 
-def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, "triple"]) -> Float[Tensor, "triple"]:
+def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple"]) -> Float[Tensor, " triple"]:
     """Return in float64 how far the logit of each triple's target is above that of another token."""
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
     differences = [torch.zeros(0, dtype=torch.float64, device=maps.x.device)]
@@ -364,9 +364,9 @@ def head_blocks(maps: OVMaps, columns: int) -> Iterator[range]:
 def count_products(
     z: Float[Tensor, "row d_head"],
     W: Float[Tensor, "d_head token"],
-    own: Float[Tensor, "row"],
-    margin: Float[Tensor, "row"],
-) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
+    own: Float[Tensor, " row"],
+    margin: Float[Tensor, " row"],
+) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Count as `count_beyond` does the logits z W, as many rows at a time as leave them in the processor's cache."""
     # Per thread: at this many numbers for both threads together ranks took 261 s in place of 230.
     n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // W.shape[1])
@@ -376,8 +376,8 @@ def count_products(
 
 
 def count_beyond(
-    logits: Float[Tensor, "row token"], own: Float[Tensor, "row"], margin: Float[Tensor, "row"]
-) -> tuple[Float[Tensor, "row"], Float[Tensor, "row"]]:
+    logits: Float[Tensor, "row token"], own: Float[Tensor, " row"], margin: Float[Tensor, " row"]
+) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Count the logits above own + margin and below own - margin (as floats: comparison and sum then vectorize)."""
     # One array for both signs, filled by out=: booleans were ten times slower to compare and to sum.
     beyond = torch.empty_like(logits)
@@ -386,13 +386,103 @@ def count_beyond(
     return above, below
 
 
-def value_heads(maps: OVMaps, device: torch.device) -> Int[Tensor, "head"]:
+def value_heads(maps: OVMaps, device: torch.device) -> Int[Tensor, " head"]:
     """Which value head each head reads."""
     return torch.arange(maps.n_heads, device=device) * len(maps.W_V) // maps.n_heads
 
 
-def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, "row"]) -> None:
+def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, " row"]) -> None:
     """Take each row's own target out of the count: nothing compares with NaN."""
     inside = ((column >= 0) & (column < logits.shape[1]))[:, None]
     own = column.clamp(0, logits.shape[1] - 1)[:, None]
     logits.scatter_(1, own, torch.where(inside, torch.nan, logits.gather(1, own)))
+
+
+# Full ranks: how many tokens of the vocabulary have a greater logit than a pair's target, and how many a smaller.
+#
+# All heads of a layer go through tiles of W_O W_U together, with z = x W_V made once in float64, so that float32 is
+# trusted up to a narrow margin; what is too near to call is counted in float64. Counts equal those of `ov.ranks`.
+
+
+RANK_TILE = 1024
+
+
+@full_float32()
+def count_ranks(
+    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"]
+) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
+    """Count the tokens with a greater and with a smaller logit than each pair's target, over the whole vocabulary.
+
+    W_O W_U is made in float64, z W_O W_U in float32; pairs with a token too near to call count that tile in float64.
+
+    Args:
+        maps: the heads of one layer.
+        source: rows of `maps.x`; on the CPU, as the targets. Counts lie on the device of the maps.
+        target: token ids.
+    """
+    source, target = (to_device(one, maps.x.device) for one in (source, target))
+    # z of every row of x once: pairs of several relations share their sources.
+    z = head_values(maps, maps.x.double())[:, source]
+    own, tie = _own_logits(maps, z, target), maps.tie[:, source]
+    z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
+    counts = torch.zeros(maps.n_heads, 2, len(source), dtype=torch.int64, device=source.device)
+    # Logits of wider tiles leave the cache before they are counted (benchmarks/NOTES.md).
+    tile_at_most = RANK_TILE * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
+    width = min(tile_at_most, max(1, factor_numbers(maps) // maps.x.shape[1]))
+    for start in range(0, maps.d_vocab, width):
+        tile = maps.W_U[:, start : start + width].double()
+        column = target - start
+        # How many tokens of the tile could be above or below: all but the target where it lies here.
+        others = tile.shape[1] - ((column >= 0) & (column < tile.shape[1])).long()
+        # Twice the columns: W_O W_U is in memory in float64, and in float32 beside it.
+        for heads in head_blocks(maps, 2 * tile.shape[1]):
+            block = slice(heads.start, heads.stop)
+            # float64: predicted to leave a third of a token a pair too near to call, in place of ten (NOTES.md).
+            W_tile = (maps.W_O[block].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
+            by_head = _count_tile(maps, block, z32, size, W_tile.float(), own[block].float(), tie[block], column)
+            for head, W, beyond in zip(heads, W_tile, by_head, strict=True):
+                value = maps.value_head(head)
+                # They do not add up: a token is within the margin, and the pair's tile is counted anew.
+                near = (beyond.sum(0) < others).nonzero()[:, 0]
+                exact = z[value, near] @ W
+                # column is relative to the tile: outside of it nothing is left out.
+                leave_out(exact, column[near])
+                beyond[:, near] = torch.stack(count_beyond(exact, own[head, near], tie[head, near])).long()
+                counts[head] += beyond
+    return counts[:, 0], counts[:, 1]
+
+
+def _count_tile(
+    maps: OVMaps,
+    heads: slice,
+    z: Float[Tensor, "kv_head pair d_head"],
+    size: Float[Tensor, "kv_head pair"],
+    W: Float[Tensor, "block d_head token"],
+    own: Float[Tensor, "block pair"],
+    tie: Float[Tensor, "block pair"],
+    column: Int[Tensor, " pair"],
+) -> Int[Tensor, "block 2 pair"]:
+    """Count for some heads the logits z W certainly above and certainly below each pair's own."""
+    value = value_heads(maps, z.device)[heads]
+    # The longest column of each head's W_O W_U in this tile: a margin as narrow as it can be.
+    longest = W.square().sum(1).amax(1).sqrt()
+    margin = (ROUNDING * size[value] * longest[:, None] + tie).float()
+    if runs_triton(W):
+        from headwater.kernels import ov_triton
+
+        # "highest": products of 11-bit parts would need a margin 16 times as wide (`TENSOR_ROUNDING`).
+        return ov_triton.count_beyond(z[value], W, own, margin, column, precision="highest").long().transpose(0, 1)
+    rows = (z[maps.value_head(head)] for head in range(heads.start, heads.stop))
+    counts = [torch.stack(count_products(*of_head)) for of_head in zip(rows, W, own, margin, strict=True)]
+    return torch.stack(counts).long()
+
+
+def _own_logits(
+    maps: OVMaps, z: Float[Tensor, "kv_head pair d_head"], target: Int[Tensor, " pair"]
+) -> Float[Tensor, "head pair"]:
+    own = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
+    for pairs in torch.arange(len(target), device=target.device).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
+        targets = columns_of(maps, target[pairs]).double()
+        for head in range(maps.n_heads):
+            own[head, pairs] = (z[maps.value_head(head), pairs].T * (maps.W_O[head].double() @ targets)).sum(0)
+    return own

@@ -21,7 +21,7 @@ tokens, t = 1 ... T, μ_t = -entropy and σ_t² = the variance of log p under p:
     grad_norm    -mean over parameters of the norm of the gradient of -mean l_t   MIMIR, Duan et al. 2024
 
 The last four need what is given for them: an entropy, for which no published default is known; counts of tokens in a
-corpus; statistics of the same texts after texts that are known not to have been seen; gradients (`gradient_norms`). A
+corpus; statistics of the same texts after texts that are known not to have been seen; gradients (`files`). A
 text without a surprising token has no `surp`.
 
 k = max(1, floor(K · T)), where T counts what is sorted: tokens, or averages of three (a text of fewer than three tokens

@@ -1,6 +1,6 @@
 """The texts of a depth graph as a model reads them, and their scores.
 
-1. A text is the question in its frame (`questions.asking`, `contexts`), and an answer after it.
+1. A text is the question in its frame (`questions.asking`), and an answer after it.
 2. `span` names what is scored: "question", "answer" (the first accepted one, the question in front of it),
    "model_answer" (likewise), or "both", question and accepted answer without what is between them.
 3. Each different text is scored once, at every layer requested, as it is or with its words shuffled.
@@ -9,21 +9,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
 
-from headwater.lenses.reading import Layers, Lens
+from headwater.errors import InputError
+from headwater.lenses.predictions import Layers, Lens
+from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.tokens import ChatText, encode, token_span
-from headwater.questions.asking import Frame
+from headwater.options import checked_name, shown
+from headwater.questions.asking import CHAT, PROMPT, SLOT, Frame, Messages, ask, plain_text, question_frame
+from headwater.questions.labels import LABEL, Judge, check_judge, label_score, scores_of
+from headwater.runs.analysis import Run
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
-    from headwater.runs.analysis import Run
+
 
 SPANS = ("question", "answer", "model_answer", "both")
 NO_ANSWER = "no answer of the model"
@@ -166,3 +173,315 @@ class FrameScoring:
             .assign(lowest=rank <= count)
             .reset_index(drop=True)
         )
+
+
+# What a question of a depth graph is asked with: the questions that it builds on, in front of it.
+#
+# Ko et al., EMNLP 2024, ask the questions above depth 1 in four ways, the names here:
+#
+# none         the question alone ("zero-shot")
+# gold         after its direct predecessors, each with its accepted answer ("Prompt (Gold)")
+# predicted    likewise, each with the model's own answer to it, asked alone ("Prompt (Pred.)")
+# multi-turn   as the last turn of a conversation in which the model is asked its predecessors one after another
+#
+# 1. A question without predecessors is asked alone in all four.
+# 2. Pairs are written "Q: ...", "A: ...", a line each, in the order of the predecessors, where the prompt has
+#    `{pairs}`.
+# 3. Every question has a conversation of its own, and predecessors are asked in it without predecessors of theirs. The
+#    released code keeps the first answer that it gets to a question: where deep ones are listed first, one of depth 2
+#    counts with what was said of it on the way to depth 3.
+# 4. A question one of whose predecessors leaves no room for an answer is not asked, and nothing of it is scored.
+
+
+PredecessorsName: TypeAlias = Literal["none", "gold", "predicted", "multi-turn"]
+NONE, GOLD, PREDICTED, TURNS = PREDECESSORS = get_args(PredecessorsName)
+PAIRS = "{pairs}"
+Pairs = Sequence[tuple[str, str]]
+"""Questions, each with an answer to it."""
+
+
+@dataclass(frozen=True)
+class ContextWording:
+    """How questions are put to a model, alone and after others."""
+
+    model: HookedModel
+    context: str
+    """ "raw" or "chat"."""
+    prompt: str | Messages | None
+    """Of a question alone, and of the turns before the last; see `questions.asking.question_frame`."""
+    predecessors: str
+    predecessor_prompt: str | Messages | None
+    """Of a question after others."""
+
+    @property
+    def written(self) -> str | list[dict[str, str]] | None:
+        """The prompt of a question after others, as a run's record holds it."""
+        prompt = self.predecessor_prompt
+        return prompt if prompt is None or isinstance(prompt, str) else [dict(one) for one in prompt]
+
+    @cached_property
+    def alone(self) -> Frame:
+        """The frame of a question alone."""
+        return question_frame(self.model, self.context, self.prompt)
+
+    def after(self, before: Pairs, *, last: bool = True) -> Frame:
+        """Return the frame of a question after others; of a conversation, of its last turn or of an earlier one."""
+        if not before:
+            return self.alone
+        if self.predecessors == TURNS:
+            return self._turn(before, last)
+        written = "".join(f"Q: {question}\nA: {answer}\n" for question, answer in before)
+        frame = self._with_pairs
+        start, end = (part.replace(PAIRS, written) for part in (frame.before, frame.after))
+        return frame._replace(before=start, after=end)
+
+    @cached_property
+    def _with_pairs(self) -> Frame:
+        """The frame that has `{pairs}` in the place of what is shown."""
+        frame = question_frame(self.model, self.context, self._pairs_prompt())
+        if (frame.before + frame.after).count(PAIRS) != 1:
+            raise InputError(
+                f"predecessor_prompt must hold {PAIRS} exactly once, where questions and answers are to be; found "
+                f"{shown(self.predecessor_prompt)}."
+            )
+        return frame
+
+    def _pairs_prompt(self) -> str | Messages:
+        """The prompt that was given, or that of a question alone with the pairs in front."""
+        if self.predecessor_prompt is not None:
+            return self.predecessor_prompt
+        if self.context == CHAT:
+            with_pairs = f"{PAIRS}\n{SLOT}"
+            return [{**one, "content": one["content"].replace(SLOT, with_pairs)} for one in _messages(self.prompt)]
+        return PAIRS + (PROMPT if self.prompt is None else str(self.prompt))
+
+    def _turn(self, before: Pairs, last: bool) -> Frame:
+        prompt = self.predecessor_prompt if last and self.predecessor_prompt is not None else self.prompt
+        if self.context != CHAT:
+            alone = self.alone
+            earlier = "".join(f"{alone.asking(question)}{alone.joint}{answer}\n" for question, answer in before)
+            frame = question_frame(self.model, self.context, prompt)
+            return Frame(earlier + frame.before, frame.after, frame.joint)
+        *opening, turn = _messages(self.prompt)
+        if SLOT not in turn["content"]:
+            raise InputError(f"prompt: of a conversation the last message must hold {SLOT}, found {shown(turn)}.")
+        final = _messages(prompt)[-1] if last else turn
+        if last and self.predecessor_prompt is not None and len(self.predecessor_prompt) != 1:
+            raise InputError(
+                "predecessor_prompt: of a conversation it is its last message alone, one of the user with "
+                f"{SLOT}; found {shown(self.predecessor_prompt)}."
+            )
+        messages = list(opening)
+        for question, answer in before:
+            messages.append({**turn, "content": turn["content"].replace(SLOT, question)})
+            messages.append({"role": "assistant", "content": answer})
+        return question_frame(self.model, CHAT, [*messages, final])
+
+
+def _messages(prompt: str | Messages | None) -> Messages:
+    """The messages of a chat; of none, the question as one of the user."""
+    return [{"role": "user", "content": SLOT}] if prompt is None or isinstance(prompt, str) else prompt
+
+
+def checked_wording(wording: ContextWording) -> ContextWording:
+    """Write a question alone and after another, once."""
+    if wording.predecessors == NONE and wording.predecessor_prompt is not None:
+        raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
+    given = wording.predecessor_prompt
+    if not (given is None or isinstance(given, str) or _are_messages(given)):
+        raise InputError(
+            f"predecessor_prompt={shown(given)} must be a text, or messages: a list of {{'role': ..., 'content': ...}}."
+        )
+    # Written once now, so that a wrong prompt is refused before any question is asked.
+    _ = wording.alone
+    if wording.predecessors != NONE:
+        try:
+            wording.after([("?", "!")])
+        except InputError as error:
+            about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
+            raise InputError(f"{about}{error}") from None
+    return wording
+
+
+def _are_messages(given: object) -> bool:
+    return isinstance(given, list | tuple) and all(isinstance(one, Mapping) and "content" in one for one in given)
+
+
+def frames_of(
+    run: Run, nodes: pd.DataFrame, wording: ContextWording, asking: AnsweringOptions, known: dict[str, Own | None]
+) -> list[Frame | None]:
+    """Return the frame of every node; None where a predecessor has no answer to be shown.
+
+    Args:
+        run: the analysis that asks.
+        nodes: of a graph.
+        wording: how questions are put.
+        asking: how the model is asked, where its own answers are shown.
+        known: what the model wrote after a prompt; what it is asked here is added.
+    """
+    rows = {row["id"]: row for row in nodes.to_dict("records")}
+    below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
+    if wording.predecessors == NONE:
+        pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in rows}
+    elif wording.predecessors == GOLD:
+        pairs = {name: [(one["question"], one["answers"][0]) for one in some] for name, some in below.items()}
+    else:
+        questions = {name: [one["question"] for one in some] for name, some in below.items()}
+        pairs = _answered(run, questions, wording, asking, known)
+    return [None if (shown := pairs[name]) is None else wording.after(shown) for name in rows]
+
+
+def _answered(
+    run: Run,
+    by_node: Mapping[str, Sequence[str]],
+    wording: ContextWording,
+    asking: AnsweringOptions,
+    known: dict[str, Own | None],
+) -> dict[str, list[tuple[str, str]] | None]:
+    """Let the model answer the questions before each node: each alone, or each after those before it."""
+    pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
+    # Turn by turn over all nodes, so that each turn is one batch of prompts.
+    for turn in range(max(map(len, by_node.values()), default=0)):
+        prompts = {}
+        for name, questions in by_node.items():
+            earlier = pairs[name]
+            if earlier is not None and turn < len(questions):
+                frame = wording.after(earlier, last=False) if wording.predecessors == TURNS else wording.alone
+                prompts[name] = frame.asking(questions[turn])
+        answers = own_answers(run, wording.model, prompts.values(), asking, known, f"predecessors_{turn}")
+        for name, answer in zip(prompts, answers, strict=True):
+            earlier = pairs[name]
+            pairs[name] = None if answer is None or earlier is None else [*earlier, (by_node[name][turn], answer.text)]
+    return pairs
+
+
+# What is known of the answers to a depth graph: a model's answers, and their scores from 1 to 5.
+#
+# 1. Answers are those in the data, or the model's own: greedy, to the end of the first line in a raw context, to the
+#    end of the message in a chat.
+# 2. Scores are those in the data, a judge's (any function), or by label match: 5 where an accepted answer is in the
+#    answer (`headwater.questions.labels`), else 1. Label match needs short accepted answers.
+# 3. An answer of the model's own that had not ended at the token limit is not judged: it has no score, and is counted.
+
+
+DATA, MODEL = SOURCES = ("data", "model")
+SHORT = 10
+"""Words up to which accepted answers (their median) are short enough for label match."""
+
+
+class AnsweringOptions(NamedTuple):
+    """How a model is asked for its own answers."""
+
+    max_new_tokens: int
+    until: Literal["line", "end"]
+    batch_size: int
+
+
+class Own(NamedTuple):
+    """An answer of the model's own."""
+
+    text: str
+    ended: bool
+    """By itself, not at the token limit."""
+
+
+class AnswerSources(NamedTuple):
+    """Where answers and scores come from."""
+
+    answers: str
+    """ "data", "model", or "" for none."""
+    scores: str
+    """ "data", "label", "judge", or "" for none."""
+
+
+def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:
+    """Decide where answers and scores come from.
+
+    Args:
+        graph: what is asked.
+        answers: "data", "model", or None for the first that there is.
+        judge: see `hw.memorization`.
+        span: what is scored.
+        alone: questions are asked alone. Answers in the data are taken for such: after other questions they count only
+            where "data" is requested.
+    """
+    if answers is not None:
+        checked_name("answers", answers, SOURCES)
+    check_judge(judge)
+    usable = alone or answers == DATA
+    has_answers = usable and graph.table["model_answer"].notna().any()
+    has_scores = usable and graph.table["score"].notna().any()
+    if answers == DATA and not has_answers:
+        raise InputError("answers='data': the graph has no answers of a model; give answers='model'.")
+    if judge is None and has_scores and answers != MODEL:
+        scores = DATA
+    else:
+        # Long reference answers are never in a model's own word for word: label match would call all of them wrong.
+        short = graph.table["answers"].map(lambda accepted: len(accepted[0].split())).median() <= SHORT
+        scores = "judge" if callable(judge) else LABEL if judge == LABEL or short else ""
+    if scores in (LABEL, "judge") or span == "model_answer" or answers == MODEL:
+        return AnswerSources(answers or (DATA if has_answers else MODEL), scores)
+    return AnswerSources(DATA if has_answers else "", scores)
+
+
+def answered_and_scored(
+    run: Run,
+    model: HookedModel,
+    graph: DepthGraph,
+    plan: AnswerSources,
+    judge: Judge,
+    asking: AnsweringOptions,
+    frames: Sequence[Frame | None],
+    known: dict[str, Own | None],
+) -> pd.DataFrame:
+    """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
+    table = graph.table
+    answers, cut = table["model_answer"].tolist(), [False] * len(table)
+    if plan.answers == MODEL:
+        prompted = {place: frame for place, frame in enumerate(frames) if frame is not None}
+        prompts = [frame.asking(table["question"].iloc[place]) for place, frame in prompted.items()]
+        by_place = dict(zip(prompted, own_answers(run, model, prompts, asking, known), strict=True))
+        written = [by_place.get(place) for place in range(len(table))]
+        answers = [one.text if one else None for one in written]
+        cut = [one is not None and not one.ended for one in written]
+    scores = table["score"].to_numpy(float)
+    if plan.scores != DATA:
+        scorer = label_score if plan.scores == LABEL else judge if callable(judge) else None
+        # An answer that had not ended at the limit may have come to it yet: not judged.
+        whole = [None if is_cut else answer for answer, is_cut in zip(answers, cut, strict=True)]
+        keys = list(zip(table["question"], table["answers"], whole, strict=True))
+        scores = np.array(scores_of(run, scorer, keys)) if scorer else np.full(len(table), np.nan)
+    if not plan.answers:
+        answers = [None] * len(table)
+    return pd.DataFrame({"model_answer": answers, "cut": cut, "score": scores}, index=table.index)
+
+
+def own_answers(
+    run: Run,
+    model: HookedModel,
+    prompts: Iterable[str],
+    asking: AnsweringOptions,
+    known: dict[str, Own | None],
+    stage: str = "answers",
+) -> list[Own | None]:
+    """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
+
+    Args:
+        run: the analysis that asks.
+        model: with a tokenizer.
+        prompts: a question each, in its frame.
+        asking: how.
+        known: what was written after prompts that were asked before; those asked now are added.
+        stage: of the run's pieces.
+    """
+    listed = list(prompts)
+    # Each different prompt once: depth graphs share questions.
+    new = dict(enumerate(one for one in dict.fromkeys(listed) if one not in known))
+    known.update(dict.fromkeys(new.values()))
+    ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in new.items()}  # type: ignore[arg-type]
+    for batch in ask(run, model, ids, asking.max_new_tokens, asking.until, asking.batch_size, stage=stage):
+        for place, written in batch:
+            text = plain_text(model, ids[place], written.tokens)
+            line = text.split("\n", 1)[0] if asking.until == "line" else text
+            known[new[place]] = Own(line.strip(), written.ended)
+    return [known[one] for one in listed]

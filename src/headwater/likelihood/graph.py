@@ -1,11 +1,13 @@
 """Question graphs: deep questions, and the shallower ones they are built from.
 
-A graph is a folder in the layout of DepthQA (`headwater.likelihood.depthqa`), or one JSON file: `{"name": ..., "nodes":
+A graph is a folder in the layout of DepthQA (`headwater.likelihood.graph`), or one JSON file: `{"name": ..., "nodes":
 [node, ...]}`. A node has `id`, `depth` (1, 2, 3, ...), `question`, `answers` (a list; or `answer`, one text) and
 `predecessors`: the ids of the questions of the depth below that it builds on. `group` names the graph that the node
 belongs to (without it, all nodes form one); `model_answer` and `score` (1 to 5) are what a model answered and what a
 judge gave it; further fields are kept.
 """
+
+from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,15 +16,16 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from headwater.calls import checked_call
+from headwater.data.rows import OBJECTS, read_objects
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
-from headwater.likelihood import depthqa
 from headwater.models.packaged import world_folder
 from headwater.options import checked_path
-from headwater.questions.judge import checked_score
+from headwater.questions.labels import checked_score
 from headwater.runs.result import table_html
 
 FIRST_COLUMNS = (
@@ -81,7 +84,7 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
         raise InputError(f"The depth graph {path} does not exist: give a folder as DepthQA has it, or a JSON file.")
     if path.is_dir():
         chosen = None if predictions is None else checked_path("predictions", predictions)
-        read, notes = depthqa.read_folder(path, chosen)
+        read, notes = read_folder(path, chosen)
         return _graph([Node(*node) for node in read], path.resolve().name, notes)
     if predictions is not None:
         raise InputError(f"predictions={str(predictions)!r} belongs to a folder; {path} is one file.")
@@ -174,3 +177,207 @@ def _check_edges(nodes: Mapping[str, Node]) -> None:
                 )
             if below["group"] != node.fields["group"]:
                 raise InputError(f"{_place(node)}: its predecessor {predecessor!r} belongs to another group.")
+
+
+# The layout of DepthQA (Ko et al., EMNLP 2024): a folder of questions, nodes, which question each is, and answers.
+#
+# questions    qid, depth, question, answer
+# nodes        nodeid, depth, direct_predecessors, direct_successors, group (or what is before the _ of nodeid)
+# node_to_q    nodeid, qid; several nodes may be one question
+# answers      {qid or nodeid: {predicted_answer, score}}; the score of a judge, 1 to 5, may be missing
+#
+# The first three are found by their names: `questions.jsonl`, `depthqa_questions.jsonl`, `questions/test.parquet` and
+# so on, as .jsonl, .json (a list) or .parquet. A file of answers is a JSON object and is found by what it holds.
+# Without `nodes` and `node_to_q` every question is a node and a group of its own, without edges.
+
+
+class DepthRow(NamedTuple):
+    """A row of a file, and where it is."""
+
+    where: str
+    fields: Mapping[str, object]
+
+    def text(self, name: str) -> str:
+        """Return a field that must be a text, and not empty."""
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise InputError(f"{self.where}: {name} is missing or empty.")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """Return a field that holds a list of ids; none for a missing one."""
+        value = self.fields.get(name)
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise InputError(f"{self.where}: {name} must be a list of ids, found {value!r}.")
+        return value or []
+
+
+class Answers(NamedTuple):
+    """A file of answers: rows by question id or node id."""
+
+    file: Path
+    rows: Mapping[str, Mapping[str, object]]
+
+    @property
+    def judged(self) -> bool:
+        """Whether any row has a score."""
+        return any(row.get("score") is not None for row in self.rows.values())
+
+
+def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    """Read the nodes of a folder, each with where it is, and say what the folder lacks."""
+    found = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
+    if found["questions"] is None:
+        raise InputError(
+            f"The folder {folder} has no questions: a file questions.jsonl (or .json, .parquet) with qid, depth, "
+            "question and answer."
+        )
+    questions = _by_id(found["questions"], "qid")
+    notes = []
+    if found["nodes"] is None:
+        nodes = [(row.where, _node(row, name, row, {"group": name})) for name, row in questions.items()]
+        notes.append("no nodes file: no question has edges")
+    else:
+        if found["node_to_q"] is None:
+            raise InputError(f"The folder {folder} has nodes, but no file node_to_q that says which question each is.")
+        nodes = _nodes(_by_id(found["nodes"], "nodeid"), _by_id(found["node_to_q"], "nodeid"), questions)
+    answers = _answers(folder, predictions, questions, list(found.values()))
+    notes += _give_answers(nodes, answers)
+    return nodes, notes
+
+
+def _file_of(folder: Path, name: str) -> Path | None:
+    """Find the one file of a name, in the folder or in a folder of that name in it."""
+    inside = [file for file in (folder / name).glob("*") if file.suffix in OBJECTS]
+    beside = [file for file in folder.glob("*") if file.suffix in OBJECTS and _is_named(file.stem, name)]
+    found = sorted(inside + beside)
+    if len(found) > 1:
+        raise InputError(f"The folder {folder} has several files of {name}: {', '.join(str(f) for f in found)}.")
+    return found[0] if found else None
+
+
+def _is_named(stem: str, name: str) -> bool:
+    return stem == name or stem.endswith((f"_{name}", f"-{name}"))
+
+
+def _by_id(file: Path, name: str) -> dict[str, DepthRow]:
+    """Read the rows of a file by their ids."""
+    found: dict[str, DepthRow] = {}
+    for row in (DepthRow(*placed) for placed in read_objects(file)):
+        key = row.text(name)
+        if key in found:
+            raise InputError(f"{row.where}: {name} {key!r} comes twice, first in {found[key].where}.")
+        found[key] = row
+    return found
+
+
+def _nodes(
+    nodes: Mapping[str, DepthRow], question_of: Mapping[str, DepthRow], questions: Mapping[str, DepthRow]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Give every node its question, and check that the edges are the same from both ends."""
+    for name, row in question_of.items():
+        if name not in nodes:
+            raise InputError(f"{row.where}: the node {name!r} does not exist.{did_you_mean(name, nodes)}")
+    _check_both_ends(nodes)
+    made = []
+    for name, row in nodes.items():
+        where = f"{row.where}, node {name!r}"
+        if name not in question_of:
+            raise InputError(f"{where}: node_to_q does not say which question it is.")
+        key = question_of[name].text("qid")
+        if key not in questions:
+            raise InputError(
+                f"{question_of[name].where}, node {name!r}: its question {key!r} does not exist."
+                f"{did_you_mean(key, questions)}"
+            )
+        if questions[key].fields.get("depth") != row.fields.get("depth"):
+            raise InputError(
+                f"{where}: it has depth {row.fields.get('depth')!r}, its question {key!r} depth "
+                f"{questions[key].fields.get('depth')!r} ({questions[key].where})."
+            )
+        group = row.fields.get("group", name.split("_")[0])
+        made.append((row.where, _node(row, name, questions[key], {"group": str(group)})))
+    return made
+
+
+def _check_both_ends(nodes: Mapping[str, DepthRow]) -> None:
+    """Predecessors must name the same edges as successors, where successors are given."""
+    if not any("direct_successors" in row.fields for row in nodes.values()):
+        return
+    forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
+    backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
+    for below, above in sorted(forward ^ backward):
+        names, other = (below, above) if (below, above) in forward else (above, below)
+        kind, back = ("successor", "predecessor") if names == below else ("predecessor", "successor")
+        where = f"{nodes[names].where}, node {names!r}"
+        if other not in nodes:
+            raise InputError(f"{where}: its {kind} {other!r} does not exist.{did_you_mean(other, nodes)}")
+        raise InputError(
+            f"{where}: {other!r} is its {kind}, but {names!r} is no {back} of {other!r} ({nodes[other].where})."
+        )
+
+
+def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "id": name,
+        "depth": row.fields.get("depth"),
+        "question_id": question.text("qid"),
+        "question": question.text("question"),
+        "answers": [question.text("answer")],
+        "predecessors": row.names("direct_predecessors"),
+    } | dict(known)
+
+
+def _answers(
+    folder: Path, predictions: Path | None, questions: Mapping[str, DepthRow], others: Sequence[Path | None]
+) -> Answers | None:
+    """Read the named file of answers, or find the one file with answers to the questions alone."""
+    if predictions is not None:
+        file = predictions if predictions.exists() else folder / predictions
+        if not file.is_file():
+            raise InputError(f"The file of answers {predictions} is neither a path nor in the folder {folder}.")
+        answers = _answers_in(file)
+        if answers is None:
+            raise InputError(
+                f"{file} holds no answers: expected a JSON object {{id: {{predicted_answer, score}}, ...}}."
+            )
+        return answers
+    files = [file for file in sorted(folder.rglob("*.json")) if file not in others]
+    found = [a for a in map(_answers_in, files) if a is not None and next(iter(a.rows)) in questions]
+    for candidates in ([answers for answers in found if answers.judged], found):
+        if len(candidates) > 1:
+            listed = ", ".join(str(answers.file.relative_to(folder)) for answers in candidates)
+            raise InputError(
+                f"The folder {folder} has the answers of several models ({listed}): name one, predictions=."
+            )
+        if candidates:
+            return candidates[0]
+    return None
+
+
+def _answers_in(file: Path) -> Answers | None:
+    try:
+        value = parse_json(file.read_bytes())
+    except (ValueError, OSError) as error:
+        raise InputError(f"{file} cannot be read ({error}).") from None
+    is_one = isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values())
+    return Answers(file, value) if is_one and any("predicted_answer" in row for row in value.values()) else None
+
+
+def _give_answers(nodes: Sequence[tuple[str, dict[str, Any]]], answers: Answers | None) -> list[str]:
+    """Write answers and scores into the nodes, and say what is missing."""
+    if answers is None:
+        return ["no answers of a model", "no scores of a judge"]
+    known = {fields[key] for _, fields in nodes for key in ("id", "question_id")}
+    for key in answers.rows:
+        if key not in known:
+            raise InputError(f"{answers.file}: {key!r} is neither a node nor a question.{did_you_mean(key, known)}")
+    for _, fields in nodes:
+        row = answers.rows.get(fields["id"], answers.rows.get(fields["question_id"], {}))
+        fields["model_answer"], fields["score"] = row.get("predicted_answer"), row.get("score")
+    notes = []
+    for name, what in (("model_answer", "an answer of the model"), ("score", "a score of the judge")):
+        without = sum(fields[name] is None for _, fields in nodes)
+        notes += [f"{without:,} of {len(nodes):,} nodes without {what} in {answers.file.name}"] if without else []
+    return notes

@@ -47,10 +47,8 @@ from headwater.options import (
     is_label,
     shown,
 )
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, with_interval
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
 from headwater.stats.discrimination import auc, true_positives
 from headwater.stats.resample import Bootstrap, interval
 

@@ -3,14 +3,14 @@
 Ko et al., "Hierarchical Deconstruction of LLM Reasoning", EMNLP 2024, §4; Min-K% of Shi et al., ICLR 2024.
 
 1. Write every question, or an answer after its question, as the model reads it (`framed`), alone or after the
-   questions that it builds on (`contexts`).
+   questions that it builds on (`framed`).
 2. Take the likelihood statistics of the tokens of the span, at the final layer and at any others (`statistics`), and
    score them: Min-K% and its relatives (`scores`). Higher = more likely seen; the figure draws minus Min-K%.
 3. Average over each graph's questions of a depth (`aggregate="group"`), or keep questions apart ("node").
-4. Score answers from 1 to 5 (`answering`); discrepancies between neighbouring depths, and the gap of a deepest question
-   to the questions it builds on (`discrepancy`).
+4. Score answers from 1 to 5 (`framed`); discrepancies between neighbouring depths, and the gap of a deepest question
+   to the questions it builds on (`report`).
 5. Quartile groups of the deepest questions: drawn Min-K% at most its first quartile (25), or at least its third (75).
-6. Compare, with controls and intervals (`comparisons`).
+6. Compare, with controls and intervals (`report`).
 """
 
 from __future__ import annotations
@@ -26,33 +26,35 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens
-from headwater.likelihood.answering import MODEL, AnsweringOptions, Own, answered_and_scored, plan_of
-from headwater.likelihood.comparisons import POPULARITY, SHUFFLED, comparisons
-from headwater.likelihood.contexts import (
+from headwater.lenses.predictions import Layers, Lens, chosen_layers, lens_named, opened_lens
+from headwater.likelihood.framed import (
+    MODEL,
     NONE,
     PREDECESSORS,
     PREDICTED,
+    SPANS,
     TURNS,
+    AnsweringOptions,
     ContextWording,
+    FrameScoring,
+    Own,
     PredecessorsName,
+    ScoredNodes,
+    answered_and_scored,
     checked_wording,
     frames_of,
+    plan_of,
 )
-from headwater.likelihood.discrepancy import discrepancies, judged
-from headwater.likelihood.framed import SPANS, FrameScoring, ScoredNodes
 from headwater.likelihood.graph import DepthGraph
-from headwater.likelihood.report import report
+from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discrepancies, judged, report
 from headwater.likelihood.scores import checked_shares
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
 from headwater.questions.asking import RAW, Messages, answer_ends
-from headwater.questions.judge import Judge
+from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import rounded
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size, rounded
 from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
@@ -90,9 +92,9 @@ class DepthProfile(Result):
     by_layer: pd.DataFrame
     """A row per layer, depth and score: `layer, depth, score, value, low, high`, the mean over `depthwise` rows."""
     judged: pd.DataFrame
-    """Accuracy and discrepancies, see `headwater.likelihood.discrepancy.judged`."""
+    """Accuracy and discrepancies, see `headwater.likelihood.report.judged`."""
     comparisons: pd.DataFrame
-    """Differences between depths and their controls, see `headwater.likelihood.comparisons`."""
+    """Differences between depths and their controls, see `headwater.likelihood.report`."""
     tokens: pd.DataFrame
     """A row per scored token at the final layer: `id` (of the first node with this text), `position, token,
     log_probability`, `lowest` (whether Min-K% is a mean over it)."""
@@ -203,7 +205,7 @@ def memorization(
             question as a message of the user.
         predecessors: what a question is asked with, as the depth study did: "none", the question alone; "gold", after
             the questions it builds on with their accepted answers; "predicted", with the model's own answers to them;
-            "multi-turn", in a conversation in which the model was asked these first (`likelihood.contexts`). Answers in
+            "multi-turn", in a conversation in which the model was asked these first (`likelihood.framed`). Answers in
             the data are taken for answers to the question alone, unless `answers="data"`.
         predecessor_prompt: in place of `prompt` where a question has predecessors: with one `{question}` and, unless
             multi-turn, one `{pairs}`; of a multi-turn chat, one message. Default: `prompt` with the pairs in front.

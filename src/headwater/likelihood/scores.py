@@ -21,11 +21,9 @@ from headwater.kernels.likelihood import PrecisionName
 from headwater.likelihood.formulas import SCORES, Score, TextTokens
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.options import checked_number, checked_several, one_or_several, shown
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, each_row, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -164,7 +162,7 @@ def memorization_scores(
         prefixed: statistics of the same texts after a prefix, given as spans (`prefixed_statistics`), for `recall`.
         token_counts: how often each token id occurs in a corpus, for the score `dc_pdd`.
         maximum_entropy: in nats; the score `surp` is over positions of a lower one.
-        gradient_norms: of the same texts under the same model (`likelihood.gradient_norms`), for `grad_norm`.
+        gradient_norms: of the same texts under the same model (`likelihood.files`), for `grad_norm`.
         minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats².
 
     Raises:

@@ -4,7 +4,7 @@
 2. A text longer than the context is refused, or cut into windows: each ends `stride` tokens further than the one
    before, begins with BOS where the model wants one, and scores only the tokens that no earlier window has scored.
 3. Run windows of like length together, not to the logits, attention in one pass and where the last layer is read
-   without wrappers (`headwater.models.residual_streams`); keep the residual stream in front of each scored token.
+   without wrappers (`headwater.models.bare_model`); keep the residual stream in front of each scored token.
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
    2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
    with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.
@@ -35,11 +35,11 @@ from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
 from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
-from headwater.lenses.reading import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
+from headwater.lenses.predictions import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
+from headwater.models.bare_model import residual_streams
 from headwater.models.hints import warn_of_no_template
 from headwater.models.hooked import check_model
 from headwater.models.memory import in_halves
-from headwater.models.residual_streams import residual_streams
 from headwater.models.tokens import (
     Batch,
     Chat,
@@ -55,10 +55,9 @@ from headwater.models.unembedding import unembedding_head
 from headwater.options import checked_count, checked_name, checked_several, shown
 from headwater.progress import Bar
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, whole_summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -40,7 +40,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwater.kernels.softmax import softmax
+from headwater.kernels.elementwise import softmax
 from headwater.models.families import family_named
 from headwater.models.forward import forward_replaced
 from headwater.models.model import is_bridge

@@ -32,16 +32,28 @@ from transformers.activations import NewGELUActivation
 
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
-from headwater.kernels.gelu import tanh_gelu
+from headwater.kernels.elementwise import tanh_gelu
 from headwater.models.attention_paths import own_attention, own_mask, without_own_mask
-from headwater.models.cache_names import cache_options, keeps_an_index, with_cache
-from headwater.models.checks import finite_output, rounding
+from headwater.models.bridge_check import finite_output, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import FAMILIES, family_of
-from headwater.models.forward import angles_by_row, forward_replaced, last_logits_only, padding_option
+from headwater.models.forward import (
+    FixedPrefix,
+    KeysValues,
+    Reading,
+    Tap,
+    angles_by_row,
+    cache_options,
+    common_start,
+    forward_replaced,
+    goes_on,
+    keeps_an_index,
+    last_logits_only,
+    padding_option,
+    reads,
+    with_cache,
+)
 from headwater.models.model import is_bridge
-from headwater.models.reading import Reading, reads
-from headwater.models.shared_start import FixedPrefix, KeysValues, Tap, common_start, goes_on
 from headwater.models.sites import STATES, hook_name, place_named
 from headwater.models.unembedding import logit_scale, residual_scale
 

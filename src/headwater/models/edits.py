@@ -25,12 +25,12 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
 from headwater.foreign_names import hint_for
-from headwater.models.reading import now_reading
+from headwater.models.forward import now_reading
 from headwater.models.sites import SITES, EditVia, place_named
 from headwater.options import shown
 
 if TYPE_CHECKING:
-    from headwater.models.shape import ModelShape
+    from headwater.models.families import ModelShape
     from headwater.models.tokens import Batch
 
 HookFunction: TypeAlias = Callable[..., Tensor | None]

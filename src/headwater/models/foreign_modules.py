@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_modules
 
-from headwater.runs.functions import content_of, without_type_checks
-from headwater.runs.identity import UNKNOWN
+from headwater.runs.identity import UNKNOWN, content_of, without_type_checks
 
 HOOKS = {
     "_forward_hooks": "forward hook",

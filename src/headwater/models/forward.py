@@ -11,21 +11,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import DynamicCache
 
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
-from headwater.models.cache_names import NAMES
 from headwater.models.model import is_bridge
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
+from headwater.options import shown
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -191,3 +195,291 @@ def _is_hooked_after_blocks(raw: Any) -> bool:
     ends = [getattr(raw, name, None) for name in ("ln_final", "unembed")]
     modules = [module for one in ends if isinstance(one, torch.nn.Module) for module in one.modules()]
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+# Under which name a model and its attention take keys and values of the tokens before: their cache.
+#
+#                                         transformers before 5.24       from 5.24 on
+# the model, its blocks, most attentions      past_key_values                cache
+# attention of GPT-NeoX, Bloom, Falcon, ...   layer_past                     layer_past
+# attention computed by a bridge              past_key_values or layer_past, whatever its block calls it
+#
+# A keyword that a module does not know it swallows (`**kwargs`): given a cache under another name, it runs as if
+# nothing came before. So
+#
+# 1. names are read from signatures, and what has none of them takes no cache (`takes_cache`, `cache_options`);
+# 2. while a model goes on from a cache, each attention that its bridge computes is given it under the name that it
+#    reads, and it is an error when it hands its keys and values to no cache (`reached`). What a bridge only calls is
+#    called as its block would.
+
+
+NAMES = ("cache", "past_key_values", "layer_past")
+"""The first of them that a signature has is meant."""
+
+
+def name_of_cache(module: Any) -> str | None:
+    """What a module of transformers calls the cache that it is given; None where it takes none under a known name."""
+    return None if module is None else _name_in(type(module).forward)
+
+
+@functools.cache
+def _name_in(forward: Callable[..., object]) -> str | None:
+    takes = inspect.signature(forward).parameters
+    return next((name for name in NAMES if name in takes), None)
+
+
+def name_read(attention: Any) -> str | None:
+    """What a bridge's attention calls the cache that it is given; None where none is known."""
+    name = name_of_cache(_wrapped(attention))
+    # TransformerLens 4.3 knows the names from before transformers 5.24 alone.
+    return "past_key_values" if name == "cache" and _is_computed_by_bridge(attention) else name
+
+
+def with_cache(attention: Any, options: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+    """Return the options of a call of a bridge's attention, with this cache and no other."""
+    # Without the block's own, which may be under another name: both would be passed.
+    others = {name: value for name, value in options.items() if name not in NAMES}
+    return others if (name := name_read(attention)) is None else others | {name: cache}
+
+
+def attentions_of(raw: Any) -> list[Any]:
+    """Return the attention of each block of a bridge that has one."""
+    return [block.attn for block in getattr(raw, "blocks", ()) if "attn" in getattr(block, "submodules", ())]
+
+
+def takes_cache(raw: Any) -> bool:
+    """Whether a model, and every attention in it, takes a cache under a name that is known, and needs nothing else."""
+    return is_bridge(raw) and _nameless(raw) is None and not keeps_an_index(raw)
+
+
+def keeps_an_index(raw: Any) -> bool:
+    """Whether attention chooses its keys by an index that it keeps beside them (DeepSeek's sparse attention)."""
+    return is_bridge(raw) and any(hasattr(module, "indexer") for module in raw.original_model.modules())
+
+
+def cache_options(model: Model, cache: Any) -> dict[str, Any]:
+    """Return the options by which a wrapped model goes on from a cache."""
+    raw = model.raw
+    if (nameless := _nameless(raw) if is_bridge(raw) else raw) is not None:
+        raise ModelError(
+            f"{model.name} cannot go on from keys and values of earlier tokens: {type(nameless).__name__} takes none "
+            f"under a name that is known ({', '.join(NAMES)}). Give it whole texts instead."
+        )
+    return {str(name_of_cache(raw.original_model)): cache, "use_cache": True}
+
+
+@contextlib.contextmanager
+def reached(attentions: Iterable[Any]) -> Iterator[None]:
+    """Hand attentions the caches that their blocks give them as they read them, for as long as the context lasts."""
+    caches: dict[Any, _WatchedCache | None] = {}
+
+    def before(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+        cache = options.get(name_of_cache(_wrapped(attention)) or "")
+        # Only an update proves that attention read it: **kwargs swallow a cache under an unknown name.
+        caches[attention] = None if cache is None else _WatchedCache(cache)
+        return args, options if cache is None else with_cache(attention, options, caches[attention])
+
+    def after(attention: Any, args: object, out: object) -> None:
+        cache = caches.pop(attention, None)
+        if cache is None or not cache.updated:
+            raise ModelError(
+                f"{attention.name} of {type(_wrapped(attention)).__name__} was asked to go on from keys and values of "
+                f"earlier tokens, but {type(attention).__name__} of TransformerLens did not take them as "
+                f"{name_read(attention)}: what it computed knows nothing of these tokens. Give the model whole texts "
+                "instead."
+            )
+
+    with contextlib.ExitStack() as stack:
+        for attention in filter(_is_computed_by_bridge, attentions):
+            stack.callback(attention.register_forward_pre_hook(before, with_kwargs=True).remove)
+            stack.callback(attention.register_forward_hook(after).remove)
+        yield
+
+
+class _WatchedCache:
+    """A cache, and whether it was handed keys and values."""
+
+    def __init__(self, cache: Any):
+        self._cache, self.updated = cache, False
+
+    def update(self, *args: Any, **options: Any) -> Any:
+        self.updated = True
+        return self._cache.update(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _nameless(raw: Any) -> Any:
+    """Return what in a bridge takes no cache under a known name, the model or an attention; None where all do."""
+    parts = [raw.original_model, *map(_wrapped, attentions_of(raw))]
+    return next((part for part in parts if name_of_cache(part) is None), None)
+
+
+def _wrapped(attention: Any) -> Any:
+    return getattr(attention, "original_component", None)
+
+
+def _is_computed_by_bridge(attention: Any) -> bool:
+    """Whether a bridge computes attention itself, and does not call what it wraps for it."""
+    home = next(kind for kind in type(attention).__mro__ if "forward" in vars(kind))
+    return home.__name__ != "AttentionBridge"
+
+
+# What a run of a model reads: which token of which text is in each column, and whose logits are wanted.
+#
+# A hook is handed an activation whose columns are tokens. Which tokens, it may ask here while it is called:
+#
+# reading = now_reading()
+# reading.positions[row, column]       # of that token in its text, from 0; -1 at padding
+# reading.prompts[row]                 # the length of the prompt: tokens from there on are new, written by the model
+#
+# In a run of whole texts column c is token c. While a model writes (`headwater.models.generation`), the first run
+# reads the prompts in the same way, and each one after it a single new token per row.
+
+
+Keep: TypeAlias = Literal["last"] | Sequence[int] | Int[Tensor, " kept"] | None
+"""The positions whose logits are wanted: all (None), each row's last real token, or these columns."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The tokens that one run reads.
+
+    Attributes:
+        positions: of each column, the position of its token in its text; -1 at padding.
+        prompts: how many tokens of each row the caller gave; the model wrote those after them.
+        rows: the number (or the name) of each row among all that the caller gave.
+    """
+
+    positions: Int[Tensor, "row position"]
+    prompts: Int[Tensor, " row"]
+    rows: tuple[int | str, ...]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Reading:
+        """Say what a run of whole texts reads."""
+        columns = torch.arange(batch.tokens.shape[1]).expand(len(batch), -1)
+        names = tuple(batch.name(row) for row in range(len(batch)))
+        return cls(torch.where(batch.mask, columns, -1), batch.lengths, names)
+
+
+_NOW: ContextVar[Reading | None] = ContextVar("reading", default=None)
+
+
+def now_reading() -> Reading | None:
+    """Return what the model reads now, in this thread; None outside a run of `HookedModel`."""
+    return _NOW.get()
+
+
+@contextlib.contextmanager
+def reads(reading: Reading) -> Iterator[None]:
+    """Let `now_reading` return this for as long as the context lasts."""
+    before = _NOW.set(reading)
+    try:
+        yield
+    finally:
+        _NOW.reset(before)
+
+
+def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
+    """Return the columns of a batch whose logits must be computed, or None for all."""
+    if keep is None:
+        return None
+    width = batch.tokens.shape[1]
+    if isinstance(keep, str) and keep == "last":
+        # transformers takes columns for all rows alike; each row's own are picked from these.
+        return torch.unique(batch.lengths - 1)
+    try:
+        columns = torch.tensor([operator.index(i) for i in keep], dtype=torch.long)
+    except TypeError:
+        raise InputError(f"keep={shown(keep)} is neither 'last' nor a list of positions.") from None
+    if columns.ndim != 1 or not len(columns) or not -width <= int(columns.min()) <= int(columns.max()) < width:
+        raise InputError(f"keep={shown(keep)} is not a list of positions of sequences of {width} tokens.")
+    return columns % width
+
+
+# What all rows begin with, such as a prompt's examples, is run once, and the rest of each row on top of it.
+#
+# 1. `common_start` says how many tokens that are, and whether they are worth a run of their own.
+# 2. `keys_values` runs them, and keeps what a cache of keys and values would hold after it.
+# 3. `FixedPrefix` is that cache for the rest of the rows: one row of it serves all, and it never grows.
+#
+# What a family does with a cache is not taken on trust: whoever shares a start compares some rows with whole runs
+# first.
+
+
+KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]
+"""By layer, as a cache gets them (after rotation): `row kv_head key d_head`; one row may serve all."""
+WORTH_A_RUN, SAVED = 16, 48
+"""A start of fewer tokens, or one that saves fewer over all rows, does not pay for one more pass over the weights."""
+
+
+def common_start(tokens: Int[Tensor, "row position"]) -> int:
+    """Return how many tokens all rows begin with; 0 where running them once saves little."""
+    shared = int((tokens == tokens[:1]).all(0).int().cumprod(0).sum())
+    return shared if shared >= WORTH_A_RUN and shared * (len(tokens) - 1) >= SAVED else 0
+
+
+def goes_on(model: Model) -> bool:
+    """Whether a model is known to compute the same at a position when those before it are run by themselves."""
+    return takes_cache(model.raw) and not model.looks_ahead and not model.rotary_by_length
+
+
+class FixedPrefix(DynamicCache):  # type: ignore[misc]
+    """A cache that puts fixed keys and values before each layer's own, remembers values, and never grows."""
+
+    def __init__(self, before: KeysValues):
+        super().__init__()
+        self.before = before
+        self.watched: range = range(0)
+        self.values: dict[int, Tensor] = {}
+        # One row and one coordinate are enough for its length: DynamicCache would copy whole tensors.
+        for layer, (keys, values) in before.items():  # only its length is read
+            super().update(keys[:, :1, :, :1], values[:, :1, :, :1], layer)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Return the fixed keys and values followed by the new ones."""
+        if layer in self.before:
+            before = (fixed.expand(len(keys), -1, -1, -1) for fixed in self.before[layer])
+            keys, values = (torch.cat(both, 2) for both in zip(before, (keys, values), strict=True))
+        if layer in self.watched:
+            self.values[layer] = values.detach()
+        return keys, values
+
+
+class _StartKeptError(Exception):
+    """Ends a run whose last keys and values have come."""
+
+
+class Tap(FixedPrefix):
+    """The same, which keeps the keys and values of every layer, those before included: `after`.
+
+    With `n_layers` it ends the run after so many of them: nothing else is wanted of it.
+    """
+
+    def __init__(self, before: KeysValues, n_layers: int = 0):
+        super().__init__(before)
+        self.last, self.after = n_layers - 1, KeysValues()
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Return the fixed keys and values followed by the new ones, and keep them."""
+        self.after[layer] = super().update(keys, values, layer)
+        if layer == self.last:
+            raise _StartKeptError
+        return self.after[layer]
+
+
+def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysValues, n_layers: int) -> KeysValues:
+    """Return the keys and values of the first layers for the tokens `before` covers and these, which follow them."""
+    if not tokens.shape[1]:
+        return before
+    tap = Tap(before, n_layers)
+    with contextlib.suppress(_StartKeptError):
+        model.run(unpadded(tokens), stop_at=n_layers, past_key_values=tap)
+    return {layer: (keys.clone(), values.clone()) for layer, (keys, values) in tap.after.items()}
+
+
+def unpadded(tokens: Int[Tensor, "row position"]) -> Batch:
+    """Padding at the end needs no mask: nothing before it can see it, and nothing is read from it."""
+    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))

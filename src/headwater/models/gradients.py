@@ -1,22 +1,10 @@
-"""The gradient of a linear reading of one state at the output of every attention head, from the last layer down.
-
-A number read at position p of layer l hangs on heads of layers <= l at positions <= p, and for the positions from some
-first one on, what comes before that one is a constant. So
-
-1. `shared_start.keys_values` runs what comes before once, without gradients; texts that begin alike share it.
-2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; of the others it keeps
-   what each block was called with.
-3. `Descent.slopes` goes down: gradient of the recorded layers, then the layers below once more, with a graph this time,
-   a few at a time. So the graphs of a few layers are in memory, never those of all.
-
-Attention is the model's own: scale, soft cap, window and rotation are in the pattern its hook gives. TransformerLens
-computes it eagerly whether or not a hook asks, so one layer's pattern `batch head query key` exists at a time.
-"""
+"""Gradients: of a reading of one state at every head, and of a text's loss at every parameter."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,16 +13,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwater.errors import InputError, InterventionError
+from headwater.errors import InputError, InterventionError, ModelError, NumericsError
 from headwater.kernels.devices import to_device
-from headwater.models.cache_names import attentions_of, reached
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.forward import original_length
-from headwater.models.shared_start import FixedPrefix, KeysValues, unpadded
+from headwater.models.forward import FixedPrefix, KeysValues, attentions_of, original_length, reached, unpadded
 from headwater.models.sites import hook_name
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
+
+
+# The gradient of a linear reading of one state at the output of every attention head, from the last layer down.
+#
+# A number read at position p of layer l hangs on heads of layers <= l at positions <= p, and for the positions from
+# some first one on, what comes before that one is a constant. So
+#
+# 1. `shared_start.keys_values` runs what comes before once, without gradients; texts that begin alike share it.
+# 2. `Descent` runs the rest on top of it, up to layer l. Only the topmost layers record a graph; of the others it keeps
+#    what each block was called with.
+# 3. `Descent.slopes` goes down: gradient of the recorded layers, then the layers below once more, with a graph this
+#    time, a few at a time. So the graphs of a few layers are in memory, never those of all.
+#
+# Attention is the model's own: scale, soft cap, window and rotation are in the pattern its hook gives. TransformerLens
+# computes it eagerly whether or not a hook asks, so one layer's pattern `batch head query key` exists at a time.
+
 
 GRAPH_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 """What the recorded graphs may take, roughly; at least one layer of one row is recorded."""
@@ -223,3 +225,85 @@ def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
     shape = model.shape
     numbers = n_tokens * (12 * shape.d_model + 8 * shape.d_mlp + 4 * shape.n_heads * n_keys)
     return GRAPH_BYTES.get(model.device.type, GRAPH_BYTES["cpu"]) // (numbers * model.dtype.itemsize)
+
+
+# How large the gradient of a text's loss is at each parameter of a model.
+#
+# 1. A run of one text with gradients at every parameter; the loss is the mean negative log-likelihood of some tokens.
+# 2. One step back. The gradient of a parameter is reduced to its norm as soon as it is complete, and dropped: those of
+#    all parameters at once would take as much memory as the model.
+# 3. TransformerLens computes with parts of fused matrices (queries, keys and values; gate and input). The norm of the
+#    matrix follows from the norms of its parts, so that parameters are those of the checkpoint.
+
+
+FUSED = {"qkv": ("q", "k", "v"), "gate_up_proj": ("gate", "in")}
+"""What fused matrices are called, and their parts."""
+WRAPPED = "._original_component"
+
+
+def parameter_gradient_norms(
+    model: HookedModel, ids: Sequence[int], scored: Sequence[int], order: float = math.inf
+) -> dict[str, float]:
+    """Return the norm of the gradient of a text's mean negative log-likelihood at every parameter that it reaches.
+
+    Args:
+        model: the model; it is left as it was.
+        ids: the tokens of the text.
+        scored: the places in `ids` whose tokens count; at least one, and not the first.
+        order: of the norm: 1, 2 or infinity (the largest entry).
+    """
+    refuse_without_gradients(model)
+    parameters = {name.replace(WRAPPED, ""): one for name, one in model.raw.named_parameters()}
+    assert len(parameters) == len(list(model.raw.parameters())), "two parameters have one name"
+    norms: dict[str, float] = {}
+    with model.lock, _collected(parameters, norms, order):
+        logits = model.run([list(ids)], grad=True)[0]
+        places = to_device(torch.tensor(list(scored)), logits.device)
+        target = to_device(torch.tensor(list(ids)), logits.device)[places]
+        log_probs = logits[places - 1].float().log_softmax(-1)
+        (-log_probs.gather(-1, target[:, None]).mean()).backward()  # type: ignore[no-untyped-call]
+    if wrong := next((name for name, norm in norms.items() if not math.isfinite(norm)), None):
+        raise NumericsError(
+            f"The gradient at {wrong} is NaN or infinite in {model.name} ({model.dtype}). Load the model with "
+            "dtype='float32'."
+        )
+    return _joined(parameters, norms, order)
+
+
+@contextlib.contextmanager
+def _collected(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], order: float) -> Iterator[None]:
+    """Write the norm of every gradient down as it comes, and leave the parameters as they were."""
+
+    def reduce(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        norms[name] = float(torch.linalg.vector_norm(parameter.grad, order, dtype=torch.float32))
+        parameter.grad = None
+
+    before = {name: (weight.requires_grad, weight.grad) for name, weight in parameters.items()}
+    hooks = []
+    try:
+        for name, weight in parameters.items():
+            weight.requires_grad_(True).grad = None
+            hooks.append(weight.register_post_accumulate_grad_hook(partial(reduce, name)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, weight in parameters.items():
+            weight.requires_grad_(before[name][0]).grad = before[name][1]
+
+
+def _joined(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], order: float) -> dict[str, float]:
+    """Give fused matrices the norm of their parts together."""
+    joined = dict(norms)
+    for name, whole in parameters.items():
+        module, _, kind = name.rpartition(".")
+        above, _, fused = module.rpartition(".")
+        if name in norms or fused not in FUSED:
+            continue
+        parts = [f"{above}.{part}.{kind}" for part in FUSED[fused]]
+        if not all(part in norms for part in parts) or sum(parameters[p].numel() for p in parts) != whole.numel():
+            raise ModelError(f"{name} has no gradient, and its parts, {', '.join(parts)}, are not all of it.")
+        part_norms = torch.tensor([joined.pop(part) for part in parts], dtype=torch.float64)
+        joined[name] = float(torch.linalg.vector_norm(part_norms, order))
+    return joined

@@ -10,8 +10,8 @@ go through one context manager, `model.hooks`, which promises four things:
 4. one thread at a time: TransformerLens's hooks are state of the model, so a second thread waits
    (`headwater.models.model` says what becomes of that in a forked process).
 
-How activations are kept is in `headwater.models.caches.collection`, how a model writes in
-`headwater.models.generation.writing`.
+How activations are kept is in `headwater.models.cache_collection`, how a model writes in
+`headwater.models.generation`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from headwater.calls import checked_calls
 from headwater.errors import InputError, InterventionError, UnknownNameError, did_you_mean
 from headwater.foreign_names import missing
 from headwater.kernels.devices import to_device
-from headwater.models.cache_names import attentions_of, cache_options, reached
-from headwater.models.caches import collection
-from headwater.models.checks import finite_output
+from headwater.models import cache_collection, generation
+from headwater.models.bridge_check import finite_output
 from headwater.models.edits import (
     Attached,
     Attachments,
@@ -44,11 +43,9 @@ from headwater.models.edits import (
     refuse_silent,
     reporters,
 )
-from headwater.models.forward import forward
-from headwater.models.generation import writing
-from headwater.models.generation_config import RULES, settings
+from headwater.models.forward import Keep, Reading, attentions_of, cache_options, columns_kept, forward, reached, reads
+from headwater.models.generation import RULES, settings
 from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
-from headwater.models.reading import Keep, Reading, columns_kept, reads
 from headwater.models.sites import hook_name, place_named
 from headwater.models.tokenizers import spelled_tokens
 from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
@@ -244,8 +241,8 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         if ran.fired:
             refuse_silent(attached)
 
-    cache = collection.cache
-    generate = writing.generate
+    cache = cache_collection.cache
+    generate = generation.generate
 
     def begin_graphs_at(self, embedding: torch.nn.Module) -> None:
         """Let `raw` be called with gradients though its parameters are frozen, as TransformerLens's own tools do.

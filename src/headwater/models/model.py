@@ -1,7 +1,7 @@
 """What a model is to the files below `headwater.models.hooked`: its fields and its identity in the record of a run.
 
 Identity. A record that named the model it was loaded from would be wrong of weights that were edited since, and of a
-model into which something was put. So weights are hashed when a run asks (`headwater.models.weights.fingerprint` knows
+model into which something was put. So weights are hashed when a run asks (`headwater.models.fingerprint` knows
 when they cannot have changed), and modules are compared with what they contained when the model was loaded
 (`headwater.models.foreign_modules`).
 
@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.calls import checked_calls
 from headwater.errors import ModelError
+from headwater.models.families import ModelShape
+from headwater.models.fingerprint import KnownWeights
 from headwater.models.foreign_modules import KnownModules, SameModules
-from headwater.models.shape import ModelShape
 from headwater.models.tokenizers import Bos, resolve_bos
 from headwater.models.tokens import Batch
-from headwater.models.weights.fingerprint import KnownWeights
 from headwater.runs.identity import tokenizer_digest
 
 

@@ -35,8 +35,8 @@ from headwater.options import one_or_several, shown
 from headwater.registry import Registry
 
 if TYPE_CHECKING:
+    from headwater.models.families import ModelShape
     from headwater.models.model import Model
-    from headwater.models.shape import ModelShape
 
 
 class Stage(enum.IntEnum):

@@ -31,9 +31,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import InputError, ModelError
-from headwater.models.families import family_of, text_config
-from headwater.models.shape import ModelShape, shape_of
-from headwater.models.weights.conversion import split_heads
+from headwater.models.conversion import split_heads
+from headwater.models.families import ModelShape, family_of, shape_of, text_config
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
 

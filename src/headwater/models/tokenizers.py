@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import cached_file
 
 from headwater.errors import InputError, ModelError
-from headwater.models.weights.checkpoint import first_line, refuse_pointer
-from headwater.models.weights.gguf_file import GGUFFile, is_gguf, read_gguf
+from headwater.models.checkpoint import first_line, refuse_pointer
+from headwater.models.gguf_file import GGUFFile, is_gguf, read_gguf
 from headwater.options import checked_path, is_one, shown, whole_numbers
 
 TOKENIZER_FILES = (

@@ -33,8 +33,7 @@ from headwater.models.memory import failures_named
 from headwater.models.model import Model
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
-from headwater.models.weights.opening import open_weights
-from headwater.models.weights.weight_source import WeightSource
+from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
 if TYPE_CHECKING:

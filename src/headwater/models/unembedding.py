@@ -31,11 +31,10 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.checks import rounding
+from headwater.models.bridge_check import rounding
 from headwater.models.families import family_named, text_config
 from headwater.models.tokens import Batch
-from headwater.models.weights.loaded_weights import LoadedWeights
-from headwater.models.weights.weight_source import finite
+from headwater.models.weights import LoadedWeights, finite
 from headwater.runs.record import HOOKS, PAST_HOOKS, RunRecord
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
-    from headwater.patching.ablation import ablate as ablate
+    from headwater.patching.activation_patching import ablate as ablate
     from headwater.patching.activation_patching import patch as patch
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states

@@ -26,8 +26,7 @@ from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
 from headwater.patching.edits import LOGITS, CellTable, Edit, Indices
-from headwater.patching.plan import Group, Plan, columns_of
-from headwater.patching.readout import Measured, Readout, Reads, read_run
+from headwater.patching.plan import Group, Measured, Plan, Readout, Reads, columns_of, read_run
 from headwater.patching.whole_runs import Runner, other_run, state_names, values_written, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]

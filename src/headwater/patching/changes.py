@@ -24,8 +24,8 @@ from headwater.models.memory import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
-from headwater.patching.corruption import draw
 from headwater.patching.edits import Place, ReplacementSpec
+from headwater.patching.prompts import draw
 from headwater.patching.replacements import (
     VALUES,
     Replacement,

@@ -28,11 +28,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.dictionaries.features import Features
+from headwater.models.dictionaries import Features
+from headwater.models.families import ModelShape
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import part_named, parts_of_kind, read_part, within
 from headwater.models.positions import Prompt
-from headwater.models.shape import ModelShape
 from headwater.models.sites import SITES, Site, place_named, sites_named
 from headwater.options import is_one, one_or_several, shown, whole_number
 from headwater.patching.edits import Edit

@@ -47,10 +47,8 @@ from headwater.patching.axes import (
 from headwater.patching.edits import CellTable, CellTemplate, Edit
 from headwater.patching.measure import ENGINES, collect_states, run_sweep
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Plan, check_call
-from headwater.patching.prompt_pair import PromptPair
-from headwater.patching.prompts import Prompts, read_prompts
-from headwater.patching.readout import Measured
+from headwater.patching.plan import Measured, Plan, check_call
+from headwater.patching.prompts import PromptPair, Prompts, read_prompts
 from headwater.patching.sweep import Sweep
 
 VariantName: TypeAlias = Literal["mask", "zero"]

@@ -23,8 +23,7 @@ from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
 from headwater.patching.axes import materialize, seen_positions
 from headwater.patching.edits import Edit, ReplacementSpec
-from headwater.patching.prompt_pair import PromptPair
-from headwater.patching.prompts import read_prompts
+from headwater.patching.prompts import PromptPair, read_prompts
 from headwater.patching.replacements import (
     VALUES,
     TensorLike,

@@ -23,13 +23,12 @@ from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import sites_named
 from headwater.models.unembedding import unembedding_head
-from headwater.patching.ablation import joint_template
+from headwater.patching.activation_patching import joint_template
 from headwater.patching.components import ActivationNode
 from headwater.patching.edits import LOGITS, CellTable, Indices, Reading
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan
-from headwater.patching.prompt_pair import PromptPair
-from headwater.patching.prompts import Prompts
+from headwater.patching.prompts import PromptPair, Prompts
 from headwater.patching.replacements import build_replacement
 from headwater.patching.walk_runner import CannotStepError, WalkRunner
 from headwater.patching.whole_runs import WholeRuns

@@ -28,17 +28,15 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError, did_you_mean
-from headwater.models.checks import finite_output
+from headwater.models.bridge_check import finite_output
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_seed, shown
-from headwater.patching.corruption import BATCH
 from headwater.patching.edits import Place, ReplacementSpec
-from headwater.patching.prompt_pair import PromptPair
-from headwater.patching.prompts import Prompts, read_prompts
+from headwater.patching.prompts import BATCH, PromptPair, Prompts, read_prompts
 from headwater.patching.writing import EditedRows, ReplacementValues
 from headwater.registry import Registry
 

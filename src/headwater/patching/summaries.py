@@ -29,10 +29,10 @@ from headwater.options import checked_count, checked_name, checked_number, check
 from headwater.patching.axes import tokens_by_role
 from headwater.patching.prompts import places_among
 from headwater.runs.claim import Claim
-from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
+from headwater.runs.result import with_interval
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
-from headwater.stats.correlation import pearson, spearman
+from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
 from headwater.stats.significance import q_values, sign_flip_p
 

@@ -18,9 +18,8 @@ import torch
 from headwater.options import checked_kind
 from headwater.patching.attribution import AttributionRunner
 from headwater.patching.axes import AXES, tokens_by_role
-from headwater.patching.plan import Plan
-from headwater.patching.prompt_pair import DIRECTIONS
-from headwater.patching.readout import Measured
+from headwater.patching.plan import Measured, Plan
+from headwater.patching.prompts import DIRECTIONS
 from headwater.patching.summaries import (
     MeasureName,
     NormalizeName,
@@ -39,9 +38,8 @@ from headwater.patching.summaries import (
     summarize,
 )
 from headwater.runs.claim import Claim
-from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

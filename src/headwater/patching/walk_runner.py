@@ -21,14 +21,13 @@ from torch import Tensor
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
-from headwater.models.checks import not_finite, rounding
+from headwater.models.bridge_check import not_finite, rounding
 from headwater.models.memory import is_out_of_memory
 from headwater.models.sites import Site, Stage, main_site, taken_as_recorded
 from headwater.models.tokens import Batch
 from headwater.patching.edits import LOGITS, Deliver, Edit, Place, Variant, Variants
-from headwater.patching.plan import Group, Kept, Plan
-from headwater.patching.prompt_pair import Side
-from headwater.patching.readout import Measured, Readout, Reads, read_run
+from headwater.patching.plan import Group, Kept, Measured, Plan, Readout, Reads, read_run
+from headwater.patching.prompts import Side
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
 from headwater.patching.whole_runs import (
     Runner,

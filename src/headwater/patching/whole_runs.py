@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.errors import InterventionError
 from headwater.kernels.devices import to_device
-from headwater.models.checks import edges_are_cut
+from headwater.models.bridge_check import edges_are_cut
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
@@ -30,8 +30,7 @@ from headwater.patching.edits import (
     Variant,
     Variants,
 )
-from headwater.patching.plan import Group, Plan, columns_of
-from headwater.patching.readout import Measured, Readout, Reads, read_run
+from headwater.patching.plan import Group, Measured, Plan, Readout, Reads, columns_of, read_run
 from headwater.patching.replacements import ValueRequest, capture, compute_values
 from headwater.patching.writing import ReplacementValues, TokenSpanEdit, write_patterns, write_tokens
 

@@ -25,44 +25,37 @@ exact answer cannot depend on E_A: S(E_Q→E_A) is then NaN, not 0.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.kernels.attention import Heads, Pairs
-from headwater.models.gradients import refuse_cut_texts, refuse_without_gradients
+from headwater.kernels.attention import Heads, Pairs, edge_saliency, over_pairs
+from headwater.models.forward import KeysValues, common_start, keys_values
+from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
-from headwater.models.shared_start import KeysValues, common_start, keys_values
+from headwater.models.memory import in_halves
+from headwater.models.sites import SITES
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, resolve_indices, shown
-from headwater.pathways.edge_saliency import SaliencyRow, WantedPairs, measure_batch, rows_of
-from headwater.pathways.saliency_report import (
-    COLUMNS,
-    EDGES,
-    TARGETS,
-    LossName,
-    held_out_sentence,
-    rows_of_entry,
-    sentences_of,
-    summary_of,
-)
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import PROBE_SITES, PROBE_TOKENS
+from headwater.questions.states import PROBE_SITES, PROBE_TOKENS, probe_positions
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import frame_of
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size, frame_of
+from headwater.stats.discrimination import CHANCE
+from headwater.stats.resample import DRAWS
+from headwater.stats.significance import critical_dip, dip, wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -362,3 +355,240 @@ def _options(
         "pairs": wanted.pairs,
         "layers": list(wanted.layers),
     }
+
+
+# The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.
+#
+# Of an example only the tokens up to the probe's are run, and gradients are wanted from its first edge on: from E_Q for
+# E_Q→*, from E_A for E_Q→E_A. What comes before is run once without gradients (`models.gradients`), for all examples at
+# once as far as they begin alike. Examples run together in a batch; of these, as many as fit in memory record a graph
+# at once (and half of them, where memory runs out all the same).
+
+
+BEFORE_A_GRAPH = 16
+"""Fewer tokens than this before the first that matters are run with it, though they need no gradient."""
+
+
+@dataclass(frozen=True)
+class WantedPairs:
+    """What is measured, checked."""
+
+    edges: tuple[str, ...]
+    heads: Any
+    pairs: Any
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SaliencyRow:
+    """One example: its tokens up to the probe's, and the positions at the ends of its edges."""
+
+    tokens: list[int]
+    keys: tuple[int, ...]
+    queries: tuple[int, ...]
+    first: int
+    """The first position at which a gradient is wanted."""
+
+
+def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> list[SaliencyRow]:
+    """Return what is run of each example, and the ends of its edges."""
+    rows = []
+    positions = probe_positions(answered, probe.token)
+    exact = answered.table["exact_answer_tokens"]
+    columns = zip(answered.table["tokens"], positions, answered.exact_question_tokens(), exact, strict=True)
+    for tokens, position, question, answer in columns:
+        keys = tuple(key for key in question if key <= position)
+        queries = tuple(query for query in answer if query <= position)
+        first = min((position, *(keys if "all" in edges else queries)))
+        rows.append(SaliencyRow(list(tokens[: position + 1]), keys, queries, first))
+    return rows
+
+
+def measure_batch(
+    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPairs, start: KeysValues, shared: int
+) -> dict[str, Tensor]:
+    """Measure some rows, given the keys and values of the tokens that all rows share."""
+    device = model.device
+    earliest = min(row.first for row in rows)
+    first = earliest if earliest - shared >= BEFORE_A_GRAPH else shared
+    width = max(len(row.tokens) for row in rows)
+    # Token 0 after the end of shorter rows: nothing before it sees it, and no gradient comes from it.
+    tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)
+    reads = torch.tensor([len(row.tokens) - 1 for row in rows], device=device)
+    before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
+    keys, edges = _edges(rows, first, width, wanted.edges, device)
+    # So many rows that the graphs of all layers fit: with more, the lower layers would run a second time.
+    at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(wanted.layers)))
+    parts = []
+
+    def measure(part: range) -> None:
+        here = slice(part.start, part.stop)
+        descent = Descent(
+            model,
+            tokens[here, first:],
+            {layer: (k[here], v[here]) if len(k) > 1 else (k, v) for layer, (k, v) in before.items()},
+            (SITES[probe.site].hook_name(probe.layer), probe.layer),
+            reads[here] - first,
+            min(wanted.layers),
+        )
+        flows = _flows(descent, probe, wanted, keys[here], {name: kind[here] for name, kind in edges.items()})
+        parts.append(flows | {"logit": probe.logits(descent.states.cpu()).double()})
+
+    for start_row in range(0, len(rows), at_once):
+        in_halves(range(start_row, min(start_row + at_once, len(rows))), measure)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _flows(
+    descent: Descent,
+    probe: Probe,
+    wanted: WantedPairs,
+    keys: Int[Tensor, "batch key"],
+    edges: dict[str, Bool[Tensor, "batch query key"]],
+) -> dict[str, Float[Tensor, "batch layer"]]:
+    """Go down the layers: the saliency of each kind of edge at each layer wanted."""
+    by_layer: dict[tuple[str, int], Tensor] = {}
+    for slopes in descent.slopes(probe.weight.clone().to(keys.device, torch.float64)):
+        if slopes.layer in wanted.layers:
+            pattern = torch.take_along_dim(slopes.pattern, keys[:, None, None], -1)
+            values = torch.take_along_dim(slopes.values, keys[:, None, :, None], 2)
+            flow = edge_saliency(pattern, slopes.gradient, values, wanted.heads).double()
+            # A masked pair has weight 0 in every head; so a sliding window shows without a look at the config.
+            visible = pattern.amax(1) > 0
+            for name, kind in edges.items():
+                by_layer[name, slopes.layer] = over_pairs(flow, kind & visible, wanted.pairs)
+    return {name: torch.stack([by_layer[name, layer] for layer in wanted.layers], 1).cpu() for name in edges}
+
+
+def _edges(
+    rows: Sequence[SaliencyRow], first: int, width: int, names: Sequence[str], device: torch.device
+) -> tuple[Int[Tensor, "batch key"], dict[str, Bool[Tensor, "batch query key"]]]:
+    """Return the positions of E_Q, padded, and which pairs each kind of edge has, for queries from `first` on."""
+    n_keys = max(1, *(len(row.keys) for row in rows))
+    keys = torch.tensor([row.keys + (0,) * (n_keys - len(row.keys)) for row in rows], device=device)
+    is_key = torch.tensor([[i < len(row.keys) for i in range(n_keys)] for row in rows], device=device)
+    queries = torch.arange(first, width, device=device)
+    lengths = torch.tensor([len(row.tokens) for row in rows], device=device)
+    sees = is_key[:, None] & (keys[:, None] <= queries[:, None]) & (queries < lengths[:, None])[:, :, None]
+    asks = torch.tensor([[q in row.queries for q in range(first, width)] for row in rows], device=device)
+    kinds = {"exact_answer": sees & asks[:, :, None], "all": sees}
+    return keys, {name: kinds[name] for name in names}
+
+
+# What saliency shows of a question set: medians, how many examples are near zero and why, one peak or several.
+
+
+LossName: TypeAlias = Literal["cross_entropy", "logit"]
+TARGETS = get_args(LossName)
+EDGES = ("exact_answer", "all")
+COLUMNS = tuple(f"saliency_{name}" for name in EDGES)
+NEAR_ZERO = 0.1
+"""An example is near zero when its saliency is less than this share of its set's mean."""
+
+
+def summary_of(rows: pd.DataFrame, column: str) -> dict[str, object] | None:
+    """Describe one kind of edge in one set; None where it has no value."""
+    if rows.empty:
+        return None
+    by_target = {target: rows[rows["target"] == target].set_index("example") for target in TARGETS}
+    near_zero = {target: part[column] < NEAR_ZERO * part[column].mean() for target, part in by_target.items()}
+    medians = {
+        f"median_{target}_{name}": float(part.loc[part["z"] == kind, column].median())
+        if (part["z"] == kind).any()
+        else None
+        for target, part in by_target.items()
+        for kind, name in enumerate(("right", "wrong"))
+    }
+    at_zero = near_zero["cross_entropy"]
+    several = {t: len(p) > 1 and dip(p[column].to_numpy()) > critical_dip(len(p)) for t, p in by_target.items()}
+    flow = by_target["logit"]
+    return {
+        **medians,
+        "right": int((flow["z"] == 0).sum()),
+        "wrong": int((flow["z"] == 1).sum()),
+        "times": _times(*(flow.loc[flow["z"] == kind, column].to_numpy() for kind in (1, 0))),
+        "near_zero": {target: round(float(near.mean()), 4) for target, near in near_zero.items()},
+        "saturated": round(float((~near_zero["logit"][at_zero]).mean()), 4) if at_zero.any() else None,
+        "several_peaks": several,
+    }
+
+
+def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float] | None:
+    """How many times the median of right answers that of wrong ones is, with its 95 % interval over examples."""
+    if min(len(wrong), len(right)) < 2 or not np.median(right):
+        return None
+    rng = np.random.default_rng(0)
+    top, bottom = (
+        np.median(values[rng.integers(len(values), size=(DRAWS, len(values)))], 1) for values in (wrong, right)
+    )
+    # A drawn median of 0 has no ratio, and would make the interval infinite.
+    drawn = top[bottom > 0] / bottom[bottom > 0]
+    ends = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (0.0, np.inf)
+    return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
+
+
+def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Lay out what was found of one set, a row per kind of edge and target; kinds without a value have one of Nones."""
+    for column, edges in zip(COLUMNS, EDGES, strict=True):
+        measured = entry[column] or {}
+        for target in TARGETS:
+            yield {
+                "dataset": entry["dataset"],
+                "edges": edges,
+                "target": target,
+                "examples": entry["examples"],
+                "median_right": measured.get(f"median_{target}_right"),
+                "median_wrong": measured.get(f"median_{target}_wrong"),
+                "near_zero": measured.get("near_zero", {}).get(target),
+                "several_peaks": measured.get("several_peaks", {}).get(target),
+            }
+
+
+def held_out_sentence(table: pd.DataFrame, probe: dict[str, object]) -> str:
+    """Say whether the probe had seen the examples that it measures."""
+    examples = table.drop_duplicates("example")
+    unknown = 0 if probe.get("fitted_on") else int((examples["fold"] == -1).sum())
+    if unknown:
+        return (
+            "The probe does not say which answers it was fitted on: where these are among them, a peak near zero in "
+            "the cross-entropy may be its memory."
+        )
+    return f"All {len(examples):,} examples are measured by coefficients of the probe that were not fitted on them."
+
+
+def sentences_of(entry: dict[str, Any]) -> Iterator[str]:
+    """Say what the summary of one set shows."""
+    name = entry["dataset"]
+    for column, edges in zip(COLUMNS, ("S(E_Q→E_A)", "S(E_Q→*)"), strict=True):
+        measured = entry[column]
+        if measured is None:
+            yield f"{name}: {edges} has no value: it was not requested, or the probe cannot depend on these edges."
+            continue
+        if measured["times"] is not None:
+            times, low, high = measured["times"]
+            chance = f", {CHANCE}" if low <= 1 <= high else ""
+            yield (
+                f"{name}: {edges} of the logit is {times:.2f} ({low:.2f} to {high:.2f}) times as large for "
+                f"{measured['wrong']:,} wrong answers as for {measured['right']:,} right ones{chance}."
+            )
+        near, saturated = measured["near_zero"], measured["saturated"]
+        why = (
+            f", of which {saturated:.0%} have a probe that is sure and right and a flow like the others"
+            if saturated
+            else ""
+        )
+        n = measured["right"] + measured["wrong"]
+        entropy, logit = (_percent(near[target], n) for target in TARGETS)
+        yield (
+            f"{name}: {entropy} of {n:,} examples are near zero in {edges} of the cross-entropy{why}; {logit} with the "
+            "logit."
+        )
+        entropy, logit = (
+            "more than one peak" if several else "one peak" for several in measured["several_peaks"].values()
+        )
+        yield f"{name}: by the dip test {edges} has {entropy} with the cross-entropy and {logit} with the logit."
+
+
+def _percent(share: float, n: int) -> str:
+    low, high = (100 * float(end) for end in wilson_interval(np.array(share * n), np.array(n)))
+    return f"{share:.1%} ({low:.0f} to {high:.0f})"

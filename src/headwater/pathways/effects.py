@@ -24,13 +24,15 @@ from headwater.pathways.interventions import (
     Setup,
     after_states,
     after_windows,
+    answer_only,
     block_exact_tokens,
     block_random_tokens,
     other_question_tokens,
+    swap_random_tokens,
+    swap_subjects,
     untouched,
 )
 from headwater.pathways.modes import Logits
-from headwater.pathways.swap import answer_only, swap_random_tokens, swap_subjects
 from headwater.probes.linear import Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
 from headwater.questions.answers import AnsweredQuestions

@@ -38,11 +38,9 @@ from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.asking import CHAT, SLOT, ask, limit_of, plain_text, question_frame
 from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, with_interval
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
 from headwater.stats.resample import Bootstrap, Interval, interval
 
 if TYPE_CHECKING:

@@ -28,17 +28,15 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
-from headwater.pathways.controls import span_logits
 from headwater.pathways.effects import Halves, halves
+from headwater.pathways.tables import span_logits
 from headwater.probes.linear import States, fit_linear, linear_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.spans import span_shapes
 from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
+from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import with_interval
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size, with_interval
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 

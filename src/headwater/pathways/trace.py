@@ -5,7 +5,7 @@ Luo et al., "Two Pathways to Truthfulness", ACL 2026, with the controls that it 
 1. Probes per layer, cross-fitted: every example is measured by probes fitted on others (`effects`, `headwater.probes`).
 2. Knockout: in layers up to k nothing after E_Q may attend to it; ΔP(k), flips, modes (`modes`). One pass gives all k.
 3. Controls: as many random question tokens, token swap, answer only; one mode or two within each relation; the margin,
-   the relation and the answer's words as baselines (`controls`, `swap`, `modes`, `headwater.stats.dip`).
+   the relation and the answer's words as baselines (`tables`, `interventions`, `stats.significance`).
 4. What holds on this model, as sentences made of the numbers (`report`).
 """
 
@@ -37,18 +37,15 @@ from headwater.pathways.effects import (
     probes_from_tensors,
 )
 from headwater.pathways.interventions import QUERIES, Setup
-from headwater.pathways.mean_effects import controls_of, curves_of
-from headwater.pathways.modes import SplitName
-from headwater.pathways.report import report_of
-from headwater.pathways.summary import findings_of, summary_of
+from headwater.pathways.modes import SplitName, controls_of, curves_of
+from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -42,14 +42,11 @@ from headwater.options import (
     is_label,
     shown,
 )
-from headwater.probes.given_states import GivenStates, given_states
-from headwater.probes.linear import C, Probe, fit_linear, grouped_folds
+from headwater.probes.linear import C, GivenStates, Probe, fit_linear, given_states, grouped_folds
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.figure_options import Size
-from headwater.runs.findings import each_row, with_interval
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size, each_row, with_interval
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, PromptHook
-from headwater.models.generation.loop import generate
-from headwater.models.generation_config import end_tokens
+from headwater.models.generation import end_tokens, generate_tokens
 from headwater.models.hints import warn_of_no_template
 from headwater.models.tokens import ChatText, by_length, chat_text, encode
 from headwater.options import checked_count, shown
@@ -214,7 +213,7 @@ def ask(
         max_new_tokens: at most so many, the end token or the line break counted.
         until: an answer ends at its first line break ("line"), or where the model ends it ("end").
         batch_size: prompts in one run of the model.
-        hooks: act at every step; in `now_reading().rows` (`headwater.models.reading`) rows are called by their places.
+        hooks: act at every step; in `now_reading().rows` (`headwater.models.forward`) rows are called by their places.
         stage: the name of the run's pieces; a run that asks several times gives each a name.
 
     Yields:
@@ -228,7 +227,7 @@ def ask(
 
     def compute(places: Sequence[int]) -> dict[str, Tensor]:
         batch = model.tokenize([list(prompts[place]) for place in places]).named(places)
-        return dict(vars(generate(model, batch, max_new_tokens=max_new_tokens, stop=is_end, hooks=hooks)))
+        return dict(vars(generate_tokens(model, batch, max_new_tokens=max_new_tokens, stop=is_end, hooks=hooks)))
 
     with run.bar("Answering", "question", len(fitting)) as bar:
         for places, made in zip(batches, run.pieces(stage, batches, compute, bar, len), strict=True):

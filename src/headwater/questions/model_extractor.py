@@ -8,7 +8,7 @@
 3. Where a part has no such words the model is asked again with the examples in another order, `TRIES` times at most
    (Orgad et al. 2024; Luo et al. 2026: five), and each part is the first that was valid.
 
-Small models cannot do this; `headwater.questions.agreement` says how well a model does where the words are known.
+Small models cannot do this; `headwater.questions.extract` says how well a model does where the words are known.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from headwater.errors import InputError
-from headwater.models.generation.loop import Wrote, generate
-from headwater.models.generation_config import end_tokens
+from headwater.models.generation import Wrote, end_tokens, generate_tokens
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import by_length, chat_text, encode
 from headwater.questions.extract import EXTRACTORS, PARTS, exact_words
@@ -156,7 +155,7 @@ def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[i
     found: dict[int, str] = {}
     for batch in by_length([len(prompts[place]) for place in places], BATCH):
         rows = [places[i] for i in batch]
-        made = generate(
+        made = generate_tokens(
             model, model.tokenize([list(prompts[place]) for place in rows]),
             max_new_tokens=NEW_TOKENS, stop=lambda token: token in ends, wrote=_three_lines(text_of),
         )  # fmt: skip

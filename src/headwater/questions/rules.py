@@ -12,7 +12,7 @@
    of occupations, sports, genres and other kinds a noun phrase before any name. "I think" and the like do not belong to
    it. Whether it is right does not matter.
 
-`headwater.questions.agreement` says how often these are the words that a question set names itself. Rules know nothing:
+`headwater.questions.extract` says how often these are the words that a question set names itself. Rules know nothing:
 titles without a capital, questions of several clauses and other languages are beyond them.
 """
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import to_device
-from headwater.models.checks import rounding
+from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, read_hook
+from headwater.models.forward import FixedPrefix, KeysValues, common_start, goes_on, keys_values, unpadded
 from headwater.models.hooked import HookedModel
-from headwater.models.shared_start import FixedPrefix, KeysValues, common_start, goes_on, keys_values, unpadded
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
 from headwater.options import checked_count, shown

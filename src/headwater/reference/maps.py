@@ -42,16 +42,14 @@ from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
 from headwater.heads.prompts import SourcePrompts, relations_of
-from headwater.heads.relation_tokens import TokenRelation, word_tokens
-from headwater.heads.relations import Relation, Relations, load_relations
+from headwater.heads.relations import Relation, Relations, TokenRelation, load_relations, word_tokens
 from headwater.heads.scoring import relations_digest
 from headwater.heads.validation import TEMPLATES, DynamicScores, dynamic_scores, scored_prompts
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.tokens import Batch, pad_id
-from headwater.models.weights.opening import open_weights
-from headwater.reference.published import Reproduction, compared, no_numbers, published_numbers
-from headwater.reference.steps import Steps, timed_steps
+from headwater.models.weights import open_weights
+from headwater.reference.published import Reproduction, Steps, compared, no_numbers, published_numbers, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.significance import wilson_interval
 

@@ -23,15 +23,21 @@ from typing import Any
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.likelihood.answering import MODEL
-from headwater.likelihood.contexts import GOLD, NONE, PREDICTED, TURNS, PredecessorsName
+from headwater.likelihood.framed import GOLD, MODEL, NONE, PREDICTED, TURNS, PredecessorsName
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
-from headwater.questions.judge import Judge
-from headwater.reference.published import Reproduction, compared, no_numbers, not_kept, published_numbers
-from headwater.reference.steps import Steps, timed_steps
+from headwater.questions.labels import Judge
+from headwater.reference.published import (
+    Reproduction,
+    Steps,
+    compared,
+    no_numbers,
+    not_kept,
+    published_numbers,
+    timed_steps,
+)
 from headwater.runs.analysis import Run, run_or_resume
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}

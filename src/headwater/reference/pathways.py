@@ -36,8 +36,15 @@ from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
 from headwater.questions.labels import CONTAINS, Label
 from headwater.questions.sources import Questions, Source, load_questions
-from headwater.reference.published import Reproduction, compared, no_numbers, not_kept, published_numbers
-from headwater.reference.steps import Steps, timed_steps
+from headwater.reference.published import (
+    Reproduction,
+    Steps,
+    compared,
+    no_numbers,
+    not_kept,
+    published_numbers,
+    timed_steps,
+)
 from headwater.runs.analysis import Run, run_or_resume
 
 METHODS = {

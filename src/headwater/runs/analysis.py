@@ -24,7 +24,7 @@ from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder, run_pieces
 from headwater.runs.record import Recorded, RunRecord
 from headwater.runs.result import Result
-from headwater.runs.shards import Shards, shard_name
+from headwater.runs.storage import Shards, shard_name
 
 Item = TypeVar("Item")
 R = TypeVar("R", bound=Result)

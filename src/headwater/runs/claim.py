@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from headwater.runs.figure_options import Size
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import Result, Size
 from headwater.stats.claims import Judgement
 
 if TYPE_CHECKING:

@@ -24,13 +24,17 @@ from __future__ import annotations
 import builtins
 import copyreg
 import dataclasses
+import dis
 import functools
 import hashlib
 import inspect
 import json
+import os
+import site
 import sys
+import sysconfig
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,18 +44,6 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError
-from headwater.runs.data_hash import UnknownIdentityError, hash_of_frame, hash_of_tensor, hashed
-from headwater.runs.functions import (
-    MADE_BY_PYTHON,
-    MADE_OF,
-    READ_BY_NAME,
-    content_of,
-    imports,
-    is_library,
-    reads,
-    version_of,
-    without_type_checks,
-)
 
 DIGITS = 16
 """Hexadecimal digits of a digest in a record."""
@@ -363,3 +355,153 @@ def _without_computed(cls: type, state: object) -> object:
         name for name in state if isinstance(inspect.getattr_static(cls, str(name), None), functools.cached_property)
     }
     return {name: value for name, value in state.items() if name not in computed}
+
+
+# The hash of plain data: parts put together, the numbers of a tensor, the cells of a table.
+
+
+class UnknownIdentityError(InputError):
+    """A value whose identity cannot be had; `places` is the way to it, innermost first."""
+
+    def __init__(self, what: str):
+        super().__init__(what)
+        self.what, self.places = what, list[str]()
+
+    def __str__(self) -> str:
+        way = " of ".join(self.places[-3:])
+        return f"{way} is {self.what}" if way else self.what
+
+
+def hashed(kind: str, *parts: bytes | memoryview) -> bytes:
+    """Hash parts, each with its length."""
+    whole = hashlib.sha256(kind.encode())
+    for part in parts:
+        # With lengths, or the parts "ab", "c" and "a", "bc" would have one hash.
+        whole.update(b"%d:" % len(part))
+        whole.update(part)
+    return whole.digest()
+
+
+def hash_of_tensor(tensor: Tensor) -> bytes:
+    """Hash the numbers of a tensor, with its dtype and shape."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        raise UnknownIdentityError(f"a tensor without plain numbers ({tensor.layout}, {tensor.device})")
+    # As bytes: numpy has no bfloat16. Conjugates and negatives may be mere flags of a view.
+    numbers = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashed("tensor", f"{tensor.dtype} {tuple(tensor.shape)}".encode(), numbers.data)
+
+
+def hash_of_frame(frame: pd.DataFrame) -> bytes:
+    """Hash a table by its cells, the same before it is written as parquet and after it is read back."""
+    parts = [json.dumps([list(map(str, frame.columns)), len(frame)]).encode()]
+    for place in range(frame.shape[1]):
+        # By place, as two columns may have one name; as objects, as parquet gives back other dtypes.
+        cells = frame.iloc[:, place].astype(object)
+        parts.append(json.dumps(cells.where(cells.notna(), None).tolist(), default=_cell).encode())
+    parts.append(json.dumps(frame.index.tolist(), default=_cell).encode())
+    return hashed("frame", *parts)
+
+
+def _cell(cell: object) -> object:
+    """What JSON writes of a cell that it does not know."""
+    if isinstance(cell, set | frozenset):
+        return sorted(map(str, cell))
+    return cell.tolist() if hasattr(cell, "tolist") else str(cell)
+
+
+# What functions, classes and whatever can be called are made of, and what their code reads, for their identity.
+#
+# Which code is a library's: Python's own, an installed package's, headwater's. It is known by its name and version.
+
+
+NAMED = ("PUSH_NULL", "CACHE", "PRECALL", "NOP", "EXTENDED_ARG", "RESUME")
+"""Instructions between the name of a module and that of its attribute which change neither."""
+MADE_BY_PYTHON = frozenset(
+    "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __firstlineno__ __static_attributes__ "  # noqa: SIM905
+    "__parameters__ __slotnames__ __orig_bases__ __match_args__ __dataclass_params__ __dataclass_fields__ "
+    "__abstractmethods__ __annotate_func__ __annotations_cache__ __annotate__ __classcell__ __type_params__ "
+    "_abc_impl".split()
+)
+READ_BY_NAME = (eval, exec, globals, __import__)
+"""Built-in functions by which code reads what its names do not tell."""
+MADE_OF = {
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    functools.cached_property: ("func",),
+    functools._lru_cache_wrapper: ("__wrapped__",),
+    types.ClassMethodDescriptorType: ("__objclass__", "__name__"),
+    types.GetSetDescriptorType: ("__objclass__", "__name__"),
+}
+"""What decides what these compute: pickle refuses them, or writes a name in its place."""
+
+
+def version_of(module: str) -> str:
+    """Return the version of the package that a module belongs to; empty where it says none."""
+    version = getattr(sys.modules.get(module.split(".")[0]), "__version__", "")
+    return version if isinstance(version, str) else ""
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple(sorted({os.path.realpath(folder) + os.sep for folder in folders}))
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module is Python's own, an installed package's or headwater's: it is known by name and version."""
+    top = (module or "").split(".")[0]
+    if top in ("", "__main__"):
+        return False
+    if top == "headwater" or top in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if file is None:  # also of what is in the standard library but not loaded, or frozen
+        return top in sys.stdlib_module_names
+    return os.path.realpath(file).startswith(_library_folders())  # a file of the user's may be called profile.py
+
+
+def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Yield the global names that code reads, each with the attributes asked of it at once."""
+    chain: list[str] = []
+    for step in _steps(code):
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain.append(str(step.argval))
+        elif step.opname not in NAMED:
+            if chain:
+                yield tuple(chain)
+            chain = [str(step.argval)] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
+
+
+def imports(code: types.CodeType) -> Iterator[str]:
+    """Yield the modules that code imports when it is called."""
+    return (str(step.argval) for step in _steps(code) if step.opname == "IMPORT_NAME")
+
+
+def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of code, which end in a return, and of the functions inside it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _steps(constant)
+
+
+def content_of(cell: types.CellType) -> object:
+    """Return what a closure's cell holds; NotImplemented where it holds nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return NotImplemented
+
+
+def without_type_checks(function: types.FunctionType) -> types.FunctionType:
+    """Return a function as it was before beartype or jaxtyping wrapped it: they name what they add by addresses."""
+    while isinstance(wrapped := vars(function).get("__wrapped__"), types.FunctionType):
+        where = str(function.__globals__.get("__name__", ""))
+        if not (function.__code__.co_filename.startswith("<@beartype(") or where.split(".")[0] == "jaxtyping"):
+            break
+        function = wrapped
+    return function

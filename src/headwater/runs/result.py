@@ -2,21 +2,28 @@
 
 A result is a frozen dataclass. `save` writes its data frames as parquet, its tensors as safetensors and everything else
 as `run.json`, with the size and SHA-256 of each file, and of itself; `load` reads them back. Tensors in parts
-(`headwater.runs.shards`) are files in a folder of their field's name, which carry their hash and are not read until
+(`headwater.runs.storage`) are files in a folder of their field's name, which carry their hash and are not read until
 they are requested.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import hashlib
 import html
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -28,19 +35,16 @@ from torch import Tensor
 from headwater.calls import checked_calls
 from headwater.errors import InputError, RunFolderError, UnknownNameError, did_you_mean
 from headwater.foreign_names import TABLES, missing
-from headwater.options import checked_path, shown
+from headwater.options import checked_number, checked_path, checked_several, shown
 from headwater.registry import Registry
-from headwater.runs.figure_options import Size, apply_title_and_size, asking_for, checked_size
-from headwater.runs.findings import plain_text, records_of
 from headwater.runs.identity import digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
-from headwater.runs.shards import NAME, Shards
-from headwater.runs.storage import make_folder, read_sealed, seal_of, write_atomically, write_sealed
-from headwater.runs.view import View
+from headwater.runs.storage import NAME, Shards, make_folder, read_sealed, seal_of, write_atomically, write_sealed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 TENSORS = "tensors.safetensors"
 FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".xlsx", ".pkl", ".pt", ".npz", ".safetensors")
@@ -421,3 +425,221 @@ def _tuples(table: pd.DataFrame) -> pd.DataFrame:
 
 def _tuple(cell: object) -> object:
     return tuple(_tuple(item) for item in cell.tolist()) if isinstance(cell, np.ndarray) else cell
+
+
+# The few numbers of a result that are worth a glance: as JSON values, as a data frame, as words in a sentence.
+
+
+def rounded(value: float) -> float | None:
+    """Return a number as JSON has it, with four places; None where it was not measured."""
+    return round(float(value), 4) if math.isfinite(value) else None
+
+
+def each_row(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table, by the names of its columns."""
+    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
+
+
+def records_of(table: pd.DataFrame) -> list[dict[str, object]]:
+    """Return the rows of a table as JSON values; None where there is no value."""
+    return each_row(table.astype(object).where(table.notna(), None))
+
+
+def frame_of(rows: Iterable[Mapping[str, object]]) -> pd.DataFrame:
+    """Return findings as a data frame, a row each; NaN where there is no value."""
+    table = pd.DataFrame(list(rows))
+    return table.where(table.notna(), np.nan).infer_objects()
+
+
+def with_interval(value: float, low: float = math.nan, high: float = math.nan, places: int = 2) -> str:
+    """Write a number with its interval, where it has one: "0.52 (0.41 to 0.60)"."""
+    if not math.isfinite(value):
+        return "not measured"
+    interval = f" ({low:.{places}f} to {high:.{places}f})" if math.isfinite(low) and math.isfinite(high) else ""
+    return f"{value:.{places}f}{interval}"
+
+
+def plain_text(text: str) -> str:
+    """Return text with what no terminal prints spelled out: line breaks, controls, what turns the writing direction."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+# What every figure of a result can be given, whatever it draws: another title, another size.
+#
+# It is done to the figure that was drawn, so that what draws a result, also one of a user's own, need not know of it.
+
+
+Size: TypeAlias = tuple[float, float]
+"""Width and height, in inches."""
+PLACES: tuple[Any, ...] = ("left", "center", "right")
+LARGEST = 100.0
+"""Inches; the largest picture that can be written has 65,536 dots, at 300 an inch 218 inches."""
+
+
+def checked_size(figsize: object, ax: Axes | None) -> Size | None:
+    """Return the size of a new figure, if one was given."""
+    if figsize is None:
+        return None
+    if ax is not None:
+        raise InputError("figsize= is of a new figure, and ax= is on one already: give one of the two.")
+    sides = checked_several("figsize", figsize, "(width, height) in inches, as figsize=(7, 3)")
+    if len(sides) != 2:
+        raise InputError(f"figsize={shown(figsize)} must be (width, height) in inches.")
+    width, height = (checked_number("figsize", side, 0.0, LARGEST, up_to=True) for side in sides)
+    return width, height
+
+
+_ASKED: ContextVar[Size | None] = ContextVar("size", default=None)
+
+
+@contextmanager
+def asking_for(size: Size | None) -> Iterator[None]:
+    """Let what is drawn meanwhile know the size of its figure, if one was given."""
+    token = _ASKED.set(size)
+    try:
+        yield
+    finally:
+        _ASKED.reset(token)
+
+
+def requested_size() -> Size | None:
+    """Return the size that the figure now drawn was given."""
+    return _ASKED.get()
+
+
+def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | None) -> Axes | Figure:
+    """Give what was drawn a title and a size of the caller's, and break lines that are longer than there is room."""
+    if title is not None and not isinstance(title, str):
+        raise InputError(f"title={shown(title)} must be a text.")
+    whole = hasattr(drawn, "add_subplot")
+    figure: Any = drawn if whole else drawn.figure
+    if size is not None:
+        figure.set_size_inches(size)
+    if title is not None and whole and len(figure.axes) != 1:
+        figure.suptitle(title)
+    elif title is not None:
+        _title(figure.axes[0] if whole else drawn, title)
+    if whole and figure.get_suptitle():
+        _break(figure._suptitle, _share, figure, "width", 0.98)
+    for ax in figure.axes if whole else [drawn, *_bars(drawn)]:
+        _break_lines(ax)
+    return drawn
+
+
+def _bars(ax: Any) -> list[Any]:
+    """The axes of the colour bars of what is drawn on `ax`."""
+    return [one.colorbar.ax for one in (*ax.collections, *ax.images) if getattr(one, "colorbar", None)]
+
+
+def _break_lines(ax: Any) -> None:
+    """Break the title where the next panel or the figure ends, labels where their axes do."""
+    for place in (ax.title, ax._left_title, ax._right_title):
+        _break(place, _to_the_right, ax)
+    _break(ax.xaxis.label, _around, ax)
+    _break(ax.yaxis.label, _share, ax, "height", 1.05)
+
+
+def _to_the_right(ax: Any) -> float:
+    """The pixels from the left end of axes to the next panel or the end of the figure."""
+    box = ax.get_window_extent()
+    level = [one.get_window_extent() for one in ax.figure.axes if one is not ax and one.get_subplotspec()]
+    ends = [one.x0 for one in level if one.x0 > box.x1 and one.y0 < box.y1 and box.y0 < one.y1]
+    return float(min([box.x1 + 0.8 * (end - box.x1) for end in ends] or [ax.figure.bbox.x1]) - box.x0)
+
+
+def _around(ax: Any) -> float:
+    """The pixels that a label below axes has: a little more than they are wide, as far as the figure reaches."""
+    box, page = ax.get_window_extent(), ax.figure.bbox
+    middle = (box.x0 + box.x1) / 2
+    return float(min(1.15 * box.width, 1.96 * min(middle - page.x0, page.x1 - middle)))
+
+
+def _share(of: Any, side: str, share: float) -> float:
+    """A share of the width or height of axes or a figure, in pixels."""
+    return float(share * getattr(of.get_window_extent(), side))
+
+
+def _break(text: Any, room: Callable[..., float], *of: object) -> None:
+    """Let matplotlib break a text whenever it draws it, into lines of a length that depends on where it then is."""
+    text.set_wrap(True)
+    # matplotlib wraps at the figure's edge alone, and would write a title over the next panel.
+    text._get_wrap_line_width = partial(_narrowest, text, {}, room, *of)
+
+
+def _narrowest(text: Any, least: dict[tuple[float, ...], float], room: Callable[..., float], *of: object) -> float:
+    """The least room that a figure of the same size had: lines and layout do not change by turns."""
+    size = tuple(text.figure.bbox.size)
+    least[size] = min(room(*of), least.get(size, math.inf))
+    return least[size]
+
+
+def _title(ax: Any, title: str) -> None:
+    """Put a title where the axes' own is, as far above them."""
+    place_of_title = next((place for place in PLACES if ax.get_title(place)), None)
+    if place_of_title is None:
+        ax.set_title(title)
+        return
+    words = ax.get_title(place_of_title)
+    for child in ax.get_children():
+        if getattr(child, "get_text", str)() == words:
+            child.set_text(title)
+            return
+
+
+# A view of a result: a page of HTML that holds all that it shows, to look at in a notebook or to keep as a file.
+
+
+FITTING = """(() => {
+  const box = document.currentScript.parentElement, frame = box.querySelector("iframe");
+  addEventListener("message", (event) => {
+    const high = Math.min(20000, Math.ceil(Number(event.data && event.data.headwater)));
+    if (event.source !== frame.contentWindow || !(high > 0)) return;
+    box.style.height = frame.style.height = `${high}px`;
+  });
+})();"""
+"""Makes a frame as high as the page in it says that it is; the page can do nothing else to the notebook."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A page that reaches for nothing outside: no script, style or picture from elsewhere."""
+
+    page: str
+    """The whole page, from its doctype on."""
+    height: int = 560
+    """In pixels, of its frame in a notebook, until the page says how high it is."""
+    picture: bytes | None = None
+    """A PNG of the figure: what is seen where a notebook shows no frames, or a document no HTML."""
+
+    def save_html(self, path: str | Path) -> Path:
+        """Write the page into a file; folders on the way are made."""
+        file = checked_path("path", path)
+        make_folder(file.parent)
+        write_atomically(file, lambda temporary: temporary.write_text(self.page, encoding="utf-8"))
+        return file
+
+    @property
+    def title(self) -> str:
+        """What is over the page."""
+        found = re.search(r"<title>(.*?)</title>", self.page, re.DOTALL)
+        return html.unescape(found[1]) if found else ""
+
+    def __repr__(self) -> str:
+        return f"View({len(self.page):,} characters of HTML)"
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame that can reach nothing of the notebook, over its picture.
+
+        A notebook that is not trusted, or a site that shows notebooks, takes the frame out; the picture remains.
+        """
+        look = f"position:absolute;top:0;left:0;width:100%;height:{self.height}px;border:0"
+        frame = (
+            f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(self.title, quote=True)}" '
+            f'srcdoc="{html.escape(self.page, quote=True)}" style="{look}"></iframe>'
+        )
+        below = ""
+        if self.picture is not None:
+            data = base64.b64encode(self.picture).decode("ascii")
+            below = f'<img src="data:image/png;base64,{data}" alt="the same as a picture" style="max-width:100%">'
+        fitting = f"<script>{FITTING}</script>"
+        return f'<div style="position:relative;height:{self.height}px;overflow:hidden">{below}{frame}{fitting}</div>'

@@ -32,7 +32,7 @@ from numpy import ndarray
 from scipy.stats import rankdata
 
 from headwater.errors import InputError
-from headwater.stats.correlation import FEWEST
+from headwater.stats.discrimination import FEWEST
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import sign_flip_p
 

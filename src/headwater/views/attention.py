@@ -16,14 +16,12 @@ from torch import Tensor, stack
 
 from headwater.errors import InputError
 from headwater.figures.style import plain_title
-from headwater.models.caches.cache import Cache
+from headwater.models.cache import Cache
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.weights.opening import open_weights
+from headwater.models.weights import open_weights
 from headwater.options import checked_count, one_or_several, shown
-from headwater.runs.result import VIEWS
-from headwater.runs.view import View
-from headwater.views.interactive import interactive, packed
-from headwater.views.page import picture, short_of
+from headwater.runs.result import VIEWS, View
+from headwater.views.page import interactive, packed, picture, short_of
 
 LONGEST = 2048
 """Tokens of a text whose patterns are drawn."""

@@ -17,11 +17,9 @@ from headwater.errors import InputError
 from headwater.figures.circuit import ABOVE, BELOW, layout, lines_of, title_of
 from headwater.figures.style import WAYS
 from headwater.options import checked_count, checked_kind, checked_name
-from headwater.runs.result import VIEWS, whole_summary
-from headwater.runs.view import View
+from headwater.runs.result import VIEWS, View, whole_summary
 from headwater.stats.resample import Bootstrap, percentile_interval
-from headwater.views.interactive import interactive, page_around, rounded
-from headwater.views.page import drawn, picture, table_of, text_of
+from headwater.views.page import drawn, interactive, page_around, picture, rounded, table_of, text_of
 
 LARGEST = 200
 """Edges that a page holds by default."""

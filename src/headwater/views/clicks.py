@@ -25,8 +25,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name
 from headwater.patching.components import ActivationNode, read_nodes, set_name
 from headwater.patching.metrics import Metric
-from headwater.patching.prompt_pair import PromptPair
-from headwater.patching.prompts import Prompts
+from headwater.patching.prompts import PromptPair, Prompts
 from headwater.patching.recorded_pair import NextTokens, NodeEffect, RecordedPair
 
 HowName: TypeAlias = Literal["denoise", "noise", "zero", "mean"]

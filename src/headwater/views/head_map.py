@@ -6,6 +6,7 @@ Several maps are side by side (`beside=`): what is pointed at, kept, filtered or
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from headwater.causes.naming import NAMED
+from headwater.causes.results import Evidence
+from headwater.figures.evidence import MAPS, ROLE_LOOKS, evidence_title
 from headwater.figures.head_map import mark_of, names_of, title_of
+from headwater.heads.card import SIGNS
 from headwater.heads.categories import UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
-from headwater.heads.salient import SIGNS
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_kind
-from headwater.runs.result import VIEWS
-from headwater.runs.view import View
-from headwater.views.interactive import interactive, packed, rounded
+from headwater.runs.result import VIEWS, View
+from headwater.views.page import interactive, line_of, packed, picture, rounded
 
 CARDS = 64
 """Heads at most whose cards say what they write: the classified ones first, by their best excess."""
@@ -45,10 +48,12 @@ def view_head_map(
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
     maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]
-    return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec_of(maps, model), height=620)
+    return interactive(
+        head_map, ("head_plane.js", "head_grid.js", "head_map.js"), head_map_spec(maps, model), height=620
+    )
 
 
-def spec_of(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = None) -> dict[str, object]:
+def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = None) -> dict[str, object]:
     """Return what the script draws: the looks of labels, and each map by head and relation."""
     relations = list(dict.fromkeys(name for one in maps for name in one.table["relation"]))
     present = {label for one in maps for label in one.categories["label"]}
@@ -131,3 +136,68 @@ def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
     # The last key of lexsort sorts first: classified heads, and among these by strength.
     order = np.lexsort((-strength, every["label"] == UNCLASSIFIED))[:CARDS]
     return [(layer, head) for layer, head in every.iloc[order][["layer", "head"]].to_numpy().tolist()]
+
+
+# The view of one relation's evidence: maps of what weights write, who looks and who moves it, by layer and head.
+#
+# A head that is clicked in one map is marked in all of them, and in the tables of what silencing costs and of which way
+# names which head; its card has all its numbers, and what the last position carries before and after its layer.
+
+
+@VIEWS.add(Evidence)
+def view_evidence(found: Evidence) -> View:
+    """Show the heads of a relation in linked maps; where the model cannot do it, the sentence that says so."""
+    if not found.is_measured:
+        return picture(found)
+    return interactive(
+        found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), evidence_spec(found), height=900
+    )
+
+
+def evidence_spec(found: Evidence) -> dict[str, object]:
+    """Return what the script draws: every number of a head, `column layer head`, and the rows that name heads."""
+    by_head = found.table.sort_values(["layer", "head"])
+    layers, heads = (int(by_head[axis].max()) + 1 for axis in ("layer", "head"))
+    columns = [name for name in by_head if name not in ("layer", "head")]
+    named = found.way(NAMED)
+    ways = found.ways.dropna(subset=["share"])
+    return {
+        "title": evidence_title(found),
+        "layers": layers,
+        "heads": heads,
+        "columns": columns,
+        "values": packed(by_head[columns].to_numpy(dtype=float).T.reshape(-1, layers, heads), "f4"),
+        "maps": [{"column": column, "name": name} for column, name in MAPS.items()],
+        "named": [int(named["layer"]), int(named["head"])],
+        "when": _when(found.when),
+        "tables": [
+            _rows("named by", ways.assign(heads=_heads_of(ways)), ["way", "heads", "share", "low", "high"]),
+            _rows("silenced", found.cost, ["what", "heads", "cost", "low", "high"]),
+        ],
+    }
+
+
+def _heads_of(ways: pd.DataFrame) -> list[str]:
+    """Return the head that each way names, or how many it names."""
+    rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
+    return [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
+
+
+def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:
+    """Return a table of the page, and which heads each of its rows is about."""
+    cells = zip(*(rounded(table[name]) if table[name].dtype == float else table[name] for name in columns), strict=True)
+    about = [re.findall(r"\d+\.\d+", heads) for heads in table["heads"]]
+    return {"columns": [title, *columns[1:]], "rows": list(map(list, cells)), "about": about}
+
+
+def _when(when: pd.DataFrame) -> dict[str, object]:
+    lines = [
+        line_of(rows, ("layer", "share", "low", "high"), name=f"at the {role} token", look=ROLE_LOOKS[str(role)])
+        for role, rows in when.groupby("role", sort=False)
+    ]
+    return {
+        "said": {"title": "When: residual stream patched", "x": "before layer", "count": ""},
+        "x": {"label": "Before layer", "whole": True},
+        "choices": [],
+        "charts": [{"y": "Share of gap", "lines": lines}],
+    }

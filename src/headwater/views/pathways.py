@@ -5,12 +5,10 @@ from __future__ import annotations
 from headwater.colors import FAINT
 from headwater.figures.pathway_curves import DASHES, SPELLED, VALUES, default_split, look_of, title_of
 from headwater.pathways.interventions import RANDOM
-from headwater.pathways.mean_effects import ALL
-from headwater.pathways.modes import MODES
+from headwater.pathways.modes import ALL, MODES
 from headwater.pathways.trace import Pathways
-from headwater.runs.result import VIEWS
-from headwater.runs.view import View
-from headwater.views.interactive import interactive, line_of
+from headwater.runs.result import VIEWS, View
+from headwater.views.page import interactive, line_of
 
 
 @VIEWS.add(Pathways)

@@ -12,10 +12,8 @@ from headwater.figures.sweep import LABELS, panel_axes, panels_of, title_of
 from headwater.patching.axes import ROLES
 from headwater.patching.summaries import MEASURES
 from headwater.patching.sweep import Sweep
-from headwater.runs.result import VIEWS
-from headwater.runs.view import View
-from headwater.views.interactive import interactive, packed
-from headwater.views.page import picture
+from headwater.runs.result import VIEWS, View
+from headwater.views.page import interactive, packed, picture
 
 LARGEST = 2**22
 """Numbers of a page, at most: of larger sweeps the page holds the means over examples alone."""

@@ -24,8 +24,7 @@ from headwater.models.positions import Characters, characters
 from headwater.models.tokens import Tokenizer
 from headwater.options import checked_count, checked_flag, checked_name, checked_path, checked_seed
 from headwater.patching.metrics import Metric, logit_difference
-from headwater.world.tasks import TASKS, Line
-from headwater.world.words import TWO_DIGITS, Words, read_words
+from headwater.world.tasks import TASKS, TWO_DIGITS, Line, Words, read_words
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

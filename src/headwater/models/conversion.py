@@ -1,0 +1,210 @@
+"""What the tensors of a checkpoint are to the parameters of the model that transformers builds of it.
+
+Most tensors are a parameter each, under its own name. Others are made into one: a mixture of experts stores each
+expert's matrices separately, and computes with all of them in one tensor. transformers knows how, for loading and for
+saving; what it would save is what a checkpoint is expected to hold, and what it loads is what the tensors mean.
+
+Queries, keys and values of all heads may be one tensor (`split_heads`, `join_heads`):
+
+    parts     all queries, then all keys, then all values                        q q q q | k k | v v
+    groups    each key-value head with the query heads that read it              q q k v | q q k v
+
+One axis of the tensor is joined so, the other is d_model; a bias has the joined axis alone. Where every query head has
+its own key and value, "groups" is (head three d_head).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
+
+from headwater.models.families import FusedQKV, ModelShape, family_of, text_config
+
+Read: TypeAlias = Callable[[str], Tensor]
+"""Reads one tensor of a checkpoint by its name relative to the base model."""
+UNEMBEDDING = "lm_head.weight"
+UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
+"""What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is not part of W_U."""
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Parameters of a model, and the tensors of a checkpoint that these, and no others, are made of.
+
+    Attributes:
+        parameters: names, sorted.
+        tensors: shapes by name, in the order of the names.
+    """
+
+    parameters: tuple[str, ...]
+    tensors: dict[str, tuple[int, ...]]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one parameter that is stored as it is."""
+        return self.parameters == tuple(self.tensors)
+
+
+class Conversion:
+    """The parameters of a model of some config, and the tensors of a checkpoint that they are made of.
+
+    Names are relative to the base model. A tied unembedding is not stored.
+
+    Attributes:
+        model: of that config, without numbers.
+        groups: every parameter that is stored as it is, and the others of each block, in the order of their names.
+    """
+
+    def __init__(self, config: Any):
+        config = text_config(config)
+        with torch.device("meta"), SkipWeightInit():
+            self.model = AutoModelForCausalLM.from_config(config)
+        self._prefix = f"{self.model.base_model_prefix}."
+        parameters = {
+            name.removeprefix(self._prefix): parameter.detach()
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
+        if config.tie_word_embeddings:
+            del parameters[UNEMBEDDING]
+        self.groups = _grouped(parameters, self.taken_apart(parameters))
+
+    def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that the parameters of a group are stored as, in the order of their names."""
+        # transformers' own rules for saving, so that a family whose experts are stacked needs none here.
+        found = revert_weight_conversion(self.model, {self.full_name(name): one for name, one in parameters.items()})
+        return dict(sorted((self._canonical(name), part) for name, part in found.items()))
+
+    def _canonical(self, name: str) -> str:
+        return UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix)
+
+    def full_name(self, name: str) -> str:
+        """What transformers calls a parameter of the model whose name relative to the base model is given."""
+        return name if name == UNEMBEDDING else f"{self._prefix}{name}"
+
+
+def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[TensorGroup]:
+    """Put what is stored otherwise than as a parameter each together, block by block."""
+    groups, others = {}, {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
+    for kind, here, there in (("parameters", parameters, stored), ("tensors", stored, parameters)):
+        for name in sorted(here):
+            if name in there and here[name].shape == there[name].shape:
+                groups[name] = TensorGroup((name,), {name: tuple(here[name].shape)})
+            else:
+                others[kind].setdefault(".".join(name.split(".")[:2]), []).append(name)
+    for block, names in others["parameters"].items():
+        tensors = {name: tuple(stored[name].shape) for name in others["tensors"].get(block, ())}
+        groups[block] = TensorGroup(tuple(names), tensors)
+    return [groups[name] for name in sorted(groups)]
+
+
+def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
+    return {name: shape for group in Conversion(config).groups for name, shape in group.tensors.items()}
+
+
+def only_block(config: Any) -> Any:
+    """The config of a model that has the first block only, and one token, which is not padding."""
+    config = deepcopy(text_config(config))
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    # An embedding refuses a padding index that it has no row for.
+    config.vocab_size, config.pad_token_id = 1, None
+    return config
+
+
+def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
+    """Build a model without its unembedding that has the first block only, as transformers builds it.
+
+    Tensors come from `read` by name, and go to the device and dtype of `like`.
+
+    Returns:
+        the model; its embedding is one row of zeros.
+    """
+    family, config = family_of(config), only_block(config)
+    embedding = f"{family.embedding}.weight"
+    with quiet_transformers():
+        conversion = Conversion(config)
+        tensors: Mapping[str, Tensor] = {
+            name: like.new_zeros(shape) if name == embedding else read(name)
+            for group in conversion.groups
+            for name, shape in group.tensors.items()
+            if name != UNEMBEDDING
+        }
+        model = type(conversion.model.base_model).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=like.dtype, attn_implementation="eager"
+        )
+    return model.to(like.device).requires_grad_(False).eval()
+
+
+def split_heads(joined: Tensor, fused: FusedQKV, shape: ModelShape) -> list[Tensor]:
+    """Return queries, keys and values, each by head: `head d_model d_head`, of a bias `head d_head`."""
+    if joined.ndim == 2 and fused.d_model_first:
+        joined = joined.T
+    if fused.order == "parts":
+        heads = shape.n_heads, shape.n_kv_heads, shape.n_kv_heads
+        parts = joined.split([count * shape.d_head for count in heads])
+        parts = [part.unflatten(0, (count, shape.d_head)) for part, count in zip(parts, heads, strict=True)]
+    else:
+        groups = joined.unflatten(0, (shape.n_kv_heads, shape.group_size + 2, shape.d_head))
+        parts = [groups[:, :-2].flatten(0, 1), groups[:, -2], groups[:, -1]]
+    return parts if joined.ndim == 1 else [part.transpose(1, 2) for part in parts]
+
+
+def join_heads(parts: list[Tensor], fused: FusedQKV, shape: ModelShape) -> Tensor:
+    """Return the tensor that `split_heads` splits into these."""
+    parts = [part if part.ndim == 2 else part.transpose(1, 2) for part in parts]
+    if fused.order == "parts":
+        joined = torch.cat([part.flatten(0, 1) for part in parts])
+    else:
+        queries = parts[0].unflatten(0, (shape.n_kv_heads, -1))
+        joined = torch.cat([queries, *(part[:, None] for part in parts[1:])], 1).flatten(0, 2)
+    return joined.T if joined.ndim == 2 and fused.d_model_first else joined
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep the loading bar and report of transformers off the screen; what they say is checked by who loads."""
+    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+RANDOM = frozenset((torch.nn.init.kaiming_uniform_, torch.nn.init.uniform_, torch.nn.init.normal_))
+"""What fills the weights of `Linear`, `Embedding` and transformers' `Conv1D` when they are made."""
+
+
+class SkipWeightInit(TorchFunctionMode):
+    """While it lasts, in this thread alone: new weights hold no numbers yet, and torch's random state stays.
+
+    torch fills new weights with random numbers, which a model's own replace at once.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, or leave it out."""
+        kwargs = kwargs or {}
+        if func in RANDOM:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

@@ -1,0 +1,301 @@
+"""Effective embeddings: what the heads of later layers read for a token, made from the first block alone.
+
+    raw          E                     what the residual stream starts from (Gemma: times √d_model)
+    mlp0         MLP₀(LN(E))           the first MLP alone, reading the embedding through its own norm (MAPS, published)
+    embed+mlp0   E + MLP₀(LN(E))
+    layer0       resid_post of block 0 at the token in the sequence [BOS, token]
+
+MLP₀(LN(E)) includes biases, the norm in full, and, where the architecture has one, the norm after the MLP (Gemma), so
+that it is what the MLP adds to the residual stream; MAPS's code leaves that norm out. In parallel blocks the MLP reads
+through its own norm (GPT-NeoX: post_attention_layernorm; Phi: the block's only norm). GPT-2's positional embedding is
+in `layer0` only.
+
+One block is built from transformers' own modules and given the first block's tensors; no other block is loaded.
+
+What a model in memory computes for single tokens: a check of what its parameters are taken to mean.
+
+Factors and embeddings read from modules by name are right only if the architecture does with them what is expected, and
+TransformerLens wraps some eighty architectures. A sequence of one token, which attends to itself alone, shows it:
+
+    embedding   what enters the first block is E; where positions are added to it, E and the same vector for each token
+    first MLP   block 0, given E in place of its input and with attention's output set to 0, writes E + MLP₀(LN(E))
+    heads       with x what attention is given, p a head's weight on the token (1, or less beside a sink):
+                z[h] = p[h] · (x W_V[g] + b_V[g])        what attention writes = Σ_h z[h] W_O[h] + b_O
+
+What does not hold is refused, with the name of the architecture and what was found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+import torch
+from einops import einsum
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.kernels.devices import to_device
+from headwater.models.bridge_check import rounding
+from headwater.models.conversion import Read, block_model
+from headwater.models.edits import Hook, HookFunction, read_hook
+from headwater.models.families import ModelShape, family_of, shape_of, text_config
+from headwater.models.sites import hook_name
+from headwater.models.tokens import Batch, Tokenizer
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+
+PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
+"""Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
+SEVERAL = 4
+"""How many tokens are looked at."""
+Factors: TypeAlias = Mapping[str, Tensor | None]
+"""W_V, W_O, b_V, b_O of one layer."""
+
+
+def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
+    """What enters the first block for each token, after so many copies of it."""
+    rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
+    return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
+
+
+def adds_positions(model: Model) -> bool:
+    """Whether a position is added to the embedding, which then has to be `raw.embed` itself."""
+    tokens = _some_tokens(model)
+    first = entering(model, tokens)
+    if model.shape.n_ctx < 2 or torch.equal(first, entering(model, tokens, before=1)):
+        return False
+    with torch.no_grad():
+        embedded = model.raw.embed(tokens.to(model.device)[None])[0]
+    if embedded.shape == first.shape:
+        positions = (first - embedded).float()
+        if bool((positions - positions[0]).abs().max() <= rounding(model.dtype) * first.float().abs().max()):
+            return True
+    raise ModelError(
+        f"{model.shape.architecture} starts from more than its embedding and a position, so what it reads for a token "
+        "alone is not known; no effective embedding can be given."
+    )
+
+
+def first_mlp(
+    model: Model, tokens: Int[Tensor, " token"], embeddings: Float[Tensor, "token d_model"]
+) -> Float[Tensor, "token d_model"]:
+    """MLP₀(LN(E)): what the first block writes beside E when it reads E and its attention is silent."""
+    silent = next((name for name in ("attn_written", "attn_out") if hook_name(name) in model.raw.hook_dict), "")
+    if not silent or hook_name("mlp_out") not in model.raw.hook_dict:
+        raise ModelError(
+            f"The first block of {model.shape.architecture} is not attention and an MLP; use embedding='raw' or "
+            "'layer0'."
+        )
+    written: list[Tensor] = []
+    hooks: list[Hook] = [
+        (hook_name("resid_pre"), lambda residual, hook: embeddings[:, None].to(residual)),
+        (hook_name(silent), lambda output, hook: torch.zeros_like(output)),
+        (hook_name("mlp_out"), lambda output, hook: written.append(output)),
+    ]
+    rows = tokens[:, None].cpu()
+    after = model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), hooks, stop_at=1)[:, 0]
+    output = written[0][:, 0]
+    _same(
+        model,
+        embeddings + output,
+        after,
+        "The first block of {} is not the residual stream plus what attention and MLP write: it differs by {}. Use "
+        "embedding='raw' or 'layer0'.",
+    )
+    return output
+
+
+class HeadsOfLoneTokens:
+    """What every layer's heads did with a few tokens, in one run; `check` holds factors against it."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        tokens = _some_tokens(model)[:, None]
+        self.seen: dict[tuple[int, str], Tensor] = {}
+        listed = model.raw.hook_dict
+        hooks = [
+            (hook_name(place, layer), self._keep(layer, name))
+            for layer in range(model.shape.n_layers)
+            for name, place in PLACES.items()
+            if hook_name(place, layer) in listed
+        ]
+        model.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)), hooks, stop_at=model.shape.n_layers)
+
+    def _keep(self, layer: int, name: str) -> HookFunction:
+        def keep(activation: Tensor, hook: object) -> None:
+            self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
+
+        return read_hook(keep)
+
+    def check(self, layer: int, factors: Factors) -> None:
+        """See that these factors are what a layer's heads computed with."""
+        activations = {name: self.seen.get((layer, name)) for name in PLACES}
+        x, z, weight, out = activations.values()
+        W_V, W_O = factors["W_V"], factors["W_O"]
+        assert W_V is not None
+        assert W_O is not None
+        if x is None or z is None or weight is None or out is None:
+            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if activations[name] is None)
+            raise ModelError(
+                f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
+                "checked against what its heads compute."
+            )
+        recorded = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
+        values = _plus(einsum(recorded["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
+        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * recorded["weight"]
+        z = recorded["z"].reshape(len(x), len(W_O), -1)
+        where = (
+            f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
+        )
+        _same(self.model, expected, z, f"The {where}")
+        written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
+        where = f"attention of {{}} does not write the sum of its heads' z W_O in layer {layer}: {{}} apart."
+        _same(self.model, written, recorded["out"], f"The {where} No OV map is read.")
+
+
+def refuse_clipped(config: object, architecture: str) -> None:
+    """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map."""
+    config = text_config(config) if hasattr(config, "get_text_config") else config
+    for part in (config, getattr(config, "attn_config", None)):
+        if limit := getattr(part, "clip_qkv", None):
+            raise ModelError(
+                f"{architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
+                "writes is not x W_V W_O; no OV map is read."
+            )
+
+
+def _some_tokens(model: Model) -> Int[Tensor, " token"]:
+    return torch.arange(min(SEVERAL, model.shape.d_vocab))
+
+
+def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias
+
+
+def _same(model: Model, expected: Tensor, found: Tensor, message: str) -> None:
+    """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
+    if expected.shape == found.shape:
+        largest = found.float().abs().max().clamp(min=1e-6)
+        error = float((expected.to(found.device).float() - found.float()).abs().max() / largest)
+        if error <= rounding(model.dtype):
+            return
+        difference = f"{error:.1%}"
+    else:
+        difference = f"{tuple(expected.shape)} and {tuple(found.shape)}"
+    raise ModelError(message.format(model.shape.architecture, difference))
+
+
+EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]
+KINDS = get_args(EmbeddingName)
+LLAMA_3_VOCABULARY = 128256
+WORKSPACE_ENTRIES = 2**23
+"""How many entries of the MLP's hidden layer, or of attention scores, are computed at once (32 MB in float32)."""
+
+
+def published_embedding(shape: ModelShape) -> str:
+    """Return what heads read for a token in the publication: the first MLP's output, except for Llama-3.1-70B."""
+    is_llama_70b = (shape.n_layers, shape.d_model, shape.d_vocab) == (80, 8192, LLAMA_3_VOCABULARY)
+    return "raw" if is_llama_70b else "mlp0"
+
+
+def check_request(tokens: Int[Tensor, " source"], kind: str, d_vocab: int) -> None:
+    """Refuse an unknown kind, no tokens at all, and token ids outside the vocabulary."""
+    if kind not in KINDS:
+        raise InputError(f"The effective embedding {kind!r} does not exist.{did_you_mean(kind, KINDS)}")
+    if not len(tokens):
+        raise InputError("Effective embeddings of no tokens were requested; give at least one token id.")
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < d_vocab:
+        raise InputError(
+            f"Token ids run from {int(tokens.min())} to {int(tokens.max())}, but the model has {d_vocab} embeddings; "
+            "use the model's own tokenizer."
+        )
+
+
+def bos_token(tokenizer: Tokenizer) -> int:
+    """The token put in front for `layer0`: the one that the tokenizer puts in front of a text, else one between texts.
+
+    That is the first of its BOS, EOS, unknown and padding tokens that its chat template does not write: a token that
+    opens a turn (SmolLM2's BOS) does not begin a text.
+    """
+    if written := tokenizer("").input_ids:
+        return int(written[0])
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    known = [text for name in names if (text := getattr(tokenizer, name, None)) is not None]
+    for text in [text for text in known if text not in template] + known:
+        return int(tokenizer.convert_tokens_to_ids(text))
+    raise InputError(
+        "The tokenizer has neither a BOS nor an EOS token, which 'layer0' puts in front; use 'embed+mlp0'."
+    )
+
+
+def chunks(rows: Tensor, d_mlp: int) -> Iterable[Tensor]:
+    """Split rows so that one chunk's hidden layer stays within `WORKSPACE_ENTRIES`."""
+    return rows.split(max(1, WORKSPACE_ENTRIES // max(1, d_mlp)))  # a model of attention alone has no MLP
+
+
+def mlp0(config: object, read: Read, embeddings: Float[Tensor, "source d_model"]) -> Float[Tensor, "source d_model"]:
+    """MLP₀(LN(E)): what the first MLP adds when it reads the embeddings alone."""
+    family = family_of(config)
+    block = block_model(config, read, embeddings).get_submodule(family.block(0).removesuffix("."))
+    mlp = (family.mlp,) if isinstance(family.mlp, str) else family.mlp
+    names = (family.norms.before_mlp, *mlp, family.norms.after_mlp)
+    parts, outputs = [block.get_submodule(name) for name in names if name is not None], list[Tensor]()
+    for chunk in chunks(embeddings, shape_of(config).d_mlp):
+        out = chunk[None]
+        for part in parts:
+            out = _called(part, out)
+        outputs.append(out[0])
+    scale = 1.0 if family.residual_scale is None else getattr(config, family.residual_scale)
+    return torch.cat(outputs) * scale
+
+
+def _called(part: nn.Module, x: Tensor) -> Tensor:
+    """What a module writes; Bloom's and MPT's MLP are given a residual stream that they add it to."""
+    takes_residual = "residual" in inspect.signature(part.forward).parameters
+    out = part(x, torch.zeros_like(x)) if takes_residual else part(x)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def layer0(
+    config: object, read: Read, rows: Float[Tensor, "source d_model"], bos: Float[Tensor, "1 d_model"]
+) -> Float[Tensor, "source d_model"]:
+    """The residual stream after the first block, at the token in [BOS, token].
+
+    All tokens of a chunk are in one sequence after one BOS, all at position 1, and each sees BOS and itself only;
+    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own.
+
+    Args:
+        config: the model's config.
+        read: reads one tensor by name.
+        rows: the tokens' rows of the embedding matrix as stored, not scaled.
+        bos: the BOS token's row.
+    """
+    family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
+    if family.final_norm is not None:
+        # A base model ends in its final norm, which the residual stream after block 0 has not met.
+        model.set_submodule(family.final_norm, nn.Identity())
+    embedding, shape = model.get_submodule(family.embedding), shape_of(config)
+    # The MLP's hidden layer grows with the chunk, scores of all its heads with its square.
+    size = min(WORKSPACE_ENTRIES // shape.d_mlp, math.isqrt(WORKSPACE_ENTRIES // shape.n_heads))
+    for chunk in rows.split(max(1, size)):
+        embedding.weight = nn.Parameter(torch.cat([bos, chunk]), requires_grad=False)
+        if family.positions_by_place:
+            pairs = to_device(torch.tensor([[0, 1 + i] for i in range(len(chunk))]), rows.device)
+            outputs.append(model(pairs, use_cache=False).last_hidden_state[:, 1])
+            continue
+        tokens = torch.arange(len(chunk) + 1, device=rows.device)
+        visible = torch.eye(len(tokens), device=rows.device, dtype=torch.bool)
+        visible[:, 0] = True
+        mask = torch.zeros_like(visible, dtype=rows.dtype).masked_fill(~visible, torch.finfo(rows.dtype).min)
+        output = model(
+            tokens[None], attention_mask=mask[None, None], position_ids=tokens[None].clamp(max=1), use_cache=False
+        )
+        outputs.append(output.last_hidden_state[0, 1:])
+    return torch.cat(outputs)

@@ -1,0 +1,589 @@
+"""What a model writes after prompts, as texts: `model.generate`.
+
+1. Tokens come from the one loop (`generate_tokens`). A row ends with one of the model's end tokens
+   (those of the tokenizer, the config and the generation config), after a stop string, or after `max_new_tokens`.
+2. A text is what decoding the prompt grows by with the new tokens, special ones left out. Bytes that do not yet make
+   a character wait for the tokens that complete it.
+3. A stop string may begin and end anywhere within tokens; the text ends right before it. Of several that a token
+   completes, the one that begins first counts. The text of a single special token is a stop string too. What the prompt
+   ends with is not part of it.
+4. A stream is given each piece of text once it is certain: what may be the beginning of a stop string has to wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from headwater.errors import InputError
+from headwater.models.edits import Hook, PromptHook, listed_hooks
+from headwater.models.generation_steps import steps_of, steps_with_hooks
+from headwater.models.hints import warn_of_unused_settings
+from headwater.models.memory import failures_named, in_halves
+from headwater.models.tokens import Batch, Inputs, Offsets, note_on_chats, pad_id
+from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
+from headwater.progress import progress_bar
+from headwater.runs.record import HOOKS, RunRecord
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+
+Stream: TypeAlias = Callable[[int, str], Any]
+"""Called with the number of a prompt and a piece of its text, as soon as it is certain."""
+ANCHOR = 4
+"""How many tokens before a piece are decoded with it: some decoders drop a space at the beginning of a text."""
+SETTLED = 32
+"""After so many tokens the text so far is not decoded again."""
+INCOMPLETE = "\ufffd"
+"""What bytes are decoded to that make no character."""
+
+
+class Texts(list[str]):
+    """The texts that a model wrote, one per prompt, and what made them.
+
+    Attributes:
+        tokens: the ids of the new tokens of each, with the end token or those of the stop string where it ended by one.
+        run: the record: model, options, hooks, seed.
+    """
+
+    def __init__(self, texts: Iterable[str], tokens: list[list[int]], run: RunRecord):
+        super().__init__(texts)
+        self.tokens = tokens
+        self.run = run
+
+
+@dataclass
+class Written:
+    """The text of one prompt's new tokens, as it grows."""
+
+    tokenizer: PreTrainedTokenizerBase
+    stops: Sequence[str]
+    prompt: list[int]
+    """The last tokens of the prompt."""
+    before: list[int] = field(default_factory=list)
+    """The last tokens before those that are still decoded."""
+    tokens: list[int] = field(default_factory=list)
+    """Those that are still decoded."""
+    settled: str = ""
+    """The text of the tokens before them."""
+    open: str = ""
+    """The text of these."""
+    streamed: int = 0
+    """How many characters a stream was given."""
+    ended: bool = False
+    """Whether a stop string was found."""
+    start: int = 0
+    """How many characters the last tokens before have."""
+
+    def __post_init__(self) -> None:
+        self._after(self.prompt)
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.settled + self.open
+
+    def restarted(self) -> Written:
+        """Return a text that begins again, as the tokens do where memory ran out; a stream is given nothing twice."""
+        return Written(self.tokenizer, self.stops, self.prompt, streamed=self.streamed)
+
+    def add(self, token: int) -> bool:
+        """Append a token; return whether a stop string ends the text."""
+        self.tokens.append(token)
+        self.open = self._decode([*self.before, *self.tokens])[self.start :]
+        if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
+            self.settled, self.open, self.ended = self.text[: min(found)], "", True
+        # All new tokens decoded at every step would take time that grows with the square of their number.
+        elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
+            self.settled, self.open = self.text, ""
+            self._after([*self.before, *self.tokens][-ANCHOR:])
+            self.tokens = []
+        return self.ended
+
+    def certain(self, whole: bool) -> str:
+        """Return what has become certain since it was last asked; all of it when nothing will follow."""
+        text, upto = self.text, len(self.text)
+        if not whole and not self.ended:
+            upto = len(text.rstrip(INCOMPLETE))
+            # Of all beginnings of stop strings that the text ends in, the longest holds back the most.
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if text[:upto].endswith(stop[:n]))
+            upto -= max(begun, default=0)
+        piece = text[self.streamed : upto]
+        self.streamed += len(piece)
+        return piece
+
+    def _after(self, tokens: list[int]) -> None:
+        """Decode what follows these tokens."""
+        self.before, self.start = tokens, len(self._decode(tokens))
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        # Cleaning up would take a space away in front of a later mark, and so change text that was streamed already.
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def generate(
+    model: Model,
+    prompts: Inputs,
+    hooks: Iterable[Hook | PromptHook] = (),
+    *,
+    max_new_tokens: int = 32,
+    do_sample: bool = False,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    stop: str | Iterable[str] = (),
+    return_tokens: bool = False,
+    stream: Stream | None = None,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> Texts | tuple[Texts, list[list[int]]]:
+    """Let the model continue prompts, with hooks if asked.
+
+    Greedy unless `do_sample`, and then the tokens are those of `generate` in transformers. Hooks act at every step.
+    The first run reads the prompts, as in `run`: row by row, from column 0 on, shorter ones padded on the right.
+    Each run after it reads one new token per row, so that activations have one column; which position that is, says
+    `headwater.models.forward.now_reading()`. Rows are the prompts in their order, `batch_size` at a time.
+
+    Args:
+        model: the model.
+        prompts: anything `tokenize` takes.
+        hooks: watched or edited activations; each must fire at every step.
+        max_new_tokens: at most so many per prompt.
+        do_sample: draw tokens at random.
+        temperature: of the draws, default 1; lower is less random, and 0 takes the most probable token.
+        top_p: draw only from the most probable tokens that together have this probability.
+        top_k: draw only from so many most probable tokens.
+        seed: of the draws. A prompt's draws depend on it and on the prompt alone (and on how many equal ones come
+            before it: repeat a prompt for several samples).
+        stop: a text or texts; what a model writes ends right before the first of them, wherever tokens begin.
+        return_tokens: return the ids too.
+        stream: called with (number of a prompt, piece of its text) as the text grows.
+        batch_size: prompts in one run.
+        progress: show a bar while several batches run.
+
+    Returns:
+        The new text of each prompt, a list also for one prompt; its `run` is the record of what made it, hooks
+        included. With `return_tokens` also the ids of the new tokens, with the end token or those of the stop
+        string where a text ended by one.
+
+    Raises:
+        InputError: an option cannot be used or contradicts another, or prompts and new tokens are too long.
+        InterventionError: see `HookedModel.run`.
+        NumericsError: see `HookedModel.run`.
+    """
+    sampling = checked_sampling(do_sample, temperature, top_p, top_k, model.shape.d_vocab)
+    progress, return_tokens = checked_flag("progress", progress), checked_flag("return_tokens", return_tokens)
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer to write texts with: pass tokenizer= to hw.load.")
+    if stream is not None and not callable(stream):
+        raise InputError(f"stream={shown(stream)} must be a function of (number of a prompt, piece of its text).")
+    checked_count("max_new_tokens", max_new_tokens)
+    listed, batch = listed_hooks(hooks), model.tokenize(prompts)
+    check_room(model, batch, max_new_tokens)
+    stops, ends = _stops(stop, model)
+    rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]
+    # Drawn before the batches are cut, so that their size changes no sample.
+    numbers = draws(seed, rows, max_new_tokens)
+    run = RunRecord.of(
+        "generate",
+        model,
+        {
+            "prompts": rows,
+            "hooks": listed,
+            "sampling": sampling and vars(sampling),
+            "max_new_tokens": max_new_tokens,
+            "stop": stops,
+            "ends": ends,
+            "batch_size": batch_size,
+            **note_on_chats(batch.texts or ()),
+        },
+        seed,
+    )
+    tokens, texts = list[list[int]](), [Written(model.tokenizer, stops, row[-ANCHOR:]) for row in rows]
+
+    def tell(number: int, whole: bool) -> None:
+        if stream is not None and (piece := texts[number].certain(whole)):
+            with failures_named("stream"):
+                stream(number, piece)
+
+    def wrote(row: int, step: int, token: int, first: int) -> bool:
+        number = first + row
+        if step == 0:
+            texts[number] = texts[number].restarted()
+        ended = texts[number].add(token)
+        tell(number, whole=False)
+        return ended
+
+    parts = list(batch.split(checked_count("batch_size", batch_size)))
+    with progress_bar(progress and len(parts) > 1, len(texts), desc="Generating", unit="text") as bar:
+        for where, part in parts:
+            generated = generate_tokens(
+                model,
+                part,
+                max_new_tokens=max_new_tokens,
+                stop=ends.__contains__,
+                hooks=listed,
+                choose=drawn_with(sampling, numbers[where]),
+                wrote=partial(wrote, first=where.start),
+            )
+            lengths = generated.lengths.tolist()
+            tokens += [row[:length] for row, length in zip(generated.tokens.tolist(), lengths, strict=True)]
+            for number in range(where.start, where.stop):
+                tell(number, whole=True)
+            bar.update(len(lengths))
+    found = Texts([text.text for text in texts], tokens, run)
+    return (found, tokens) if return_tokens else found
+
+
+def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
+    """Return the stop strings, and the tokens that end a text."""
+    stops = one_or_several(stop)
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            raise InputError(f"stop={shown(stop)} must be a text or a list of texts, none of them empty.")
+    tokenizer: Any = model.tokenizer
+    special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    special |= {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = end_tokens(model) | {special[text] for text in stops if text in special}
+    return [text for text in stops if text not in special], ends
+
+
+# Generation in batches, with the log-probability of every token that was chosen: the one loop that lets a model write.
+#
+# 1. A step gives the logits of each row's next token (`headwater.models.generation_steps`), with keys and values kept.
+# 2. The next token is chosen, by default the most probable, under the rules of the model's generation config
+#    (`Rules`).
+# 3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
+#    `max_new_tokens`. A row that has ended leaves the batch.
+#
+# A row's result is that of the row alone, to the rounding of sums whose order depends on the size of the batch.
+#
+# How the next token of a text is chosen: the most probable one, or one drawn at random.
+#
+# With `do_sample`, from the logits l of a row, in transformers' order:
+#
+# 1. p = softmax(l / temperature);
+# 2. `top_k`: only the k most probable tokens are left (and those as probable as the last of them);
+# 3. `top_p`: of these the most probable ones are left, as few as together have at least the probability top_p;
+# 4. a token is drawn from what is left.
+#
+# What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts come before it:
+# the other prompts, their order and the size of the batch change nothing. A row draws one number between 0 and 1 per
+# token, and takes the token in whose stretch of the summed probabilities it falls (the order is that of the vocabulary,
+# in double precision), so that rounding in the logits moves a draw only where it falls on a border.
+
+
+Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
+"""Chooses the next token of rows, from their logits, their numbers among the prompts, and the number of the step."""
+
+Wrote: TypeAlias = Callable[[int, int, int], bool]
+"""Called with the number of a prompt, the step, and its new token; says whether the row ends there."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a model wrote after each prompt of a batch.
+
+    Attributes:
+        tokens: the new tokens of each row; the padding id after its end.
+        log_probs: the natural logarithm of the probability that the model gives each; 0 after the end.
+        lengths: how many new tokens each row has.
+        stopped: whether the row ended by itself, not because there was no room left.
+    """
+
+    tokens: Int[Tensor, "batch token"]
+    log_probs: Float[Tensor, "batch token"]
+    lengths: Int[Tensor, " batch"]
+    stopped: Bool[Tensor, " batch"]
+
+
+def greedy(logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"], step: int) -> Int[Tensor, " row"]:
+    """Choose the most probable token of each row."""
+    return logits.argmax(-1)
+
+
+def generate_tokens(
+    model: Model,
+    prompts: Batch,
+    *,
+    max_new_tokens: int,
+    stop: Callable[[int], bool] = lambda token: False,
+    hooks: Iterable[Hook | PromptHook] = (),
+    choose: Choose = greedy,
+    wrote: Wrote = lambda row, step, token: False,
+) -> Generated:
+    """Continue prompts.
+
+    Args:
+        model: the model.
+        prompts: what `model.tokenize` made.
+        max_new_tokens: at most this many new tokens per row.
+        stop: says of a token whether it ends its row.
+        hooks: watched or edited activations, at every step; each must fire at each.
+        choose: chooses the next tokens.
+        wrote: called with every token as it is written; says whether its row ends there. Where memory runs out and rows
+            go on in halves, they begin again with step 0.
+
+    Raises:
+        InputError: a prompt and its new tokens do not fit into what the model reads, or hooks cannot be used.
+    """
+    max_new_tokens, hooks = checked_count("max_new_tokens", max_new_tokens), listed_hooks(hooks)
+    check_room(model, prompts, max_new_tokens)
+    if not steps_with_hooks(model, prompts, max_new_tokens) and HOOKS in model.interventions:
+        raise InputError(
+            f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
+            "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
+        )
+    rules = Rules(model, prompts, max_new_tokens)
+    tokens: list[list[int]] = [[] for _ in range(len(prompts))]
+    log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
+    stopped = torch.zeros(len(prompts), dtype=torch.bool)
+
+    def run(rows: range) -> None:
+        """Continue prompts that go through the model as one batch."""
+        for row in rows:
+            # Where memory ran out halfway, the halves begin again.
+            tokens[row], log_probs[row] = [], []
+        live, batch = list(rows), prompts.rows(rows.start, rows.stop)
+        with model.lock, steps_of(model, batch, hooks, max_new_tokens) as steps:
+            for step in range(max_new_tokens):
+                with torch.inference_mode():
+                    logits = steps.logits().float()
+                    chosen = choose(rules(logits, live, tokens), torch.tensor(live), step)
+                    # From the model's own logits: rules and temperature change the choice, not its probability.
+                    log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
+                new = chosen.tolist()
+                going = []
+                for i, row in enumerate(live):
+                    tokens[row].append(new[i])
+                    log_probs[row].append(log_prob[i])
+                    stopped[row] = wrote(row, step, new[i]) or stop(new[i])
+                    if not stopped[row]:
+                        going.append(i)
+                if not going:
+                    break
+                live = [live[i] for i in going]
+                steps.follow(new, going)
+
+    in_halves(range(len(prompts)), run)
+    ids, numbers = ([torch.tensor(row) for row in rows] for rows in (tokens, log_probs))
+    return Generated(
+        pad_sequence(ids, batch_first=True, padding_value=pad_id(model.tokenizer)),
+        pad_sequence(numbers, batch_first=True),
+        torch.tensor([len(row) for row in tokens]),
+        stopped,
+    )
+
+
+def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
+    """Refuse prompts that with their new tokens do not fit into what the model reads."""
+    longest = int(prompts.lengths.max()) + max_new_tokens
+    if longest > model.shape.n_ctx:
+        raise InputError(
+            f"Prompts and max_new_tokens={max_new_tokens} new tokens come to {longest} tokens; the model reads at most "
+            f"{model.shape.n_ctx}."
+        )
+
+
+def continuation_offsets(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]
+) -> tuple[str, Offsets]:
+    """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
+
+    What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
+    character, as they have in the offsets of a tokenizer.
+
+    Args:
+        tokenizer: the model's.
+        before: the last tokens of the prompt: some decoders drop a space at the very beginning of a text.
+        tokens: the tokens after them.
+    """
+
+    def decode(count: int) -> str:
+        ids = [*before, *tokens[:count]]
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    start = len(decode(0))
+    whole = decode(len(tokens))[start:]
+    offsets, reached = [], 0
+    for count in range(1, len(tokens) + 1):
+        grown = decode(count)[start:]
+        differs = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
+        solid = min(len(grown), len(whole)) if differs is None else differs
+        shares = differs is not None  # the bytes so far end within a character, which the next tokens complete
+        offsets.append((reached, max(solid, reached) + shares))
+        reached = max(reached, solid)
+    return whole, tuple(offsets)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, checked.
+
+    Attributes:
+        temperature: below 1 the probable tokens become more so, above 1 less.
+        top_p: the share of the probability that is left; 1 for all.
+        top_k: how many tokens are left; None for all.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    def probabilities(self, logits: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "row d_vocab"]:
+        """Return what tokens are drawn from, in double precision; rows need not sum to 1."""
+        scaled = logits.double() / self.temperature
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            least = scaled.topk(self.top_k, dim=-1).values[:, -1:]
+            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        left = scaled.softmax(-1)
+        if self.top_p < 1:
+            # Stable: equal probabilities stay in the order of the vocabulary, on every device.
+            ordered, places = left.sort(dim=-1, descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            left = left.masked_fill((before >= self.top_p).gather(-1, places.argsort(-1)), 0)
+        return left
+
+
+def checked_sampling(
+    do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
+) -> Sampling | None:
+    """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes."""
+    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
+        checked_flag("do_sample", do_sample)
+        return None
+    if not checked_flag("do_sample", do_sample):
+        for name, value in options.items():
+            if value is not None:
+                raise InputError(
+                    f"{name}={shown(value)} changes nothing while the most probable token is taken: give "
+                    f"do_sample=True too, or leave {name} out."
+                )
+        return None
+    return Sampling(
+        1.0 if temperature is None else checked_number("temperature", temperature, above=0.0),
+        1.0 if top_p is None else checked_number("top_p", top_p, above=0.0, below=1.0, up_to=True),
+        None if top_k is None else checked_count("top_k", top_k, most=d_vocab),
+    )
+
+
+def draws(seed: object, prompts: Sequence[Sequence[int]], steps: int) -> Float[Tensor, "row token"]:
+    """Return the numbers between 0 and 1 by which each prompt's tokens are drawn; fewer steps begin as more do."""
+    seed, before, rows = checked_seed(seed), Counter[tuple[int, ...]](), []
+    for prompt in map(tuple, prompts):
+        words = hashlib.blake2b(repr((seed, before[prompt], prompt)).encode(), digest_size=32).digest()
+        rows.append(np.random.default_rng(np.frombuffer(words, dtype=np.uint32)).random(steps))
+        before[prompt] += 1
+    return torch.from_numpy(np.stack(rows))
+
+
+def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -> Choose:
+    """Return the function that chooses the next tokens by what `draws` gave; None takes the most probable ones."""
+    if sampling is None:
+        return greedy
+
+    def choose(logits: Float[Tensor, "row d_vocab"], rows: Int[Tensor, " row"], step: int) -> Int[Tensor, " row"]:
+        summed = sampling.probabilities(logits).cumsum(-1)
+        total = summed[:, -1:]
+        drawn = numbers[rows, step, None].to(summed) * total
+        below = torch.nextafter(total, torch.zeros_like(total))  # a product may be rounded up to the total
+        return torch.searchsorted(summed, torch.minimum(drawn, below), right=True)[:, 0]
+
+    return choose
+
+
+# What a model's generation config says of all that it writes: the tokens that end a text, and which may not come.
+#
+# `RULES` are transformers' own processors of logits, made for each row as if it were alone. They change which token is
+# chosen, not its reported probability. Temperature, top_k and the like are options of the call, not rules; the
+# settings in `UNUSED` are not obeyed, which is said once per model.
+
+
+RULES: dict[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
+"""Settings that are obeyed, each with the value that says nothing; None never does."""
+UNUSED: dict[str, object] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"), 1),
+    "encoder_no_repeat_ngram_size": 0,
+    **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config", "max_time")),
+}
+"""Settings that are not, likewise."""
+
+
+def end_tokens(model: Model) -> frozenset[int]:
+    """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
+    named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
+    for config in (model.config, _config(model.raw)):
+        value = getattr(config, "eos_token_id", None)
+        named += value if isinstance(value, list) else [value]
+    return frozenset(int(token) for token in named if token is not None)
+
+
+def settings(raw: object, names: dict[str, object]) -> dict[str, object]:
+    """Return which of some settings the generation config of a model has, for the record of a run."""
+    config = _config(raw)
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None and value != names[name]}
+
+
+class Rules:
+    """What the rules make of the logits of each row."""
+
+    def __init__(self, model: Model, prompts: Batch, max_new_tokens: int):
+        self._prompts, self._processors = prompts, list[Any]()
+        warn_of_unused_settings(model, list(settings(model.raw, UNUSED)))
+        if not settings(model.raw, RULES):
+            return
+        config = copy.deepcopy(_config(model.raw))
+        # Else temperature, top_k and top_p of the config would come along as processors.
+        config.do_sample = False
+        # guidance_scale, for one, would come back as a processor that runs the model a second time.
+        for name in UNUSED:
+            setattr(config, name, None)
+        # `generate` sets it before it asks for processors; those of min_length and bad_words_ids read it.
+        config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
+        for length in prompts.lengths.tolist():
+            # A forced end token comes at this length, which is another for each prompt.
+            config.max_length = length + max_new_tokens
+            processors = model.raw.original_model._get_logits_processor(config, length, device=model.device)
+            self._processors.append(processors)
+
+    def __call__(
+        self, logits: Float[Tensor, "row d_vocab"], live: Sequence[int], tokens: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "row d_vocab"]:
+        """Return the logits that tokens are chosen by."""
+        if not self._processors:
+            return logits
+        ruled = []
+        for row, of_row in zip(live, logits.clone().split(1), strict=True):
+            prompt = self._prompts.tokens[row][self._prompts.mask[row]].tolist()
+            ids = torch.tensor([[*prompt, *tokens[row]]], device=logits.device)
+            ruled.append(self._processors[row](ids, of_row))
+        return torch.cat(ruled)
+
+
+def _config(raw: object) -> Any:
+    """Return the generation config of the model of transformers, where there is one."""
+    return getattr(getattr(raw, "original_model", None), "generation_config", None)

@@ -1,0 +1,505 @@
+"""What a GGUF file holds, as transformers has it: the config, and every tensor under its name and in its layout.
+
+llama.cpp computes the same from other tensors. Undone here, so that weights are those of the checkpoint converted:
+
+    Llama     rows of q and k, and their biases, taken pairwise from both halves of a head
+    Gemma     1 + weight of each norm
+    GPT-2     the transposed weights of its Conv1D modules
+
+What the file says and headwater does not read (scaled rotary frequencies but those of Llama 3 and linear ones, tensors
+and entries without a name here) is refused: the model would compute something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from headwater.errors import ModelError
+from headwater.models.conversion import Conversion
+from headwater.models.families import refuse_impossible_sizes
+from headwater.models.fingerprint import fingerprint_of_files
+
+RMS, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+ENTRIES = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+}
+"""What every file has, and what transformers calls it."""
+READ = ENTRIES.keys() | {
+    "vocab_size", "feed_forward_length", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", RMS, LAYER_NORM,
+}  # fmt: skip
+"""Entries that are read of any family, or, as the context before scaling, count for none that is read."""
+ROPE_FREQUENCIES = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an architecture of llama.cpp is in transformers.
+
+    Attributes:
+        model_type: of the config.
+        norm: the entry that is the epsilon of its norms, and its name in the config.
+        entries: what else it is read of the file, and its name in the config; "" where `finish` reads it.
+        partial: whether a part of each head may be rotated.
+        finish: completes the config's entries.
+    """
+
+    model_type: str
+    norm: tuple[str, str] = (RMS, "rms_norm_eps")
+    entries: tuple[tuple[str, str], ...] = ()
+    partial: bool = False
+    finish: Callable[[GGUFFile, dict[str, Any]], None] = lambda file, config: None
+
+
+def _llama(file: GGUFFile, config: dict[str, Any]) -> None:
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+
+
+def _gpt2(file: GGUFFile, config: dict[str, Any]) -> None:
+    config["n_inner"] = config.pop("intermediate_size")
+    for name in ("rope_parameters", "head_dim", "num_key_value_heads"):
+        del config[name]
+
+
+def _stablelm(file: GGUFFile, config: dict[str, Any]) -> None:
+    parallel = _entry(file, "use_parallel_residual", "blk.0.ffn_norm.weight" not in file.tensors)
+    config["use_parallel_residual"] = bool(parallel)
+    config["use_qkv_bias"] = "blk.0.attn_q.bias" in file.tensors
+    del config["head_dim"]
+
+
+def _phi3(file: GGUFFile, config: dict[str, Any]) -> None:
+    config["sliding_window"] = config.get("sliding_window") or None
+    del config["head_dim"]
+
+
+def _gemma3(file: GGUFFile, config: dict[str, Any]) -> None:
+    _scale(config, layers_of_27b=62)
+    near = {"rope_type": "default", "rope_theta": float(_entry(file, "rope.freq_base_swa", 10000.0))}
+    config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": near}
+    # The file of Gemma 3 270M says neither this nor the base above; the defaults are those of transformers.
+    pattern = _entry(file, "attention.sliding_window_pattern", 6)
+    layers = range(config["num_hidden_layers"])
+    is_near = pattern if isinstance(pattern, list) else [layer % pattern < pattern - 1 for layer in layers]
+    config["layer_types"] = ["sliding_attention" if near_only else "full_attention" for near_only in is_near]
+
+
+def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
+    """By what the scores are scaled: 1/√d_head, but in the models of 27B parameters, as llama.cpp identifies them."""
+    is_27b = config["num_hidden_layers"] == layers_of_27b
+    by_head = config["hidden_size"] // config["num_attention_heads"]
+    config["query_pre_attn_scalar"] = by_head if is_27b else config["head_dim"]
+
+
+WINDOW = ("attention.sliding_window", "sliding_window")
+KINDS = {
+    "llama": Kind("llama", finish=_llama),
+    "qwen2": Kind("qwen2", finish=lambda file, config: config.pop("head_dim")),
+    "qwen3": Kind("qwen3"),
+    "gemma": Kind("gemma"),
+    "gemma2": Kind(
+        "gemma2",
+        entries=(
+            WINDOW,
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        ),
+        finish=lambda file, config: _scale(config, layers_of_27b=46),
+    ),
+    "gemma3": Kind(
+        "gemma3_text",
+        entries=(
+            WINDOW,
+            ("final_logit_softcapping", "final_logit_softcapping"),
+            ("rope.freq_base_swa", ""),
+            ("attention.sliding_window_pattern", ""),
+        ),
+        finish=_gemma3,
+    ),
+    "phi3": Kind("phi3", entries=(WINDOW,), partial=True, finish=_phi3),
+    "gpt2": Kind("gpt2", norm=(LAYER_NORM, "layer_norm_epsilon"), finish=_gpt2),
+    "stablelm": Kind(
+        "stablelm",
+        norm=(LAYER_NORM, "layer_norm_eps"),
+        entries=(("use_parallel_residual", ""),),
+        partial=True,
+        finish=_stablelm,
+    ),
+}
+"""By what a file calls its architecture."""
+
+
+def config_of(file: GGUFFile) -> Any:
+    """The transformers config of a GGUF file."""
+    if file.architecture not in KINDS:
+        raise ModelError(
+            f"{file.path} holds a model of architecture {file.architecture!r}; of GGUF files headwater reads "
+            f"{', '.join(KINDS)}. Give the checkpoint that it was converted from."
+        )
+    kind = KINDS[file.architecture]
+    beyond = READ | {key for key, _ in kind.entries}
+    prefix = f"{file.architecture}."
+    for key, value in file.metadata.items():
+        if key.startswith(prefix) and key.removeprefix(prefix) not in beyond and value not in (0, "none", "", []):
+            raise ModelError(f"{file.path} says {key}={value!r}, which headwater does not read; {ORIGINAL}")
+    try:
+        entries = _config_entries(file, kind)
+        config = AutoConfig.for_model(kind.model_type, **entries)
+        refuse_impossible_sizes(config)
+    except ModelError:
+        raise
+    except Exception as error:  # the file may say anything, and each config class checks it in its own way
+        message = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"What {file.path} says of its model describes none: {message}; fetch it again.") from error
+    return config
+
+
+ORIGINAL = "give the checkpoint that it was converted from."
+
+
+def _config_entries(file: GGUFFile, kind: Kind) -> dict[str, Any]:
+    config: dict[str, Any] = {name: _entry(file, key) for key, name in ENTRIES.items()}
+    config |= {name: entry for key, name in kind.entries if name and (entry := _entry(file, key, None)) is not None}
+    config[kind.norm[1]] = _entry(file, kind.norm[0])
+    heads = config["num_attention_heads"]
+    config["intermediate_size"] = _entry(file, "feed_forward_length")
+    config["num_key_value_heads"] = _entry(file, "attention.head_count_kv", heads)
+    config["head_dim"] = d_head = _entry(file, "attention.key_length", config["hidden_size"] // heads)
+    if _entry(file, "attention.value_length", d_head) != d_head:
+        raise ModelError(f"{file.path} says that keys and values have other lengths, which no family here has.")
+    rotated = _entry(file, "rope.dimension_count", d_head)
+    if rotated != d_head and not kind.partial:
+        raise ModelError(f"{file.path} rotates {rotated} of the {d_head} numbers of a head; {ORIGINAL}")
+    config["rope_parameters"] = {"rope_theta": float(_entry(file, "rope.freq_base", 10000.0))} | _scaling(file, d_head)
+    if kind.partial:
+        config["rope_parameters"]["partial_rotary_factor"] = rotated / d_head
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
+    config["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    special = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
+    # A chat's turn ends with its own token, which files name separately from the end of a document.
+    ends = list(dict.fromkeys(special[name] for name in ("eos", "eot") if special[name] is not None))
+    config |= {"bos_token_id": special["bos"], "pad_token_id": special["padding"]}
+    config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
+    kind.finish(file, config)
+    return config
+
+
+_ASKED = object()
+
+
+def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
+    """One entry on the architecture; numbers that are the same for all layers as one, floats as they were written."""
+    entry = file.metadata.get(f"{file.architecture}.{key}", default)
+    if entry is _ASKED:
+        raise ModelError(f"{file.path} does not say {file.architecture}.{key}, which its model needs; fetch it again.")
+    if isinstance(entry, list) and len(set(entry)) == 1:
+        entry = entry[0]
+    if isinstance(entry, list) and key != "attention.sliding_window_pattern":
+        raise ModelError(f"{file.path} says {file.architecture}.{key}={entry!r}, other for each layer; {ORIGINAL}")
+    # Stored as float32, 1e-5 reads as 9.999999747378752e-06: another config, and another fingerprint.
+    return float(str(np.float32(entry))) if isinstance(entry, float) else entry
+
+
+def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
+    """How rotary frequencies are scaled."""
+    method = _entry(file, "rope.scaling.type", "none")
+    factor = _entry(file, "rope.scaling.factor", 1.0)
+    stored = next((name for name in file.tensors if name.startswith(("rope_factors", "rope_freqs"))), None)
+    if method == "linear" and stored is None:
+        return {"rope_type": "linear", "factor": float(factor)} if factor != 1 else {"rope_type": "default"}
+    if method not in ("none", "linear"):
+        raise ModelError(f"{file.path} scales rotary frequencies by the method {method!r}; {ORIGINAL}")
+    if stored is None:
+        return {"rope_type": "default"}
+    if stored == ROPE_FREQUENCIES and method == "none":
+        theta, factors = float(_entry(file, "rope.freq_base", 10000.0)), file.read(stored).flatten()
+        longest = round(float(factors.max()), 3)
+        expected = llama3_factors(theta, d_head, longest)
+        if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-5):
+            return {
+                "rope_type": "llama3", "factor": longest, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }  # fmt: skip
+    raise ModelError(f"{file.path} scales rotary frequencies by the tensor {stored!r}, not as Llama 3; {ORIGINAL}")
+
+
+def llama3_factors(theta: float, d_head: int, factor: float) -> Tensor:
+    """By what Llama 3 divides each rotary frequency: 1 for short waves, `factor` for long ones, else blended."""
+    waves = 2 * math.pi * theta ** (torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    share = ((8192 / waves - 1) / 3).clamp(0, 1)
+    return (1 / ((1 - share) / factor + share)).float()
+
+
+def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
+    """The file's name of each tensor that a checkpoint of this config holds, names relative to the base model."""
+    gguf, conversion = gguf_package(), Conversion(config)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
+    known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names: dict[str, str] = {}
+    for name, shape in (pair for group in conversion.groups for pair in group.tensors.items()):
+        module, _, part = conversion.full_name(name).rpartition(".")
+        full_name = f"{known.get_name(module)}.{part}"
+        if full_name not in file.tensors:
+            raise ModelError(
+                f"{file.path} has no tensor {full_name!r} (expected shape {shape}); the file is incomplete."
+            )
+        stored = file.tensors[full_name].shape
+        if stored != (shape[::-1] if _is_turned(file, full_name) else shape):
+            raise ModelError(
+                f"Tensor {full_name!r} in {file.path} has shape {stored}, but its sizes say {shape}; fetch it again."
+            )
+        names[name] = full_name
+    if unread := sorted(file.tensors.keys() - names.values() - {ROPE_FREQUENCIES}):
+        raise ModelError(f"Tensor {unread[0]!r} in {file.path} is used by no module that headwater builds; {ORIGINAL}")
+    return names
+
+
+def read_as_stored(file: GGUFFile, config: Any, own: str) -> Tensor:
+    """One tensor in the layout of transformers, by its name in the file."""
+    tensor = file.read(own)
+    if file.architecture == "llama" and own.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
+        heads = config.num_attention_heads if ".attn_q." in own else config.num_key_value_heads
+        rest = tensor.shape[1:]
+        return tensor.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(-1, *rest)
+    if file.architecture.startswith("gemma") and own.endswith("norm.weight"):
+        return tensor.sub_(1)
+    return tensor.T.contiguous() if _is_turned(file, own) else tensor
+
+
+def _is_turned(file: GGUFFile, own: str) -> bool:
+    turned = (".attn_qkv.weight", ".attn_output.weight", ".ffn_up.weight", ".ffn_down.weight")
+    return file.architecture == "gpt2" and own.endswith(turned)
+
+
+# A GGUF file, the format of llama.cpp: its metadata, and its tensors, dequantised as they are read.
+#
+# "GGUF", version, number of tensors, number of entries
+# entries: key, type, value                                   what the model is, and its tokenizer
+# tensors: name, sizes (the fastest first), type, offset
+# data, from the next multiple of the alignment on
+#
+# The header is read here; the package `gguf` knows how many bytes a block of each type takes and which values it
+# encodes (`gguf.dequantize`). A matrix is dequantised in blocks of rows, so that beside the result little is in memory.
+
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of entries of a fixed size, as `struct` names them; 8 is a text, 9 an array."""
+TEXT, ARRAY = 8, 9
+AT_A_TIME = 2**18
+"""How many values are dequantised at a time."""
+INSTALL = 'pip install "headwater[gguf]"'
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies in a file.
+
+    Attributes:
+        shape: as PyTorch has it, the fastest axis last.
+        type: of its numbers, as the package gguf names it.
+        start: where its bytes begin.
+        nbytes: how many it takes.
+    """
+
+    shape: tuple[int, ...]
+    type: Any
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """A GGUF file that was opened; tensors are read when they are asked for and never kept.
+
+    Attributes:
+        path: where it is.
+        metadata: its entries by key; of an array of texts, as the tokens are, its length.
+        tensors: where each tensor lies, by its name in the file.
+    """
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+    _bytes: np.ndarray[Any, np.dtype[np.uint8]] = field(repr=False, compare=False)
+
+    @property
+    def architecture(self) -> str:
+        """What the file calls its kind of model, as "llama"."""
+        return str(self.metadata.get("general.architecture"))
+
+    @property
+    def types(self) -> str:
+        """How many tensors there are of each type, as "Q4_1 × 210, F32 × 61"."""
+        counts = Counter(stored.type.name for stored in self.tensors.values())
+        return ", ".join(f"{name} × {count}" for name, count in counts.most_common())
+
+    @property
+    def revision(self) -> str:
+        """Which weights these are: the file's name, its types and its SHA-256."""
+
+        def compute() -> str:
+            with self.path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+
+        return f"{self.path.name}, {self.types}, sha256 {fingerprint_of_files([self.path], 'sha256', compute)}"
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as the file has it, in float32, in memory of its own."""
+        gguf, stored = gguf_package(), self.tensors[name]
+        *outer, width = stored.shape
+        rows = math.prod(outer)
+        packed = self._bytes[stored.start : stored.start + stored.nbytes].reshape(rows, -1)
+        values = np.empty((rows, width), dtype=np.float32)
+        step = max(1, AT_A_TIME // width)
+        for start in range(0, rows, step):
+            values[start : start + step] = gguf.dequantize(packed[start : start + step], stored.type)
+        return torch.from_numpy(values).reshape(stored.shape)
+
+
+def is_gguf(what: object) -> bool:
+    """Whether a name is that of a GGUF file."""
+    return isinstance(what, str | Path) and str(what).lower().endswith(".gguf")
+
+
+def gguf_package() -> Any:
+    """The package `gguf`."""
+    try:
+        import gguf
+    except ImportError:
+        raise ModelError(f"A GGUF file needs the package gguf, which is not installed: {INSTALL}.") from None
+    return gguf
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read the header of a GGUF file, and see that all of its data is there."""
+    gguf = gguf_package()
+    if not path.is_file():
+        raise ModelError(f"There is no file {path}; check the path.")
+    try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ModelError(
+                    f"{path} is not a GGUF file: it does not begin with {MAGIC.decode()!r}; fetch it again."
+                )
+            # The array keeps the map open after the file is closed.
+            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        metadata, listed = _Header(content.data).read(path)
+    except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, OSError) as error:
+        raise ModelError(f"{path} is damaged or cut short ({error}); fetch it again.") from error
+    if (parts := metadata.get("split.count", 0)) > 1:
+        raise ModelError(f"{path} is one of {parts} parts; join them: llama-gguf-split --merge {path} WHOLE.gguf.")
+    tensors: dict[str, Stored] = {}
+    for name, (shape, number, start) in listed.items():
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            raise ModelError(
+                f"{path} holds numbers of type {number}, which the package gguf does not know: pip install -U gguf."
+            ) from None
+        values, size = gguf.GGML_QUANT_SIZES[kind]
+        if not shape or shape[-1] % values or 0 in shape:
+            raise ModelError(
+                f"{path} is damaged: tensor {name!r} of shape {shape} is not made of the blocks of {values} that "
+                f"{kind.name} has; fetch it again."
+            )
+        try:
+            # The package has no public list of the types that it dequantises: a block of zeros is tried.
+            gguf.dequantize(np.zeros((1, size), dtype=np.uint8), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"Tensor {name!r} in {path} is stored as {kind.name}, which the package gguf does not dequantise: "
+                "quantise the model again, as Q8_0 or F16."
+            ) from None
+        tensors[name] = Stored(shape, kind, start, math.prod(shape) // values * size)
+        if (end := start + tensors[name].nbytes) > len(content):
+            raise ModelError(
+                f"{path} is cut short: tensor {name!r} ends at byte {end:,} of {len(content):,}; fetch it again."
+            )
+    return GGUFFile(path, metadata, tensors, content)
+
+
+class _Header:
+    """Reads the header of a file, value by value."""
+
+    def __init__(self, content: memoryview):
+        self._content, self._at = content, len(MAGIC)
+
+    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
+        """The entries; and of each tensor its shape, the number of its type, and where it begins."""
+        version = self._number("I")
+        if version not in VERSIONS:
+            raise ModelError(
+                f"{path} is of version {version} of GGUF (or of another byte order); headwater reads versions "
+                f"{VERSIONS[0]} and {VERSIONS[1]}: convert the model again."
+            )
+        n_tensors, n_entries = self._number("Q"), self._number("Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(n_entries):
+            key = self._text()
+            metadata[key] = self._value(self._number("I"))
+        listed: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(n_tensors):
+            name = self._text()
+            # A file lists the fastest axis first.
+            shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
+            if name in listed:
+                raise ValueError(f"two tensors are called {name!r}")
+            listed[name] = shape, self._number("I"), self._number("Q")
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"an alignment of {alignment}")
+        begin = -(-self._at // alignment) * alignment
+        return metadata, {name: (shape, kind, begin + start) for name, (shape, kind, start) in listed.items()}
+
+    def _number(self, kind: str) -> Any:
+        (number,) = struct.unpack_from(f"<{kind}", self._content, self._at)
+        self._at += struct.calcsize(f"<{kind}")
+        return number
+
+    def _text(self) -> str:
+        length = self._number("Q")
+        text = self._content[self._at : self._at + length]
+        if len(text) < length:
+            raise ValueError("a text goes on beyond the end")
+        self._at += length
+        return bytes(text).decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
+        if kind == TEXT:
+            return self._text()
+        if kind != ARRAY:
+            raise ValueError(f"an entry of type {kind}")
+        inner, length = self._number("I"), self._number("Q")
+        if inner in SCALARS:
+            numbers = struct.unpack_from(f"<{length}{SCALARS[inner]}", self._content, self._at)
+            self._at += struct.calcsize(f"<{length}{SCALARS[inner]}")
+            return list(numbers)
+        if inner != TEXT:
+            raise ValueError(f"an array of type {inner}")
+        for _ in range(length):
+            size = self._number("Q")
+            self._at += size
+        return length

@@ -1,0 +1,641 @@
+"""A model's parameters, a layer at a time: what an analysis asks of them, and where they are read from."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from headwater.calls import checked_call
+from headwater.errors import InputError, ModelError
+from headwater.kernels.devices import usable_device
+from headwater.models.bridge_check import tokenizer_fits
+from headwater.models.checkpoint import Checkpoint, checkpoint_folder, first_line, open_checkpoint, revision_of
+from headwater.models.conversion import UNEMBEDDING, Conversion, split_heads
+from headwater.models.effective_embedding import (
+    HeadsOfLoneTokens,
+    adds_positions,
+    bos_token,
+    check_request,
+    chunks,
+    entering,
+    first_mlp,
+    layer0,
+    mlp0,
+    refuse_clipped,
+)
+from headwater.models.families import ModelShape, family_of, shape_of
+from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
+from headwater.models.model import is_bridge
+from headwater.models.tokenizers import load_tokenizer
+from headwater.models.tokens import Batch
+from headwater.runs.identity import tokenizer_digest
+
+if TYPE_CHECKING:
+    from headwater.models.model import Model
+
+
+# Where an analysis of parameters reads them: the factors of one layer's heads at a time, embeddings, norm gains.
+#
+# Factors are as the checkpoint stores them: no norm folded in, nothing centred. With x the
+# residual stream after the norm in front of attention, head h of a layer computes
+#
+# q = x W_Q[h] + b_Q[h]      k = x W_K[g] + b_K[g]      v = x W_V[g] + b_V[g]      g = h // group_size
+# its output = pattern · v · W_O[h]
+#
+# and attention writes the sum over heads + b_O. q and k are as they are before rotary embedding and before the norms
+# that Qwen3 and Gemma 3 put on them. Gemma 2 and 3 apply one more norm to the sum before it reaches the residual
+# stream.
+
+
+@dataclass(frozen=True)
+class OVWeights:
+    """What one layer's heads write for what they attend to: W_V and W_O. Grouped heads share values: see `value_head`.
+
+    Attributes:
+        layer: which block.
+        W_V: residual stream to values.
+        W_O: a head's weighted values to the residual stream.
+        norm_gain: gain of the norm in front of attention (1 + weight in Gemma).
+    """
+
+    layer: int
+    W_V: Float[Tensor, "kv_head d_model d_head"]
+    W_O: Float[Tensor, "head d_head d_model"]
+    norm_gain: Float[Tensor, " d_model"]
+
+    @property
+    def group_size(self) -> int:
+        """How many query heads share one key and value head."""
+        return len(self.W_O) // len(self.W_V)
+
+    def value_head(self, head: int) -> int:
+        """The key and value head that a query head reads with."""
+        return head // self.group_size
+
+    def expand_kv(self, factor: Float[Tensor, "kv_head ..."]) -> Float[Tensor, "head ..."]:
+        """Repeat a factor of the key and value heads (W_K, W_V, b_K, b_V) for every query head."""
+        return factor.repeat_interleave(self.group_size, dim=0)
+
+
+@dataclass(frozen=True)
+class HeadWeights(OVWeights):
+    """All factors of one layer's heads.
+
+    Attributes:
+        W_Q: residual stream to queries.
+        W_K: residual stream to keys.
+        b_Q: bias of the queries, None where the architecture has none.
+        b_K: bias of the keys.
+        b_V: bias of the values.
+        b_O: bias of the sum over heads.
+    """
+
+    W_Q: Float[Tensor, "head d_model d_head"]
+    W_K: Float[Tensor, "kv_head d_model d_head"]
+    b_Q: Float[Tensor, "head d_head"] | None
+    b_K: Float[Tensor, "kv_head d_head"] | None
+    b_V: Float[Tensor, "kv_head d_head"] | None
+    b_O: Float[Tensor, " d_model"] | None
+
+
+class WeightSource(ABC):
+    """Where an analysis of parameters reads them.
+
+    Attributes:
+        name: the folder or hub name.
+        revision: the commit on the hub, where there is one; of a GGUF file its name, types of numbers and SHA-256.
+        shape: the model's sizes.
+        dtype: the dtype the weights are stored in; they are handed out in `given_dtype`.
+        given_dtype: float32, or `dtype` where that is wider, unless another was requested.
+        device: where they are handed out.
+    """
+
+    def __init__(self, name: str, revision: str | None, shape: ModelShape, dtype: torch.dtype):
+        self.name = name
+        self.revision = revision
+        self.shape = shape
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self.given_dtype = torch.promote_types(dtype, torch.float32)
+
+    def __repr__(self) -> str:
+        about = ", ".join(filter(None, (self.revision, self.shape.architecture)))
+        return f"{type(self).__name__}({self.name!r}, {about}, {self.dtype} as {self.given_dtype})"
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hash of config and weights, the same however they were opened."""
+
+    @property
+    @abstractmethod
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
+
+    @property
+    def interventions(self) -> Mapping[str, object]:
+        """What acts in the model beside them, by the option that records it: nothing, but on a model in memory."""
+        return {}
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+
+    @abstractmethod
+    def layer(self, layer: int) -> HeadWeights:
+        """The factors of one layer's heads; nothing of it is kept here."""
+
+    @abstractmethod
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
+
+    @abstractmethod
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
+
+    @abstractmethod
+    def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
+        """W_U, without the bias that Phi's head has."""
+
+    @abstractmethod
+    def final_norm_gain(self) -> Float[Tensor, " d_model"]:
+        """The gain of the norm in front of the unembedding."""
+
+    @abstractmethod
+    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
+        """What later heads read for each token: "raw", "mlp0", "embed+mlp0" or "layer0" (see `effective`)."""
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        return tensor.to(device=self.device, dtype=self.given_dtype)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.shape.n_layers:
+            raise InputError(f"Layer {layer} was asked for; the model has layers 0 to {self.shape.n_layers - 1}.")
+
+
+def finite(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself."""
+    check_finite({name: tensor})
+    return tensor
+
+
+def check_finite(named: Mapping[str, Tensor]) -> None:
+    """Look for NaN and infinite values in some tensors of one device, for which a GPU's host waits once."""
+    if not named:
+        return
+    # aminmax hands NaN on, so two numbers a tensor are enough. In float64, which holds those of every dtype.
+    ends = torch.stack([end.double() for tensor in named.values() for end in torch.aminmax(tensor.detach())])
+    if bool(ends.isfinite().all()):
+        return
+    name, tensor, bad = next(
+        (name, tensor, bad) for name, tensor in named.items() if (bad := int(torch.count_nonzero(~tensor.isfinite())))
+    )
+    raise ModelError(
+        f"Tensor {name!r} holds {bad} values of {tensor.numel()} that are NaN or infinite; fetch or save it again."
+    )
+
+
+# The parameters of a model in memory, with the norm gains and embeddings that the model itself computes with.
+
+
+class LoadedWeights(WeightSource):
+    """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
+
+    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is.
+
+    Args:
+        model: whose.
+        known: the fingerprint of its weights, where the caller has it: then what an earlier reader checked of the same
+            weights is not checked again.
+    """
+
+    def __init__(self, model: Model, known: str | None = None):
+        super().__init__(model.name, model.revision, model.shape, model.dtype)
+        self.model = model
+        self.device = model.device
+        self._sound: set[str] = set()
+        """The tensors that were looked at for NaN, and the layers whose heads were compared with a run."""
+        if known is not None:
+            if model.factors_checked is None or model.factors_checked[0] != known:
+                model.factors_checked = known, self._sound
+            self._sound = model.factors_checked[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of config and weights."""
+        return self.model.fingerprint
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
+        return self.model.tokenizer_digest
+
+    @property
+    def interventions(self) -> Mapping[str, object]:
+        """What acts in the model beside them, by the option that records it."""
+        return self.model.interventions
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        if self.model.tokenizer is None:
+            raise ModelError(f"{self.name} was loaded without a tokenizer; pass tokenizer= to hw.load.")
+        return self.model.tokenizer
+
+    def layer(self, layer: int) -> HeadWeights:
+        """The factors of one layer's heads."""
+        names = [field.name for field in fields(HeadWeights) if field.name.startswith(("W_", "b_"))]
+        return HeadWeights(layer, **self._factors(layer, names))
+
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads."""
+        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
+        return OVWeights(layer, factors["W_V"], factors["W_O"], norm_gain=factors["norm_gain"])
+
+    def attention_out(
+        self, layer: int
+    ) -> tuple[Float[Tensor, "head d_head d_model"], Float[Tensor, " d_model"] | None]:
+        """W_O and b_O of one layer's heads."""
+        factors = self._factors(layer, ("W_V", "W_O", "b_V", "b_O"))
+        return factors["W_O"], factors["b_O"]
+
+    @torch.inference_mode()
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """W_E as the residual stream receives it."""
+        return self._checked(self._embed(torch.arange(self.shape.d_vocab)), "embed.W_E")
+
+    def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
+        """W_U."""
+        return self._checked(self.model.raw.unembed.W_U, "unembed.W_U")
+
+    def final_norm_gain(self) -> Float[Tensor, " d_model"]:
+        """The gain of the norm in front of the unembedding."""
+        norm = getattr(self.model.raw, "ln_final", None)
+        if norm is None:
+            raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
+        return self._gain(norm, "ln_final")
+
+    def attention_post_gain(self, layer: int) -> Float[Tensor, " d_model"] | None:
+        """The gain of the norm after a layer's attention, None where there is none."""
+        block = self.model.raw.blocks[layer]
+        return self._gain(block.ln1_post, f"blocks.{layer}.ln1_post") if hasattr(block, "ln1_post") else None
+
+    @torch.inference_mode()
+    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
+        """What later heads read for each token."""
+        check_request(tokens, kind, self.shape.d_vocab)
+        compute: Callable[[Tensor], Tensor] = {
+            "raw": self._embed,
+            "mlp0": lambda chunk: first_mlp(self.model, chunk, self._embed(chunk)),
+            "embed+mlp0": lambda chunk: (embedded := self._embed(chunk)) + first_mlp(self.model, chunk, embedded),
+            "layer0": self._layer0,
+        }[kind]
+        with self.model.lock:
+            rows = [compute(chunk) for chunk in chunks(tokens, self.shape.d_mlp)]
+        return self._checked(torch.cat(rows), f"effective embedding {kind}")
+
+    def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
+        """Factors of one layer's heads by name, and its norm's gain; values and outputs were compared with a run."""
+        self._check_layer(layer)
+        refuse_clipped(self.model.config, self.shape.architecture)
+        stored = {name: self._factor(layer, name) for name in names}
+        at = f"blocks.{layer}"
+        norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
+        self._look({f"{at}.attn.{name}": factor for name, factor in stored.items() if factor is not None} | norm)
+        factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
+        factors["norm_gain"] = self._gain_of(norm)
+        if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
+            raise self._no_factors(layer, f"TransformerLens shows no {missing}")
+        # A HookedTransformer computes with these very tensors; under a bridge they are read out of modules by name.
+        if is_bridge(self.model.raw) and f"{at}: heads" not in self._sound:
+            self._heads_seen.check(layer, factors)
+            self._sound.add(f"{at}: heads")
+        return factors
+
+    @cached_property
+    def _heads_seen(self) -> HeadsOfLoneTokens:
+        return HeadsOfLoneTokens(self.model)
+
+    def _factor(self, layer: int, name: str) -> Tensor | None:
+        """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
+        attention = getattr(self.model.raw.blocks[layer], "attn", None)
+        if attention is None:
+            raise self._no_factors(layer, "there is no attention")
+        try:
+            own = getattr(attention, f"_{name}", None)
+            value = own if isinstance(own, Tensor) else getattr(attention, name, None)
+        except NotImplementedError as error:  # multi-head latent attention
+            raise self._no_factors(layer, first_line(error).split(". ")[0]) from None
+        return None if value is None else value.detach()
+
+    def _look(self, named: Mapping[str, Tensor]) -> None:
+        """Look for NaN and infinity in those that were not looked at before, in all at once."""
+        new = {name: tensor for name, tensor in named.items() if name not in self._sound}
+        check_finite(new)
+        self._sound.update(new)
+
+    def _no_factors(self, layer: int, reason: str) -> ModelError:
+        return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
+
+    @cached_property
+    def _adds_positions(self) -> bool:
+        return adds_positions(self.model)
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self._adds_positions:
+            return self.model.raw.embed(tokens.to(self.model.device)[None])[0]
+        return entering(self.model, tokens)
+
+    def _layer0(self, tokens: Tensor) -> Tensor:
+        pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
+        return self.model.run(Batch(pairs, torch.ones_like(pairs, dtype=torch.bool)), stop_at=1)[:, 1]
+
+    def _gain(self, norm: Any, name: str) -> Tensor:
+        """A norm's gain."""
+        named = self._norm(norm, name)
+        self._look(named)
+        return self._gain_of(named)
+
+    def _norm(self, norm: Any, name: str) -> dict[str, Tensor]:
+        """What a norm multiplies by, by name. A HookedTransformer calls it w, or has folded it into what follows."""
+        part = "weight" if getattr(norm, "weight", None) is not None else "w"
+        gain = getattr(norm, part, None)
+        return {} if gain is None else {f"{name}.{part}": gain.detach()}
+
+    def _gain_of(self, named: Mapping[str, Tensor]) -> Tensor:
+        """The gain of a norm; ones where there is none (OLMo 2, EXAONE 4). In w of a HookedTransformer Gemma's 1 is."""
+        if not named:
+            return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
+        [(name, tensor)] = named.items()
+        offset = getattr(self.model.raw.cfg, "rmsnorm_uses_offset", False) and name.endswith(".weight")
+        return self._given(tensor) + (1.0 if offset else 0.0)
+
+    def _checked(self, tensor: Tensor, name: str) -> Tensor:
+        return self._given(finite(tensor.detach(), name))
+
+
+# A checkpoint's parameters, streamed from safetensors without building the model.
+
+
+PINNED_AT_MOST = 2**29
+"""Bytes of a tensor that goes to a CUDA device by way of pinned memory, which torch keeps."""
+
+
+class StreamedWeights(WeightSource):
+    """A checkpoint's parameters, read from memory-mapped safetensors when they are asked for and never kept."""
+
+    def __init__(
+        self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None
+    ):
+        super().__init__(name, revision, shape_of(checkpoint.config), checkpoint.dtype)
+        self.checkpoint = checkpoint
+        self.family = family_of(checkpoint.config)
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer beside the weights."""
+        if self._tokenizer is None:
+            raise ModelError(f"{self.name} was opened without a tokenizer.")
+        return self._tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of config and weights; files that are as they were are not read again."""
+        config, read = self.checkpoint.config, self.checkpoint.read
+        about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
+
+        def compute() -> str:
+            expected = [part for group in Conversion(config).groups for part in group.tensors.items()]
+            total = sum(math.prod(shape) for _, shape in expected)
+            return fingerprint(self.shape, config, ((name, read(name)) for name, _ in expected), total)
+
+        return fingerprint_of_files(set(self.checkpoint.files.values()), about, compute)
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hash of the tokenizer."""
+        return tokenizer_digest(self._tokenizer)
+
+    def layer(self, layer: int) -> HeadWeights:
+        """The factors of one layer's heads; a bias that the model lacks is None."""
+        attention = self._attention(layer)
+        W_Q, W_K, W_V = self._query_key_value(attention, "weight")
+        first_bias = f"{attention}{self.family.fused.name if self.family.fused else 'q_proj'}.bias"
+        biases = self._query_key_value(attention, "bias") if first_bias in self.checkpoint.names else (None, None, None)
+        b_Q, b_K, b_V = biases
+        output = f"{attention}{self.family.output}.bias"
+        b_O = self._read(output) if output in self.checkpoint.names else None
+        return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
+
+    def ov(self, layer: int) -> OVWeights:
+        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
+        attention = self._attention(layer)
+        if self.family.fused:
+            W_V = self._query_key_value(attention, "weight")[2]
+        else:
+            W_V = self._projection(f"{attention}v_proj.weight", self.shape.n_kv_heads)
+        return OVWeights(layer, W_V, *self._output_and_gain(layer))
+
+    def _attention(self, layer: int) -> str:
+        """The prefix of the tensors of a layer's attention, which must be of single heads."""
+        self._check_layer(layer)
+        refuse_clipped(self.checkpoint.config, self.shape.architecture)
+        return f"{self.family.block(layer)}{self.family.attention}."
+
+    def _query_key_value(self, attention: str, part: str) -> list[Tensor]:
+        """Weights or biases of the queries, keys and values, each split into its heads."""
+        if self.family.fused:
+            return split_heads(self._read(f"{attention}{self.family.fused.name}.{part}"), self.family.fused, self.shape)
+        heads = {"q_proj": self.shape.n_heads, "k_proj": self.shape.n_kv_heads, "v_proj": self.shape.n_kv_heads}
+        return [self._projection(f"{attention}{name}.{part}", count) for name, count in heads.items()]
+
+    def _projection(self, name: str, heads: int) -> Tensor:
+        """A weight or bias of one projection: `head d_model d_head`, or `head d_head`."""
+        by_head = self._read(name).unflatten(0, (heads, -1))
+        return by_head if by_head.ndim == 2 else by_head.transpose(1, 2)
+
+    def _output_and_gain(self, layer: int) -> tuple[Tensor, Tensor]:
+        """W_O of a layer, and the gain of the norm in front of its attention; ones where there is none (OLMo 2)."""
+        family = self.family
+        d_model_last = family.fused is not None and family.fused.d_model_first
+        stored = "(head d_head) d_model" if d_model_last else "d_model (head d_head)"
+        weight = self._read(f"{family.block(layer)}{family.attention}.{family.output}.weight")
+        W_O = rearrange(weight, f"{stored} -> head d_head d_model", head=self.shape.n_heads)
+        norm = family.norms.before_attention
+        return W_O, self._norm_gain(None if norm is None else f"{family.block(layer)}{norm}")
+
+    def _norm_gain(self, norm: str | None) -> Tensor:
+        """The gain of a norm; ones where there is no norm, or it has no gain (OLMo 1)."""
+        if norm is None or f"{norm}.weight" not in self.checkpoint.names:
+            return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
+        return self._read(f"{norm}.weight") + self.family.gain_offset
+
+    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
+        """W_E as the residual stream receives it."""
+        return self._entering(self._read(self._embedding_name))
+
+    def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
+        """W_U; the embedding transposed where the two are tied."""
+        return self._read(UNEMBEDDING if UNEMBEDDING in self.checkpoint.names else self._embedding_name).T
+
+    def final_norm_gain(self) -> Float[Tensor, " d_model"]:
+        """The gain of the norm in front of the unembedding."""
+        if (norm := self.family.final_norm) is None:
+            raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
+        return self._norm_gain(norm)
+
+    @torch.inference_mode()
+    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
+        """What later heads read for each token."""
+        check_request(tokens, kind, self.shape.d_vocab)
+        if reason := self.family.cannot.get(kind):
+            raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
+        matrix = self.checkpoint.read(self._embedding_name)
+        precision = torch.promote_types(torch.promote_types(matrix.dtype, self.given_dtype), torch.float32)
+        # Rows are picked from the mapped matrix first: converted whole it would be as large as W_U in float32.
+        rows = finite(matrix[tokens.cpu()], self._embedding_name).to(device=self.device, dtype=precision)
+        config, read = self.checkpoint.config, self._stored
+        if kind == "layer0":
+            return self._given(layer0(config, read, rows, matrix[[bos_token(self.tokenizer)]].to(rows)))
+        embeddings = self._entering(rows)
+        if kind == "raw":
+            return self._given(embeddings)
+        output = mlp0(config, read, embeddings)
+        return self._given(embeddings + output if kind == "embed+mlp0" else output)
+
+    @property
+    def _embedding_name(self) -> str:
+        return f"{self.family.embedding}.weight"
+
+    def _stored(self, name: str) -> Tensor:
+        """One tensor on the device; its values are checked there."""
+        tensor = self.checkpoint.read(name)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory() if tensor.nbytes <= PINNED_AT_MOST else tensor
+            tensor = tensor.to(self.device, non_blocking=True)
+        return finite(tensor, name)
+
+    def _read(self, name: str) -> Tensor:
+        return self._given(self._stored(name))
+
+    def _entering(self, embeddings: Tensor) -> Tensor:
+        """Rows of the embedding as the first block receives them, positions aside."""
+        scale, norm, config = self.family.embedding_scale, self.family.embedding_norm, self.checkpoint.config
+        if scale is not None:
+            # As in transformers, the factor is rounded to the embedding's dtype before it multiplies.
+            embeddings = embeddings * torch.tensor(scale(config)).to(embeddings)
+        if norm is None:
+            return embeddings
+        gain, bias = (self._stored(f"{norm}.{part}").to(embeddings) for part in ("weight", "bias"))
+        return torch.nn.functional.layer_norm(embeddings, gain.shape, gain, bias, config.layer_norm_epsilon)
+
+
+# Open a model's parameters: the same `WeightSource` for a checkpoint, streamed, and for a model in memory.
+#
+# Layers read ahead: while a CUDA device works on one layer's heads, the next layer's are on their way to it.
+#
+# A thread reads the next layer from the checkpoint into pinned memory and has a stream of its own copy it over; the
+# caller's stream waits for the copy only when it asks for that layer. What is read ahead is the layer as far from the
+# last one as that was from the one before, so that processes that share the layers read ahead their own. On a CPU, and
+# for a model already in memory, layers are simply read when requested.
+
+
+@checked_call
+def open_weights(
+    what: Model | str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> WeightSource:
+    """Open a model's parameters for reading.
+
+    Args:
+        what: a checkpoint folder, GGUF file or hub name, streamed with one layer in memory at a time, or a model in
+            memory.
+        device: where tensors are handed out; by default the CPU, or where the model in memory is.
+        dtype: the dtype tensors are handed out in; by default float32, or the stored dtype where that is wider.
+        revision: branch, tag or commit on the hub.
+        trust_remote_code: let the checkpoint's own config and tokenizer code run.
+
+    Raises:
+        ModelError: the checkpoint cannot be found, is damaged or incomplete, or is of an unsupported architecture.
+    """
+    if not isinstance(what, str | Path):
+        source: WeightSource = LoadedWeights(what)
+    else:
+        folder = checkpoint_folder(what, revision)
+        checkpoint = open_checkpoint(folder, trust_remote_code)
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
+        tokenizer_fits(tokenizer, checkpoint.config.vocab_size)
+        source = StreamedWeights(str(what), revision_of(what, folder), checkpoint, tokenizer)
+    source.device = usable_device(device or source.device)
+    source.given_dtype = dtype or source.given_dtype
+    return source
+
+
+_Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
+"""A layer's factors, and what to wait for before they are there."""
+
+
+class LayersAhead:
+    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread."""
+
+    def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
+        """Read ahead on CUDA devices, or as `ahead` says."""
+        self.weights = weights
+        on_cuda = weights.device.type == "cuda"
+        self.ahead = on_cuda and isinstance(weights, StreamedWeights) if ahead is None else ahead
+        self._stream = torch.cuda.Stream(weights.device) if self.ahead and on_cuda else None
+        self._reader = ThreadPoolExecutor(1, "layers-ahead") if self.ahead else None
+        self._last: int | None = None
+        self._coming: tuple[int, Future[_Arrival]] | None = None
+
+    def __enter__(self) -> LayersAhead:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+
+    def __call__(self, layer: int) -> OVWeights:
+        """Return one layer's factors, ready for the current stream."""
+        if self._reader is None:
+            return self.weights.ov(layer)
+        if self._coming is None or self._coming[0] != layer:
+            self._coming = layer, self._reader.submit(self._read, layer)
+        factors, arrived = self._coming[1].result()
+        following = layer + (1 if self._last is None else layer - self._last)
+        self._last, self._coming = layer, None
+        if layer < following < self.weights.shape.n_layers:
+            self._coming = following, self._reader.submit(self._read, following)
+        if arrived is not None:
+            here = torch.cuda.current_stream(self.weights.device)
+            here.wait_event(arrived)
+            for tensor in vars(factors).values():
+                if isinstance(tensor, Tensor):
+                    # Made on the reader's stream: else its memory could be handed out while `here` still reads it.
+                    tensor.record_stream(here)
+        return factors
+
+    def _read(self, layer: int) -> _Arrival:
+        if self._stream is None:
+            return self.weights.ov(layer), None
+        with torch.cuda.stream(self._stream):
+            return self.weights.ov(layer), self._stream.record_event()
