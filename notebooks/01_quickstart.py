@@ -64,6 +64,13 @@ grid = sweep.grid("layer", "role", value="normalized_effect")
 grid.loc[[0, 8, 16, 22, 23, 24, 25, 29]].round(2)
 
 # %% [markdown]
+# The first pair laid open: click on a cell or a head to see what changing it alone does to the answer.
+
+# %%
+metric = hw.logit_difference(answers[0], answers[8])
+hw.board(model, prompts[0], prompts[8], metric=metric, sites="resid_pre").view()
+
+# %% [markdown]
 # ## Which heads could write it?
 # A head implements a relation if its parameters turn a source word into one of its targets: the target is among the ten
 # largest logits, and more often so than with shuffled targets (`expected`), and it beats the source word itself.
