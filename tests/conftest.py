@@ -29,7 +29,7 @@ from tests.typed import check_shapes
 check_shapes()
 
 import headwater as hw
-from tests.tiny import FAMILIES, LENT, lent, state_of, tiny_folder, tiny_model, tokenizer_of
+from tests.tiny import FAMILIES, tiny_folder, tiny_model, tokenizer_of
 
 torch.set_num_threads(1)
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -159,16 +159,6 @@ def run(monkeypatch, capsys):
     return command
 
 
-@pytest.fixture(autouse=True, scope="module")
-def shared_models_are_left_as_they_were():
-    """Fail where a test of a file changed a model that later tests are given too."""
-    yield
-    for place, (model, before) in enumerate(LENT):
-        LENT[place] = model, state_of(model)
-        if LENT[place][1] != before:
-            pytest.fail(f"A test of this file changed the shared {model.name}: give it one of its own.", pytrace=False)
-
-
 @pytest.fixture(autouse=True)
 def close_figures():
     """Figures made by a test do not outlive it."""
@@ -180,7 +170,7 @@ def close_figures():
 @pytest.fixture(scope="session")
 def models():
     """The tiny models by family, each loaded once, for tests that leave them as they are."""
-    return functools.cache(lambda family: lent(hw.load(tiny_model(family, seed=3), tokenizer=tokenizer_of(family))))
+    return functools.cache(lambda family: hw.load(tiny_model(family, seed=3), tokenizer=tokenizer_of(family)))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.planted import circuits
 from tests import chance
-from tests.tiny import WORDS, tiny_hooked
+from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 NAMES = [
     ("Anna", "Boris", "Clara"),
@@ -86,7 +86,7 @@ def test_the_same_circuit_holds_on_its_answers_and_hardly_ever_on_answers_swappe
 
 def held_on_shuffled_answers(times: int) -> int:
     """How many claims hold of circuits that were chosen on some prompts, on others; answers are drawn by lot."""
-    model, rng = tiny_hooked("llama"), chance.rng()
+    model, rng = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer()), chance.rng()
 
     def drawn() -> tuple[list[str], list[str], hw.Metric]:
         words = [" " + word for word in rng.permutation(WORDS)]
@@ -127,7 +127,7 @@ def test_a_claim_needs_one_circuit_and_one_metric():
 
 
 def test_a_claim_on_two_metrics_is_refused_before_anything_runs(monkeypatch):
-    model = tiny_hooked("llama")
+    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
     circuit = hw.Circuit.of(["embed -> logits"], model)
     monkeypatch.setattr("headwater.circuits.circuit_runs.run_circuits", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(InputError, match="A claim is on one metric; 2 were given"):

@@ -10,7 +10,7 @@ from headwater.circuits.circuit import made
 from headwater.errors import InputError
 from headwater.planted import circuits
 from tests import chance
-from tests.tiny import tiny_hooked
+from tests.tiny import tiny_model, tiny_tokenizer
 
 CLEAN = [" the capital of France is in A", " the capital of Italy is of A"]
 CORRUPTED = [" the capital of Italy is of A", " the capital of Spain is of B"]
@@ -23,7 +23,9 @@ WIRED = [
 ]  # fmt: skip
 
 
-loaded = tiny_hooked
+@cache
+def loaded(family: str) -> hw.HookedModel:
+    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
 
 
 @cache

@@ -12,7 +12,7 @@ from headwater.circuits.graph import Graph
 from headwater.errors import InputError, ModelError, NumericsError, RunFolderError
 from tests import chance
 from tests.circuit_reference import CircuitReference
-from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
 PROMPTS = [CLEAN, " the capital of Italy is of B", " the dog of France in one A"]
@@ -21,7 +21,9 @@ QUIET = {"metric": DIFFERENCE, "progress": False}
 FAMILIES = ("gpt2", "llama", "gemma2", "neox", "qwen3")
 
 
-loaded = tiny_hooked
+@cache
+def loaded(family: str) -> hw.HookedModel:
+    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
 
 
 @cache

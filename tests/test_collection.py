@@ -232,8 +232,8 @@ def test_two_processes_share_a_collection_also_when_one_is_killed(tmp_path):
 def test_memory_stays_flat_while_a_collection_grows(checkpoint, tmp_path):
     code = f"""
 import psutil, torch, headwater as hw
-from headwater.models.caches import collection
-collection.PART_BYTES = 2**22
+from headwater.models import cache_collection
+cache_collection.PART_BYTES = 2**22
 model = hw.load({str(checkpoint("llama"))!r})
 process, most = psutil.Process(), [0]
 run = model.run

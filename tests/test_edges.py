@@ -8,14 +8,15 @@ import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
 from tests.edge_reference import Reference
 from tests.random_models import random_model
-from tests.tiny import FAMILIES, tiny_hooked, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
 QUIET = {"progress": False}
 DIFFERENCE = hw.logit_difference(5, 9)
 
 
-loaded = tiny_hooked
+def loaded(family: str) -> hw.HookedModel:
+    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
 
 
 def pair_of(model: hw.HookedModel, clean: str = CLEAN, corrupted: str = CORRUPTED) -> list[list[int]]:
@@ -244,7 +245,7 @@ def found():
     clean = [CLEAN, " Paris is in A", " one two A", " cat saw dog A"]
     corrupted = [CORRUPTED, " Rome is in A", " one three A", " cat saw chat A"]
     metrics = [DIFFERENCE, hw.probability(5)]
-    return hw.edges(loaded("gpt2"), clean, corrupted, metric=metrics, **QUIET)
+    return hw.edges(hw.load(tiny_model("gpt2"), tokenizer=tiny_tokenizer()), clean, corrupted, metric=metrics, **QUIET)
 
 
 def test_the_table_has_a_row_per_pair_edge_and_metric_as_the_contract_names_them(found):

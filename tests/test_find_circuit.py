@@ -1,5 +1,7 @@
 """A search of many edges at once leaves the circuit that one edge at a time would leave."""
 
+from functools import cache
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,7 +15,7 @@ from headwater.errors import InputError, RunFolderError
 from headwater.planted import circuits
 from tests import chance
 from tests.circuit_reference import CircuitReference
-from tests.tiny import tiny_hooked, tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
 QUIET = {"metric": hw.logit_difference(5, 9), "progress": False}
@@ -21,7 +23,9 @@ NEAR = 2e-5
 """Rounding may decide of an edge whose effect is as near as that to the threshold."""
 
 
-loaded = tiny_hooked
+@cache
+def loaded(family: str) -> hw.HookedModel:
+    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
 
 
 def difference(logits: torch.Tensor) -> float:

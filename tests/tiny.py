@@ -106,36 +106,14 @@ def tiny_model(
     return model.to(dtype).eval()
 
 
-LENT: list[tuple[hw.HookedModel, object]] = []
-"""The models that tests share, and the state of each when it was loaded."""
-
-
-def lent(model: hw.HookedModel) -> hw.HookedModel:
-    """Share a model among tests that leave it as it is; tests/conftest.py looks after each file whether they did."""
-    LENT.append((model, state_of(model)))
-    return model
-
-
-def state_of(model: hw.HookedModel) -> object:
-    """What a test could leave changed: the weights, their gradients, hooks, modes of modules, and the config."""
-    weights = [(name, id(p), p._version, p.requires_grad, p.grad is None) for name, p in model.raw.named_parameters()]
-    modules = [
-        (name, module.training, len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module))
-        for name, module in model.raw.named_modules()
-    ]
-    return weights, modules, str(model.config)
-
-
 @cache
 def tiny_hooked(family: str, seed: int = 0) -> hw.HookedModel:
     """A tiny model whose texts begin with `<s>`, loaded once in a process: for tests that leave it as it is."""
-    return lent(hw.load(tiny_model(family, seed=seed), tokenizer=tiny_tokenizer()))
+    return hw.load(tiny_model(family, seed=seed), tokenizer=tiny_tokenizer())
 
 
-@cache
-def embedded() -> hw.HookedModel:
-    """The embedded model, loaded once in a process: for tests that leave it as it is."""
-    return lent(hw.load())
+embedded = cache(hw.load)
+"""The embedded model, loaded once in a process: for tests that leave it as it is."""
 
 
 def tiny_folder(folder: Path, family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

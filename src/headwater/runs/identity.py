@@ -50,6 +50,8 @@ DIGITS = 16
 UNKNOWN = "identity unknown"
 """The key under which a record says why a value has no identity."""
 PLAIN = (bool, int, float, str, type(None))
+AS_THEY_ARE = frozenset({bool, int, str, type(None)})
+"""What a record keeps as it is."""
 SAMPLED = 512
 """How many words of a vocabulary are looked at whenever a tokenizer is named."""
 MODEL_OPTIONS = (
@@ -86,7 +88,8 @@ def _described(options: Any) -> Any:
         # By repr: a set may hold numbers and texts, which do not compare.
         return sorted((_described(item) for item in options), key=repr)
     if isinstance(options, list | tuple | range):
-        return list(map(_described, options))
+        # Most are token ids: a call for each would cost as much as the rest of a record.
+        return [item if type(item) in AS_THEY_ARE else _described(item) for item in options]
     if dataclasses.is_dataclass(options) and not callable(options) and not hasattr(options, "digest"):
         return {field.name: _described(getattr(options, field.name)) for field in dataclasses.fields(options)}
     kind = _name_of(options)
