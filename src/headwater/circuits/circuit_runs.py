@@ -1,7 +1,7 @@
 """Circuits alone: what a model does when only the edges of a circuit carry what the clean prompt says.
 
 All circuits of a pair go in one batched walk (`headwater.circuits.circuit_walk`), random circuits of the same shape
-beside them (`Circuit.placebos`). What is made of the numbers is `headwater.circuits.circuit_runs`.
+beside them (`Circuit.placebos`). What is made of the numbers comes last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures circuits on pairs of prompts: what every analysis that runs circuits has in common.
 
 The edited prompt is the clean one; what lies outside of a circuit comes from the other prompt of its pair, or from
-`values=` (`headwater.circuits.circuit_walk`). Of each example three numbers of a metric go with those of the circuits:
+`values=`. Of each example three numbers of a metric go with those of the circuits:
 
     clean       of the clean run, which is that of the full circuit
     corrupted   of the empty circuit: of the other prompt's run, or of the values alone

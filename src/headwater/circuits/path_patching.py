@@ -9,7 +9,7 @@ what they read, and they and everything after them are recomputed:
 
     effect(S → R) = metric(run in which every r in R gives what it gives of what reaches it) - metric(run)
 
-All is exact (`headwater.circuits.path_patching`). One sender to one receiver directly is the edge of `hw.edges`.
+All is exact. One sender to one receiver directly is the edge of `hw.edges`.
 
 Ends of paths: nodes of a graph one by one, or several together.
 
@@ -277,7 +277,7 @@ def tabulated(
 
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
-"""Senders or receivers, one by one or together (`headwater.circuits.path_patching`)."""
+"""Senders or receivers, one by one or together."""
 
 
 @checked_call

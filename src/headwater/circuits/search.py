@@ -1,6 +1,6 @@
 """Find a circuit by taking edges out one after the other, by their exact effects in what is left.
 
-What is tried in which order, and when an edge stays out, is `headwater.circuits.search`; the circuits are run as
+What is tried in which order, and when an edge stays out, is below; the circuits are run as
 `hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Where not all edges can be tried, the search
 begins from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of edges is a stage of its own,
 whose pieces are the pairs: a search that was stopped goes on where it stopped, and processes share the pairs.

@@ -358,7 +358,7 @@ def _row(
 # A claim of heads: silencing them together changes the answer more than silencing other heads of their layers does.
 #
 # The effect of a set of heads on a prompt is that of `hw.ablate`: the metric when all of them are replaced at once,
-# less that of the run as it is. Random sets are as many other heads of the same layers (`headwater.heads.ablation`);
+# less that of the run as it is. Random sets are as many other heads of the same layers (as above);
 # halves of the prompts are compared in how they rank the set among these; held out are the prompts that did not choose
 # the heads. What is made of these numbers is `headwater.stats.claims`.
 

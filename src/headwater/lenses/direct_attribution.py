@@ -292,7 +292,7 @@ def _totals(totals: Float[Tensor, " row"], spots: Sequence[_Spot], correct: Tens
     return pd.DataFrame(named | roles | {"logit_difference": means})
 
 
-# What each part of a model writes into a logit difference, measured: steps 1 to 6 of `lenses.direct_attribution`.
+# What each part of a model writes into a logit difference, measured: steps 1 to 6.
 
 
 Part: TypeAlias = tuple[str, int | None, int | None]

@@ -1,6 +1,6 @@
 """Question graphs: deep questions, and the shallower ones they are built from.
 
-A graph is a folder in the layout of DepthQA (`headwater.likelihood.graph`), or one JSON file: `{"name": ..., "nodes":
+A graph is a folder in the layout of DepthQA (below), or one JSON file: `{"name": ..., "nodes":
 [node, ...]}`. A node has `id`, `depth` (1, 2, 3, ...), `question`, `answers` (a list; or `answer`, one text) and
 `predecessors`: the ids of the questions of the depth below that it builds on. `group` names the graph that the node
 belongs to (without it, all nodes form one); `model_answer` and `score` (1 to 5) are what a model answered and what a

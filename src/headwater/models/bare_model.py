@@ -219,7 +219,7 @@ def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
 # The residual stream after layers of a model that nobody edits, for results that are compared with no other run.
 #
 # 1. Where the last layer is among them, the model runs without TransformerLens's wrappers
-#    (`headwater.models.bare_model`), and without its head: what a block returns is the residual stream after it.
+#    (`BareModel`, above), and without its head: what a block returns is the residual stream after it.
 # 2. Elsewhere, and where that might be something else, the bridge runs up to the last layer that is read, its attention
 #    in one pass where that can be (`headwater.models.attention_paths`).
 #

@@ -1,6 +1,6 @@
 """The folder of a run still going: finished pieces are written as they come, so that an interrupted run continues.
 
-With several processes (`headwater.runs.folder`) each writes its own pieces, and the main one the result.
+With several processes (below) each writes its own pieces, and the main one the result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The patch board: one pair of prompts laid open in a notebook or a page, to click on.
 
 With a kernel and `headwater[live]` the board is a widget, and every click is computed when it is made. A page of its
-own (`view`, `save_html`) holds the effects of all single nodes and needs none (`headwater.views.board`). Both are
+own (`view`, `save_html`) holds the effects of all single nodes and needs none. Both are
 the same script, and both are `headwater.views.clicks`, which needs no browser at all.
 
 The widget's page is in a frame of its own, which can reach nothing of the notebook. A few lines of script hand its
