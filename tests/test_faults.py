@@ -122,7 +122,7 @@ def test_what_a_killed_writer_left_is_gone_when_the_run_is_done(tmp_path, wanted
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bytes(tmp_path, wanted):
-    kill_at_random(tmp_path, wanted, kills=8)
+    kill_at_random(tmp_path, wanted, kills=20)
 
 
 @pytest.mark.slow
