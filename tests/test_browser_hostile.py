@@ -13,19 +13,7 @@ from headwater.views.board import board_page
 from headwater.views.page import interactive
 from tests.boards import PAIR, model_of
 from tests.looking import Look
-from tests.viewed import (
-    HOSTILE,
-    attended,
-    controlled,
-    mapped,
-    profiled,
-    read,
-    spec_in,
-    swept,
-    traced,
-    viewed,
-    wired,
-)
+from tests.viewed import HOSTILE, attended, controlled, mapped, profiled, read, spec_in, swept, traced, viewed, wired
 
 pytestmark = pytest.mark.browser
 ENDS = HOSTILE[0]

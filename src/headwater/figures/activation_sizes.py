@@ -20,16 +20,7 @@ from torch import Tensor
 
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.errors import InputError
-from headwater.figures.style import (
-    DASHED,
-    cell_ticks,
-    entitle,
-    label,
-    model_title,
-    new_figure,
-    style,
-    whole_numbers,
-)
+from headwater.figures.style import DASHED, cell_ticks, entitle, label, model_title, new_figure, style, whole_numbers
 from headwater.figures.sweep import shown as written
 from headwater.models.cache import Cache
 from headwater.options import checked_count, checked_several, shown

@@ -3,8 +3,8 @@
 1. Find which activations are meant, and which tokens of each text; estimate what they take, and refuse with the figure
    when the device, or the disk, has not got it.
 2. Run the texts in batches of about equal length, so that a long one hardly pads others. Hooks copy the chosen layers,
-   heads and positions of the real tokens into their place, so nothing else is
-   ever kept. Layers after the last one requested do not run.
+   heads and positions of the real tokens into their place, so nothing else is ever kept. Layers after the last
+   one requested do not run.
 3. With `out=`, the texts of some batches are one part, written to its file as soon as it is whole: memory holds one of
    them, and an interrupted collection goes on after its last part.
 """

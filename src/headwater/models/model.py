@@ -17,7 +17,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from headwater.models.families import ModelShape
 from headwater.models.fingerprint import KnownWeights
 from headwater.models.foreign_modules import KnownModules, SameModules
 from headwater.models.tokenizers import Bos, resolve_bos
-from headwater.models.tokens import Batch
+from headwater.models.tokens import Batch, Inputs
 from headwater.runs.identity import tokenizer_digest
 
 
@@ -216,11 +216,33 @@ class Model:
             return self._modules.as_loaded()
 
     if TYPE_CHECKING:  # HookedModel's own
-        interventions: Any
-        tokenize: Callable[..., Batch]
-        token_strings: Callable[[Sequence[int]], tuple[str, ...]]
-        run: Callable[..., Tensor]
-        hooks: Callable[[Iterable[Any]], AbstractContextManager[None]]
+
+        @property
+        def interventions(self) -> dict[str, object]:
+            """What acts in the model beside its weights."""
+
+        def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
+            """Make a right-padded batch."""
+
+        def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
+            """Return the text of each token."""
+
+        def run(
+            self,
+            inputs: Inputs,
+            hooks: Iterable[Any] = (),
+            *,
+            keep: Any = None,
+            stop_at: int | None = None,
+            grad: bool = False,
+            past_key_values: Any = None,
+            attention_mask: Tensor | None = None,
+            position_ids: Tensor | None = None,
+        ) -> Tensor:
+            """Run inputs, with hooks."""
+
+        def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
+            """Attach hooks for as long as the context lasts."""
 
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:

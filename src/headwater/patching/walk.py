@@ -34,16 +34,7 @@ from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, TrustedHook, replace_hook
 from headwater.models.memory import Items, in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
-from headwater.patching.edits import (
-    LOGITS,
-    Deliver,
-    Edit,
-    Indices,
-    Place,
-    Reading,
-    Variants,
-    padded_kept,
-)
+from headwater.patching.edits import LOGITS, Deliver, Edit, Indices, Place, Reading, Variants, padded_kept
 from headwater.patching.tile import FoldedRows, Masks, RowTable, Tile, rows_of, tiled
 from headwater.patching.writing import ReplacementValues, TokenSpanEdit, write_patterns, write_tokens
 

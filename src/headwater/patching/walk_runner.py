@@ -29,14 +29,7 @@ from headwater.patching.edits import LOGITS, Deliver, Edit, Place, Variant, Vari
 from headwater.patching.plan import Group, Kept, Measured, Plan, Readout, Reads, read_run
 from headwater.patching.prompts import Side
 from headwater.patching.walk import NotFiniteError, Walk, not_walked
-from headwater.patching.whole_runs import (
-    Runner,
-    _value_names,
-    run_edited,
-    state_names,
-    tile_tokens,
-    values_written,
-)
+from headwater.patching.whole_runs import Runner, _value_names, run_edited, state_names, tile_tokens, values_written
 from headwater.patching.writing import ReplacementValues
 
 

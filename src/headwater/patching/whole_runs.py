@@ -20,16 +20,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, Stage, hook_name, main_site
 from headwater.models.tokens import Batch
-from headwater.patching.edits import (
-    LOGITS,
-    Deliver,
-    Edit,
-    Indices,
-    Place,
-    Reading,
-    Variant,
-    Variants,
-)
+from headwater.patching.edits import LOGITS, Deliver, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.plan import Group, Measured, Plan, Readout, Reads, columns_of, read_run
 from headwater.patching.replacements import ValueRequest, capture, compute_values
 from headwater.patching.writing import ReplacementValues, TokenSpanEdit, write_patterns, write_tokens

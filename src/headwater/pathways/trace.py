@@ -27,15 +27,7 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
 from headwater.patching.edge_knockout import VARIANTS, VariantName
-from headwater.pathways.effects import (
-    FOLDS,
-    Effects,
-    Halves,
-    halves,
-    measure,
-    probes_as_tensors,
-    probes_from_tensors,
-)
+from headwater.pathways.effects import FOLDS, Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.modes import SplitName, controls_of, curves_of
 from headwater.pathways.report import findings_of, report_of, summary_of

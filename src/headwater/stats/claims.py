@@ -168,13 +168,13 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
     rng = np.random.default_rng(seed)
     orders = [rng.permutation(n) for _ in range(SPLITS)]
     halves = np.array([[means_of(parts[order[: n // 2]]), means_of(parts[order[n // 2 :]])] for order in orders])
-    halves[np.isnan(halves).any(1, keepdims=True).repeat(2, 1)] = np.nan
-    # All splits at once: `spearman` of each costs as much as all of a claim besides.
-    ranks = rankdata(halves, axis=-1, nan_policy="omit")
-    known = (~np.isnan(ranks)).sum(-1)[:, 0] >= FEWEST
-    from_mean = ranks[known] - np.nanmean(ranks[known], -1, keepdims=True)
-    spread = np.sqrt(np.nansum(from_mean**2, -1).prod(-1))
-    found = np.nansum(from_mean.prod(1), -1)[spread > 0] / spread[spread > 0]
+    in_both = ~np.isnan(halves).any(1)
+    ranks = rankdata(np.where(in_both[:, None], halves, np.nan), axis=-1, nan_policy="omit")
+    # The mean of `spearman(first, second)` over splits, all at once: one by one costs as much as the rest of a claim.
+    ranks = ranks[in_both.sum(-1) >= FEWEST]
+    first, second = (ranks - np.nanmean(ranks, -1, keepdims=True)).swapaxes(0, 1)
+    spread = np.sqrt(np.nansum(first**2, -1) * np.nansum(second**2, -1))
+    found = np.nansum(first * second, -1)[spread > 0] / spread[spread > 0]
     return float(found.mean()) if len(found) else float("nan")
 
 
