@@ -431,7 +431,7 @@ def test_knockouts_equal_masked_softmaxes_or_are_refused(twins, prompts, monkeyp
         assert_cell(sweep, expected - plain, layer=layer)
 
 
-@every_models
+@every_model
 def test_a_run_folder_knows_its_model_again_and_no_other(twins, prompts, tmp_path, name):
     hf, model = twins(name)
     if model is None:
