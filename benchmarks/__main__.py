@@ -1,4 +1,4 @@
-"""Run benchmark suites: `python -m benchmarks [SUITE ...] [--device cpu] [--json FILE] [--quick]`.
+"""Run benchmark suites: `python -m benchmarks [SUITE ...] [--device cpu] [--model NAME] [--json FILE] [--quick]`.
 
 `python -m benchmarks table` writes the table of the results there are into README.md.
 """
@@ -23,6 +23,7 @@ from benchmarks import (
     loading,
     patching,
     pathways,
+    real,
     saliency,
     scaling,
     short_texts,
@@ -50,6 +51,7 @@ SUITES = {
     "edges": edges.run,
     "circuits": circuits.run,
     "pathways": pathways.run,
+    "real": real.run,
 }
 
 QUICK = {"edges": edges.quick, "circuits": circuits.quick}
@@ -68,6 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--json", type=Path, metavar="FILE", help="also write the JSON document to this file, as it grows"
     )
     parser.add_argument("--quick", action="store_true", help="small models, where a suite has them: do they agree?")
+    parser.add_argument(
+        "--model", help="of the suite `real`: a checkpoint folder, a GGUF file or a name; default: smollm2"
+    )
     options = parser.parse_args(arguments)
     if options.suites == ["table"]:
         table.update(SUITES)
@@ -77,7 +82,10 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = set(options.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
+    if options.model and options.suites != ["real"]:
+        parser.error("--model is of the suite `real` alone; the others have random weights of a known shape")
     suites = options.suites or list(SUITES)
+    taken = {"model": options.model} if options.model else {}
     rows: list[Row] = []
     failed: dict[str, str] = {}
 
@@ -98,7 +106,9 @@ def main(arguments: list[str] | None = None) -> None:
         )
         for suite in suites:
             try:
-                for row in (QUICK if options.quick else SUITES).get(suite, SUITES[suite])(machine, options.device):
+                for row in (QUICK if options.quick else SUITES).get(suite, SUITES[suite])(
+                    machine, options.device, **taken
+                ):
                     rows.append(row)
                     print(describe(row, machine), flush=True)
                     written()

@@ -28,6 +28,7 @@ from benchmarks import (
     machine,
     patching,
     pathways,
+    real,
     saliency,
     scaling,
     short_texts,
@@ -91,6 +92,7 @@ TINY = {
     "edges": lambda m, d: edges.run(m, d, model_with_gradients(d, **EDGES)),
     "circuits": lambda m, d: circuits.run(m, d, model_with_gradients(d, **EDGES), rounds=1),
     "pathways": lambda m, d: pathways.run(m, d, PATHWAYS, sample=40),
+    "real": lambda m, d: real.run(m, d, "embedded"),
 }
 """Suites that take their sizes; the others get a small model in place of GPT-2."""
 

@@ -19,6 +19,7 @@ from benchmarks import (
     outliers,
     patching,
     pathways,
+    real,
     report,
     scaling,
     table,
@@ -210,6 +211,14 @@ def test_outliers_of_an_unembedding_written_in_pieces_are_those_of_the_whole():
     norms = whole.norm(dim=1)
     assert (norms > 3.9 * norms.median()).sum() == 5
     assert (outliers.in_embeddings(torch.ones(3, 12)) > 1).sum() == 3 * outliers.DIMENSIONS
+
+
+def test_the_simple_ways_on_a_pretrained_model_give_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(patching, "ROUNDS", 1)
+    with torch.inference_mode():
+        rows = list(real.run(MACHINE, "cpu", "embedded"))
+    assert [row.name for row in rows if not row.agrees] == []
+    assert len(rows) == 5
 
 
 def test_a_row_tells_its_throughput_and_its_shares_of_the_machines_rates():
