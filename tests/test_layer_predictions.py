@@ -142,7 +142,7 @@ def test_folders_that_hold_no_lens_of_the_model_are_named(models, tmp_path):
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_tiles_give_what_the_formula_gives_on_all_logits(monkeypatch, softcap):
     monkeypatch.setattr(kernel, "TILE_BYTES", 1)
-    monkeypatch.setattr(kernel, "TOKENS_AT_ONCE", 3)
+    monkeypatch.setattr(kernel, "ROWS_AT_ONCE", 12)
     d_model, d_vocab, k = 16, 700, 9
     head = UnembeddingHead(torch.randn(d_model, d_vocab), torch.randn(d_vocab), softcap=softcap)
     hidden, target = 2 * torch.randn(3, 7, d_model), torch.randint(d_vocab, (7,))
@@ -154,19 +154,21 @@ def test_tiles_give_what_the_formula_gives_on_all_logits(monkeypatch, softcap):
         torch.testing.assert_close(one.double(), other.double(), atol=2e-5, rtol=1e-5)
 
 
-def test_no_more_than_a_tile_of_logits_is_held_for_two_layers(monkeypatch):
+def test_a_product_gives_no_more_than_a_tile_of_logits_of_some_states(monkeypatch):
     monkeypatch.setattr(kernel, "TILE_BYTES", 1)
-    widths = []
+    monkeypatch.setattr(kernel, "ROWS_AT_ONCE", 10)
+    widths, rows = [], []
     plain = UnembeddingHead.logits
 
     def watched(self, hidden, tile, out=None):
         widths.append(self.W_U.shape[1])
+        rows.append(len(hidden))
         return plain(self, hidden, tile, out)
 
     monkeypatch.setattr(UnembeddingHead, "logits", watched)
     head, hidden = UnembeddingHead(torch.randn(8, 1000)), torch.randn(4, 5, 8)
     kernel.layer_predictions(hidden, hidden[-1], head, torch.zeros(5, dtype=torch.long), 3)
-    assert max(widths) == 128
+    assert (max(widths), max(rows)) == (128, 10)
 
 
 def test_the_rank_is_that_of_a_given_answer_at_every_position(models):

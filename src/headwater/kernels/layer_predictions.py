@@ -5,9 +5,9 @@ With logits x of a layer and x' of the last, p = softmax(x), p' = softmax(x'):
     top       the k largest log p             rank = #{v != t : x_v > x_t} of a target t
     KL        Σ p' (x' - x) - lse(x') + lse(x) = KL(p' ‖ p), in nats; 0 for the last layer itself
 
-`layer_predictions_reference` is these lines on full logits. `layer_predictions` goes once over tiles of the vocabulary:
-the logits of a tile are kept for two layers at a time, sums are kept below the largest logit seen so far, and the k
-largest of a tile are joined with those before.
+`layer_predictions_reference` is these lines on full logits. `layer_predictions` goes once over tiles of the vocabulary,
+with the states of all layers in one product: sums are kept below the largest logit seen so far, and the k largest of a
+tile are joined with those before.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,9 @@ from headwater.kernels.devices import full_float32
 from headwater.kernels.likelihood import UnembeddingHead
 
 TILE_BYTES = 32 * 2**20
-"""What a tile's logits of two layers and its converted weights may take."""
-TOKENS_AT_ONCE = 512
+"""What a tile's logits and its converted weights may take."""
+ROWS_AT_ONCE = 1024
+"""States of all layers in one product: with few, reading W_U would take longer than multiplying with it."""
 
 
 class Predicted(NamedTuple):
@@ -73,24 +74,23 @@ def layer_predictions(
     Returns:
         Numbers in float32; products are in float32, sums in float64.
     """
+    tokens = max(1, ROWS_AT_ONCE // (len(hidden) + 1))
     with full_float32():
         parts = [
-            _of_chunk(hidden[:, start : start + TOKENS_AT_ONCE].float(), *chunk, head, k)
-            for start, chunk in zip(
-                range(0, len(last), TOKENS_AT_ONCE),
-                zip(last.float().split(TOKENS_AT_ONCE), target.split(TOKENS_AT_ONCE), strict=True),
-                strict=True,
+            _of_chunk(torch.cat([states.float(), final.float()[None]]), own, head, k)
+            for states, final, own in zip(
+                hidden.split(tokens, dim=1), last.split(tokens), target.split(tokens), strict=True
             )
         ]
     return Predicted(*(torch.cat(part, dim=1) for part in zip(*parts, strict=True)))
 
 
 class _Running:
-    """The sums of one layer over the tiles seen so far."""
+    """The sums of each row over the tiles seen so far."""
 
     def __init__(self, states: Tensor, head: UnembeddingHead, target: Tensor):
         # Before the tiles: every one of them is compared with it, and the target's own may come last.
-        self.own = head.target_logit(states, target)
+        self.target, self.own = target, head.target_logit(states, target)
         self.rank = torch.zeros_like(target)
         # -inf makes the first tile a merge like the others: exp(-inf) · 0 is 0.
         self.peak = torch.full(target.shape, -torch.inf, dtype=torch.float64, device=states.device)
@@ -98,10 +98,10 @@ class _Running:
         self.values = torch.empty(len(target), 0, device=states.device)
         self.top = torch.empty(len(target), 0, dtype=torch.long, device=states.device)
 
-    def add(self, logits: Float[Tensor, "token vocabulary_tile"], start: int, target: Tensor, k: int) -> None:
+    def add(self, logits: Float[Tensor, "row vocabulary_tile"], start: int, k: int) -> None:
         """Take in a tile whose first column is `start`."""
         above = logits > self.own[:, None]
-        column = target - start
+        column = self.target - start
         inside = (column >= 0) & (column < logits.shape[1])
         own = column.clamp(0, logits.shape[1] - 1)[:, None]
         # By index: the target's logit in the tile may differ in the last bit from the one computed apart.
@@ -122,38 +122,35 @@ class _Running:
         return self.peak + self.total.log()
 
 
-def _of_chunk(hidden: Tensor, last: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> Predicted:
+def _of_chunk(states: Tensor, target: Tensor, head: UnembeddingHead, k: int) -> Predicted:
+    """Return what layers predict but the last, `states` being `layer token d_model`."""
+    by_layer, rows = states.shape[:2], states.flatten(0, 1)
     d_model, d_vocab = head.W_U.shape
-    # Five arrays of a tile's size: logits of the last layer and their weights, logits of a layer, two intermediates.
-    width = max(128, TILE_BYTES // (4 * (d_model + 5 * len(last))))
-    final = _Running(last, head, target)
-    layers = [_Running(states, head, target) for states in hidden]
-    differences = [torch.zeros_like(final.peak) for _ in layers]
+    # Four arrays of a tile's size: logits, and what is made of them on the way to a sum.
+    width = max(128, TILE_BYTES // (4 * (d_model + 4 * len(rows))))
+    running = _Running(rows, head, target.repeat(by_layer[0]))
+    difference = torch.zeros(by_layer, dtype=torch.float64, device=states.device)
     for start in range(0, d_vocab, width):
         tile = head._replace(
             W_U=head.W_U[:, start : start + width].float(),
             bias=None if head.bias is None else head.bias[start : start + width],
         )
-        # Once per tile, not per layer: all layers are compared with the same last one.
-        of_last = tile.logits(last, slice(None))
+        logits = tile.logits(rows, slice(None))
         # The weights below are relative to the new peak, the sums of earlier tiles to this one.
-        before = final.peak
-        final.add(of_last, start, target, 1)
-        weight = (of_last - final.peak[:, None].float()).exp()
-        for place, (states, running) in enumerate(zip(hidden, layers, strict=True)):
-            logits = tile.logits(states, slice(None))
-            running.add(logits, start, target, k)
-            # The difference of logits, not of log-probabilities: neither normalizer is known before the last tile.
-            gap = (weight * (of_last - logits)).sum(-1).double()
-            differences[place] = differences[place] * (before - final.peak).exp() + gap
-    kl = [
-        # Equal distributions leave rounding of either sign.
-        (difference / final.total - final.lse + running.lse).clamp(min=0)
-        for difference, running in zip(differences, layers, strict=True)
-    ]
+        before = running.peak.view(by_layer)[-1]
+        running.add(logits, start, k)
+        peak, logits = running.peak.view(by_layer)[-1], logits.view(*by_layer, -1)
+        weight = (logits[-1] - peak[:, None].float()).exp()
+        # The difference of logits, not of log-probabilities: neither normalizer is known before the last tile.
+        gap = (logits[-1] - logits).mul_(weight).sum(-1).double()
+        difference = difference * (before - peak).exp() + gap
+    lse, total = running.lse.view(by_layer), running.total.view(by_layer)[-1]
+    # Equal distributions leave rounding of either sign.
+    kl = (difference / total - lse[-1] + lse).clamp(min=0)
+    log_probability = (running.values - running.lse[:, None]).float()
     return Predicted(
-        log_probability=torch.stack([(running.values - running.lse[:, None]).float() for running in layers]),
-        top=torch.stack([running.top for running in layers]),
-        rank=torch.stack([running.rank for running in layers]),
-        kl=torch.stack(kl).float(),
+        log_probability=log_probability.view(*by_layer, -1)[:-1],
+        top=running.top.view(*by_layer, -1)[:-1],
+        rank=running.rank.view(by_layer)[:-1],
+        kl=kl[:-1].float(),
     )

@@ -183,7 +183,7 @@ def direct_logit_attribution(
     } | ({"roles": [[spot.role, list(spot.places)] for spot in spots]} if isinstance(at, Mapping) else {})
 
     def work(run: Run) -> DirectAttribution:
-        writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position")
+        writer = Contributions(model, read, where, torch.stack([correct, wrong], 1), by == "position", run.record)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, writer.measure, bar, len))
@@ -308,13 +308,14 @@ class Contributions:
         prompts: Sequence[Prompt],
         where: Sequence[tuple[int, ...]],
         tokens: Int[Tensor, "example 2"],
-        by_source: bool = False,
+        by_source: bool,
+        record: RunRecord,
     ):
         self.by_source = by_source
         self.model, self.prompts, self.where, self.tokens = model, prompts, where, tokens
-        self.head: UnembeddingHead = unembedding_head(model)[1]
+        self.head: UnembeddingHead = unembedding_head(model, record)[1]
         self.norm: Norm = final_norm(model)
-        self.weights = LoadedWeights(model)  # for all layers: it holds them against one run
+        self.weights = LoadedWeights(model, record.fingerprint)  # for all layers: it compares them with one run
         n_layers, n_heads = model.shape.n_layers, model.shape.n_heads
         self.attended = SITES["z"].among(range(n_layers), model)
         self.parts: list[Part] = [("embed", None, None)]

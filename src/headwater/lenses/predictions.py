@@ -12,7 +12,7 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
-   (`kernels.layer_predictions`). Logits are kept for a tile of the vocabulary and two layers at a time.
+   (`kernels.layer_predictions`). Logits are kept for a tile of the vocabulary, of all layers.
 
 The role of each position in a table, where positions were named by role (`models.positions`).
 """
@@ -210,7 +210,7 @@ def lens(
     options |= {"roles": list(positions)} if isinstance(positions, Mapping) else {}
 
     def work(run: Run) -> LayerPredictions:
-        layered = _Layers(model, read, where, targets, chosen, transform, top_k)
+        layered = _Layers(model, read, where, targets, chosen, transform, top_k, run.record)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, layered.measure, bar, len))
@@ -252,10 +252,11 @@ class _Layers:
         layers: Sequence[int],
         transform: Callable[[Tensor, int], Tensor],
         top_k: int,
+        record: RunRecord,
     ):
         self.model, self.prompts, self.where, self.targets = model, prompts, where, targets
         self.layers, self.transform, self.top_k = layers, transform, top_k
-        self.normalise, self.head = unembedding_head(model)
+        self.normalise, self.head = unembedding_head(model, record)
 
     @torch.inference_mode()
     def measure(self, examples: range) -> dict[str, Tensor]:
