@@ -1,7 +1,7 @@
 """Sweeps and the logit lens in a few lines of PyTorch, as strong as they get without a library.
 
 A sweep keeps the residual stream in front of every block of both runs. For each layer it runs the blocks from there on
-alone: those before hand on what they are given, and the patched block is given the rows. The model is a plain
+alone: those before it return their input, and the patched block reads the rows. The model is a plain
 transformers model whose blocks are a module list (Llama, SmolLM2, Gemma, Qwen, GPT-2, ...).
 """
 
@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 OUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense")
-"""What maps the heads' outputs to the residual stream, in the families' own words."""
+"""What maps the heads' outputs to the residual stream, by the names of the families."""
 
 
 def blocks_of(plain: transformers.PreTrainedModel) -> nn.ModuleList:
