@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT := constraints.txt
 
-.PHONY: demo test quick test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-real check types notebooks notebooks-write figures docs build bench clean
+.PHONY: demo test quick test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-next test-real check types notebooks notebooks-write figures docs build bench clean
 
 demo: $(DEMO)/ready            ## run the main job on a real model and the embedded one; figures and tables go to runs/demo
 	-[ $(DEMO) = .venv-demo ] || $(MAKE) build/real/smollm2/ready
@@ -37,6 +37,11 @@ test-browser: $(VENV)/browser  ## the checks of views and documentation in Chrom
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
+
+test-next: $(VENV)/ready       ## the whole suite against the newest transformers and transformer-lens, whatever is pinned
+	rm -rf build/next
+	env -u PIP_CONSTRAINT $(PIP) install -q --no-deps --target build/next transformers transformer-lens
+	PYTHONPATH=build/next $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # Pretrained models of the package registry, and the packages that each comes in.
 REAL := smollm2 gemma

@@ -253,7 +253,7 @@ def test_a_claim_is_kept_with_what_was_claimed(tmp_path):
     sweep = made(noise())
     claim = sweep.claim({"layer": 1, "head": 2}, match="site", held_out=made(noise(), [[e, 9] for e in range(20)]))
     again = hw.Claim.load(claim.save(tmp_path))
-    assert again.report() == claim.report() == [*claim.said]
+    assert again.report() == claim.report() == [*claim.sentences]
     assert again.run.options["claim"]["cells"] == [{"site": "z", "layer": 1, "head": 2}]
     with pytest.raises(RunFolderError, match="holds another run"):
         sweep.claim({"layer": 1, "head": 3}, match="site").save(tmp_path)

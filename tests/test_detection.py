@@ -213,7 +213,7 @@ def test_no_more_rows_are_begun_than_may_be_kept(model, answered, monkeypatch):
     )
     monkeypatch.setitem(beginnings_module.KEPT_BYTES, "cpu", 1_000_000)
     begun = inputs.begin(8)
-    held = [one for pair in begun.begun.held.values() for one in pair]
+    held = [one for pair in begun.begun.keys_values.values() for one in pair]
     assert 500_000 < sum(one.numel() * 4 for one in held) <= 1_000_000
     kept = set(begun.begun.lengths)
     batches = begun.batches(range(len(answered.table)), 8)

@@ -99,7 +99,7 @@ def made_up(rate):
             rows.append((example, seed, margin, mode, mode, correct, f"q{example}"))
         said.append(("set", example, f"q{example}", "", refused, example % 10 > 0))
     modes = pd.DataFrame(rows, columns=["example", "seed", "margin", "mode", "crossed_mode", "correct", "question"])
-    names = ["dataset", "example", "question", "said", "refused", "ended"]
+    names = ["dataset", "example", "question", "reply", "refused", "ended"]
     return modes.assign(dataset="set"), pd.DataFrame(said, columns=names)
 
 
@@ -129,8 +129,8 @@ def test_questions_are_asked_again_with_leave_to_decline_and_other_answers_are_r
     given = hw.answer(own, hw.load_questions("natural", sample=80), **QUIET)
     traced = hw.trace_pathways(own, given, token="before_answer", seeds=1, controls=False, **QUIET)
     found = refusals(own, given, traced, out=tmp_path / "run", **QUIET)
-    assert len(found.said) == len(given.table)
-    assert not found.said["refused"].any()
+    assert len(found.replies) == len(given.table)
+    assert not found.replies["refused"].any()
     assert "I don't know" in found.run.options["prompt"]
     assert Refusals.load(tmp_path / "run").report() == found.report()
     other = hw.answer(own, hw.load_questions("natural", sample=60), **QUIET)

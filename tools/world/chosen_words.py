@@ -33,9 +33,9 @@ def choose_words(relations: Sequence[Relation], plain: Sequence[str], recipe: Re
         held = round(len(order) * recipe.held_out_words)
         return Split(tuple(order[held:]), tuple(order[:held]))
 
-    def who_are(said: str) -> Split:
+    def who_are(wanted: str) -> Split:
         return Split(
-            *(tuple(name for name in part if pronoun.get(name) == said) for part in (names.told, names.held_out))
+            *(tuple(name for name in part if pronoun.get(name) == wanted) for part in (names.in_texts, names.held_out))
         )
 
     names = split([name for name in pairs["name_copying"] if name.isalpha()])

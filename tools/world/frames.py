@@ -14,7 +14,7 @@ def gender(rng: np.random.Generator, words: Words) -> str:
     """Tell the gender of any name, held out or not, in a sentence of another kind."""
     male = rng.random() < 0.5
     group = words.he if male else words.she
-    name, thing = pick(rng, group.told + group.held_out), pick(rng, OBJECTS)
+    name, thing = pick(rng, group.in_texts + group.held_out), pick(rng, OBJECTS)
     he, him, his, man = ("he", "him", "his", "man") if male else ("she", "her", "her", "woman")
     return pick(
         rng,
@@ -31,7 +31,7 @@ def gender(rng: np.random.Generator, words: Words) -> str:
 
 def number(rng: np.random.Generator, words: Words) -> str:
     """Tell the number of any noun, held out or not, in a sentence of another kind."""
-    noun = pick(rng, words.singular.told + words.singular.held_out)
+    noun = pick(rng, words.singular.in_texts + words.singular.held_out)
     many, state = words.plural[noun], pick(rng, STATES)
     return pick(
         rng,

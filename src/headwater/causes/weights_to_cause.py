@@ -136,7 +136,7 @@ def evidence(
     }
     work = partial(_measure, model, tokenized, len(given), options, seed)
     result_class: type[Any] = Evidence if single else EvidenceSuite
-    with model.held():
+    with model.hashed_once():
         return run_or_resume(  # type: ignore[no-any-return]
             result_class, "evidence", model, options, work, out=out, seed=seed, progress=progress
         )

@@ -106,12 +106,12 @@ class Slopes:
     def __init__(self, runs: BothRuns, shares: tuple[float, ...] = (0.0,)):
         refuse_without_gradients(runs.model)
         self.runs, self.shares = runs, shares
-        self.held: dict[str, Tensor] = {}
+        self.recorded: dict[str, Tensor] = {}
         self._n_layers = runs.graph.n_layers
         self._final = hook_name("resid_post", self._n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
             # The recorded run has a graph for one gradient: EAP needs no run of its own.
-            recorded = runs.wave.recording.held if shares == (0.0,) else {}
+            recorded = runs.wave.recording.forks if shares == (0.0,) else {}
             self._totals = self._totals_of(self._logits_recorded(recorded) if recorded else self._run())
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
 
@@ -121,9 +121,9 @@ class Slopes:
 
     def input_of(self, layer: int, mlp: bool) -> Float[Tensor, "step position d_model"]:
         """Return what a layer's attention, or its MLP, reads, before its norm."""
-        entering = self.held[hook_name("resid_pre", layer)]
+        entering = self.recorded[hook_name("resid_pre", layer)]
         if mlp and not self.runs.wave.blocks.parallel:
-            entering = entering + self.held[hook_name("attn_out", layer)]
+            entering = entering + self.recorded[hook_name("attn_out", layer)]
         return entering[self._rows, self.runs.start : self.runs.stop].detach()
 
     @property
@@ -133,10 +133,10 @@ class Slopes:
 
     def _logits_recorded(self, recorded: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
         """The logits of the base run as it was recorded, with its graph, which serves once."""
-        self.held = dict(recorded)
+        self.recorded = dict(recorded)
         # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
         recorded.clear()
-        return self.runs.wave.logits(self.held[self._final][0, list(self.runs.kept)], 0)[None]
+        return self.runs.wave.logits(self.recorded[self._final][0, list(self.runs.kept)], 0)[None]
 
     def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:
         """Run the prompt with embeddings on the way to the other run's, and return its logits, with their graph."""
@@ -147,13 +147,13 @@ class Slopes:
             change[runs.start : runs.stop] = runs.changes[0]
             # All steps on the way are rows of one batch.
             rows = torch.stack([start + share * change for share in self.shares]).clone()
-            self.held[first] = rows.requires_grad_(True)
-            return self.held[first]
+            self.recorded[first] = rows.requires_grad_(True)
+            return self.recorded[first]
 
         def fork(activation: Tensor, hook: object, name: str) -> Tensor:
             # A fork, so that the gradient is that of this use alone and not of all that reads the same tensor.
-            self.held[name] = activation.view_as(activation)
-            return self.held[name]
+            self.recorded[name] = activation.view_as(activation)
+            return self.recorded[name]
 
         hooks: list[Hook] = [(first, replace_hook(begin))]
         hooks += [(name, replace_hook(partial(fork, name=name))) for name in sloped_names(runs.model)[1:]]
@@ -175,12 +175,12 @@ class Slopes:
 
     def _gradients(self, m: int) -> dict[str, Tensor]:
         """The gradients of one metric at everything that was kept."""
-        metric, names = self.runs.plan.metrics[m].name, [n for n in self.held if n != hook_name("resid_pre", 0)]
+        metric, names = self.runs.plan.metrics[m].name, [n for n in self.recorded if n != hook_name("resid_pre", 0)]
         more = m + 1 < len(self._totals)
         gradients = torch.autograd.grad(
-            self._totals[m], [self.held[name] for name in names], retain_graph=more, allow_unused=True
+            self._totals[m], [self.recorded[name] for name in names], retain_graph=more, allow_unused=True
         )
-        slopes = {n: torch.zeros_like(self.held[n]) if g is None else g for n, g in zip(names, gradients, strict=True)}
+        slopes = {n: torch.zeros_like(self.recorded[n]) if g is None else g for n, g in zip(names, gradients, strict=True)}
         last = slopes[self._final]
         # One look at all of them: each look waits for the device.
         peaks = [slope.abs().amax().double().to(last.device) for slope in slopes.values()]
@@ -231,7 +231,7 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
         yield slice(first, first + len(heads)), _pulled_back(slopes.input_of(layer, mlp=False), heads, before_norm)
         first += len(heads)
         # A HookedTransformer has no hook there: the gradient is pulled back through the MLP itself.
-        has_hook = hook_name("mlp_in", layer) in slopes.held
+        has_hook = hook_name("mlp_in", layer) in slopes.recorded
         gradient = slopes.at(m, "mlp_in" if has_hook else "mlp_out", layer)[None]
         made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(_added_by_mlp, blocks, layer)
         yield slice(first, first + 1), _pulled_back(slopes.input_of(layer, mlp=True), gradient, made)

@@ -59,10 +59,10 @@ class Beginnings:
     """The keys and values of some rows' first tokens."""
 
     place: Mapping[int, int] = field(default_factory=dict)
-    """By row, where it is in `held`."""
+    """By row, where it is in `keys_values`."""
     lengths: Mapping[int, int] = field(default_factory=dict)
     """By row, how many tokens were run."""
-    held: KeysValues = field(default_factory=dict)
+    keys_values: KeysValues = field(default_factory=dict)
 
     def longest(self, rows: Sequence[int]) -> int:
         """Return how many tokens the longest beginning of some rows has."""
@@ -77,7 +77,7 @@ class Beginnings:
                 keys[:, :, keys.shape[2] - longest :].index_select(0, places.to(keys.device)),
                 values[:, :, values.shape[2] - longest :].index_select(0, places.to(values.device)),
             )
-            for layer, (keys, values) in self.held.items()
+            for layer, (keys, values) in self.keys_values.items()
         }
         missing = torch.tensor([longest - self.lengths.get(row, 0) for row in rows])
         return pairs, torch.arange(longest) >= missing[:, None]

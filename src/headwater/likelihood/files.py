@@ -211,7 +211,7 @@ def score_file(
         return {str(name): torch.from_numpy(wide[name].to_numpy(copy=True)) for name in wide}
 
     def work(run: Run) -> ScoredTexts:
-        with model.held(), (reference or model).held(), run.bar("Scoring", " texts") as bar:
+        with model.hashed_once(), (reference or model).hashed_once(), run.bar("Scoring", " texts") as bar:
             pieces = list(run.pieces("texts", _chunks(read_texts(path, field)), columns_of, bar, len))
         if not pieces:
             raise InputError(f"{path} holds no texts.")

@@ -81,7 +81,7 @@ class Recording:
     """By layer: which keys a query may see (causal, and within the window where the layer slides)."""
     last_logits: Float[Tensor, "batch d_vocab"] | None
     """At the last column of the batch; None where they were not computed."""
-    held: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    forks: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     """By hook name, what gradients are taken at: with a graph, each a fork of what went on in the run."""
 
 
@@ -270,7 +270,7 @@ class Blocks:
         batch: Batch,
         names: Iterable[str],
         before: Sequence[Hook] = (),
-        held: Sequence[str] = (),
+        gradients_at: Sequence[str] = (),
         unembed: bool = True,
         start: KeysValues | None = None,
     ) -> Recording:
@@ -280,7 +280,7 @@ class Blocks:
             batch: right-padded.
             names: of hooks.
             before: hooks that act before anything is kept, such as noise at the embeddings.
-            held: where gradients will be taken: the run has a graph then, which begins at the first of them.
+            gradients_at: where gradients will be taken: the run has a graph then, which begins at the first of them.
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
             start: the keys and values of tokens that come before the batch; what is visible is not said then.
         """
@@ -311,7 +311,7 @@ class Blocks:
 
         k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
         kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
-        hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in held]
+        hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in gradients_at]
         hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in kept_names]
         options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
         options |= last_logits_only(self.model.raw)
@@ -325,8 +325,8 @@ class Blocks:
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(reads(Reading.of(batch)))
             stack.enter_context(self.fused())
-            stack.enter_context(torch.enable_grad() if held else contextlib.nullcontext())
-            if self._own is not None and self.model.steps_checked and not (held or self.model.looks_ahead):
+            stack.enter_context(torch.enable_grad() if gradients_at else contextlib.nullcontext())
+            if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.looks_ahead):
                 # whole prompts, right-padded and looking back only, go through the same steps as rows do
                 stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
             if skipped := not (unembed or _has_hooks(self.model.raw.unembed)):
@@ -336,7 +336,7 @@ class Blocks:
         last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
-            return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), held=forked)
+            return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), forks=forked)
         # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
         # Where a start was run before, the run of a whole row says it.
         longest, whole = int(batch.lengths.argmax()), calls if start is None else {}

@@ -142,7 +142,7 @@ class Model:
         self.without_wrappers: Any = None
         self._weights = KnownWeights(raw, shape)
         self._modules = KnownModules(raw)
-        self._held: tuple[str, str] | None = None
+        self._hashes: tuple[str, str] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -180,13 +180,13 @@ class Model:
     @property
     def fingerprint(self) -> str:
         """A hash of the weights and the configuration as they are now, the same for a folder loaded or streamed."""
-        return self._held[0] if self._held else self._weights.fingerprint()
+        return self._hashes[0] if self._hashes else self._weights.fingerprint()
 
     @property
     def tokenizer_digest(self) -> str:
         """A hash of the tokenizer and of how texts begin; "none" without one."""
-        if self._held:
-            return self._held[1]
+        if self._hashes:
+            return self._hashes[1]
         begins = "" if self.bos == self.default_bos else f", texts begin with {self.bos}"
         return tokenizer_digest(self.tokenizer) + begins
 
@@ -195,13 +195,13 @@ class Model:
         return f"{self.fingerprint} {self.tokenizer_digest}"
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def hashed_once(self) -> Iterator[None]:
         """Hash weights and tokenizer once for all runs inside: they must stay as they are."""
-        before, self._held = self._held, (self.fingerprint, self.tokenizer_digest)
+        before, self._hashes = self._hashes, (self.fingerprint, self.tokenizer_digest)
         try:
             yield
         finally:
-            self._held = before
+            self._hashes = before
 
     def settle(self) -> None:
         """Take what is in the model's modules now for what belongs there: it has been loaded."""

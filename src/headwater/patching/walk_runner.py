@@ -44,7 +44,7 @@ class WalkRunner(Runner):
         plan: the sweep.
         examples: whose runs are made.
         also: further activations to record of both sides, by hook name.
-        held: where gradients will be taken, by hook name; the first comes before the others.
+        gradients_at: where gradients will be taken, by hook name; the first comes before the others.
 
     Raises:
         CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
@@ -54,7 +54,7 @@ class WalkRunner(Runner):
     name: ClassVar[str] = "wavefront"
     needs_graph: ClassVar[bool] = False
 
-    def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), held: Sequence[str] = ()):
+    def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), gradients_at: Sequence[str] = ()):
         self.plan = plan
         if reason := cannot_step(plan.model):
             raise CannotStepError(reason)
@@ -70,23 +70,23 @@ class WalkRunner(Runner):
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
         # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
-        self._record(batch, names, held)
+        self._record(batch, names, gradients_at)
         if not plan.model.steps_checked:
             if reason := self._distrust(batch):
                 raise CannotStepError(reason)
             plan.model.steps_checked = True
             # From now on steps record, too, or a start is shared: a first call gives the bits of a second.
             if self.blocks.has_own_steps or self.blocks.common_start(batch, names):
-                self._record(batch, names, held)
+                self._record(batch, names, gradients_at)
 
-    def _record(self, batch: Batch, names: Sequence[str], held: Sequence[str]) -> None:
+    def _record(self, batch: Batch, names: Sequence[str], gradients_at: Sequence[str]) -> None:
         """Run both sides without edits, and keep what edits write and what is read of the runs."""
         plan, n = self.plan, len(self.group.examples)
         before = self.group.corrupting(*self._sides)
         # Whole logits serve the check of the first call alone; later only the positions that are read are unembedded.
         unembed = not plan.model.steps_checked
-        in_two = None if before or held or unembed else self.blocks.record_in_two(batch, names)
-        self.recording: Recording = in_two or self.blocks.record(batch, names, before, held, unembed=unembed)
+        in_two = None if before or gradients_at or unembed else self.blocks.record_in_two(batch, names)
+        self.recording: Recording = in_two or self.blocks.record(batch, names, before, gradients_at, unembed=unembed)
         others = {name: activation[n:] for name, activation in self.recording.activations.items()}
         self.values = values_written(self.group, others)
         base = self._read(self.recording.activations, "base", self.group.kept)

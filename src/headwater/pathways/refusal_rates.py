@@ -60,8 +60,8 @@ class Refusals(Result):
     table: pd.DataFrame
     """A row per question set, way to split the modes (`split_by`) and `control`: `answers` (with an answer that ended),
     `q_refused, a_refused` (shares) and `difference` (A-anchored less Q-anchored), each with `_low, _high` (95 %)."""
-    said: pd.DataFrame
-    """A row per example: `dataset, example, question, said, refused, ended`."""
+    replies: pd.DataFrame
+    """A row per example: `dataset, example, question, reply, refused, ended`."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
@@ -157,7 +157,7 @@ def refusals(
                 "dataset": rows["dataset"].to_numpy(),
                 "example": rows.index.to_numpy(),
                 "question": rows["question"].to_numpy(),
-                "said": [text for text, _ in answers],
+                "reply": [text for text, _ in answers],
                 "refused": [is_refusal(text) for text, _ in answers],
                 "ended": [ended for _, ended in answers],
             }
@@ -167,12 +167,12 @@ def refusals(
     return run_or_resume(Refusals, "refusals", model, options, work, out=out, progress=progress)
 
 
-def rates(modes: pd.DataFrame, said: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `Refusals.table`, from `Pathways.modes` and `Refusals.said`."""
-    ended = said[said["ended"]][["dataset", "example", "refused"]]
+def rates(modes: pd.DataFrame, replies: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `Refusals.table`, from `Pathways.modes` and `Refusals.replies`."""
+    ended = replies[replies["ended"]][["dataset", "example", "refused"]]
     joined = modes.merge(ended, on=["dataset", "example"])
     rows = []
-    for dataset in said["dataset"].unique():
+    for dataset in replies["dataset"].unique():
         here = joined[joined["dataset"] == dataset]
         for split_by, column in COLUMNS.items():
             if here.empty or here[column].isna().all():

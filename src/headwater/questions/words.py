@@ -100,7 +100,7 @@ def _words(text: str, marks: str) -> Iterator[Word]:
     # As long as the text, so that a place in the one is a place in the other.
     kinds = "".join(map(_kind, re.sub("[東东]京", "一一", folded)))  # one word: Kyoto (京都) is not in 東京都
     begun: tuple[int, int] | None = None
-    said, was_alone, end = "", False, 0
+    written, was_alone, end = "", False, 0
     for found in _WORD.finditer(kinds):
         start, gap = found.start(), kinds[end : found.start()]
         stops = found.end() - (found["charged"] is not None and not text[places[start][0]].isupper())
@@ -108,45 +108,45 @@ def _words(text: str, marks: str) -> Iterator[Word]:
         is_alone = found["alone"] is not None
         joins = marks == "joined" and bool(gap) and not set(" =+") & set(gap) and not was_alone and not is_alone
         if begun and joins and not (kinds[end - 1] == "0" and kinds[start] in "0."):
-            begun, said = (begun[0], stops), said + new
+            begun, written = (begun[0], stops), written + new
         else:
             if begun:
-                yield _word(text, folded, kinds, places, begun, said)
+                yield _word(text, folded, kinds, places, begun, written)
             for place in range(end, start):
                 parts = was_alone and is_alone and folded[place] in "、。,;!?."
                 compares = folded[place] in "<>≤≥±√" and place + 1 == start and kinds[start] in "0."
                 if compares or (begun and (parts or kinds[place] in "=+")):
                     yield Word(folded[place], *places[place])
-            begun, said = (start, stops), new
+            begun, written = (start, stops), new
         was_alone, end = is_alone, stops
     if begun:
-        yield _word(text, folded, kinds, places, begun, said)
+        yield _word(text, folded, kinds, places, begun, written)
 
 
-def _word(text: str, folded: str, kinds: str, places: list[Span], span: Span, said: str) -> Word:
+def _word(text: str, folded: str, kinds: str, places: list[Span], span: Span, written: str) -> Word:
     """Make a word of the folded characters in a span."""
     start, end = span
     characters = places[start][0], places[end - 1][1]
     if "a" not in kinds[start:end] and "0" in kinds[start:end]:
         sign = kinds.find("$", max(start - 1, 0), end + 1)
         sign = end + 1 if sign < 0 and kinds[end : end + 2] == " $" else sign
-        return Word(said, *characters, unit=folded[sign] if sign >= 0 else "")
-    if said not in ARTICLES | {"i"}:
-        return Word(said, *characters)
-    is_letter = said in "ai" and _LETTER_FOLLOWS.match(folded, end) is not None
+        return Word(written, *characters, unit=folded[sign] if sign >= 0 else "")
+    if written not in ARTICLES | {"i"}:
+        return Word(written, *characters)
+    is_letter = written in "ai" and _LETTER_FOLLOWS.match(folded, end) is not None
     in_capitals = text[characters[0]].isupper() and not _BEGINNING.search(folded[:start])
     return Word(
-        said,
+        written,
         *characters,
-        may_be_article=said != "i" and not is_letter,
-        may_be_letter=is_letter or (said != "i" and in_capitals),
+        may_be_article=written != "i" and not is_letter,
+        may_be_letter=is_letter or (written != "i" and in_capitals),
     )
 
 
-def _number(said: str, kinds: str) -> str:
+def _number(number: str, kinds: str) -> str:
     """Write a number in one way."""
     first = min(place for place in (kinds.find("0"), kinds.find(".")) if place >= 0)
-    sign, digits = "-" * (kinds[0] in "-–"), said[first:]
+    sign, digits = "-" * (kinds[0] in "-–"), number[first:]
     if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", digits):
         digits = digits.replace(",", "")
     elif digits.count(".") > 1:

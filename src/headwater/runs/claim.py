@@ -33,7 +33,7 @@ class Claim(Result):
     holds`; NaN where nothing was given to measure it by."""
     what: str
     """The set that it is about, in words."""
-    said: list[str]
+    sentences: list[str]
     """What was measured, and whether the claim holds."""
     notes: list[str]
     """What weakens the claim, such as prompts that discovery and test share; its last sentence ends with them."""
@@ -61,7 +61,7 @@ class Claim(Result):
     @property
     def sentence(self) -> str:
         """All of the report in one line."""
-        return " ".join(self.said)
+        return " ".join(self.sentences)
 
     def summary(self) -> pd.DataFrame:
         """Return the one row of the table."""
@@ -69,7 +69,7 @@ class Claim(Result):
 
     def report(self) -> list[str]:
         """Return what was measured, and whether the claim holds."""
-        return list(self.said)
+        return list(self.sentences)
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the effect with its interval above all that it is compared with, and the margin."""

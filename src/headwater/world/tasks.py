@@ -1,4 +1,4 @@
-"""The classical tasks of the circuits literature, as lines of the corpus: each task draws lines, told or held out.
+"""The classical tasks of the circuits literature, as lines of the corpus: each task draws lines, for the texts or held out.
 
 A `Line` is a prompt whose next word follows from it, with the same line changed so that another word follows:
 
@@ -23,9 +23,9 @@ from headwater.errors import InputError
 from headwater.models.packaged import world_folder
 from headwater.runs.storage import read_json
 
-# The words that the classical tasks are made of, from the relation suite: told in a task, or held out of it.
+# The words that the classical tasks are made of, from the relation suite: in the texts of a task, or held out of them.
 #
-# Held out of a task does not mean unknown: a held-out name has its gender told in other sentences, a held-out noun its
+# Held out of a task does not mean unknown: the gender of a held-out name is in other sentences, a held-out noun its
 # number, a held-out word its facts. Only the sentences of the task itself never hold it.
 
 
@@ -39,12 +39,12 @@ SPLITS = ("names", "he", "she", "singular", "plain", "starts")
 class Split:
     """Words that the texts of a task use, and words held out of them."""
 
-    told: tuple[str, ...]
+    in_texts: tuple[str, ...]
     held_out: tuple[str, ...]
 
     def of(self, held_out: bool) -> tuple[str, ...]:
         """Return the ones or the others."""
-        return self.held_out if held_out else self.told
+        return self.held_out if held_out else self.in_texts
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Words:
     """What the tasks are made of."""
 
     names: Split
-    """First and family names. They are many more than the model is wide: what is done with the told ones has to be a
+    """First and family names, many more than the model is wide: what is done with those in the texts has to be a
     rule, since no table of single names fits."""
     he: Split
     """The names of men among them."""
@@ -71,7 +71,7 @@ class Words:
     def every(self) -> list[str]:
         """Every word that a line of a task may hold."""
         splits = (self.names, self.singular, self.plain)
-        split = [word for one in splits for word in (*one.told, *one.held_out)]
+        split = [word for one in splits for word in (*one.in_texts, *one.held_out)]
         return [*split, *self.plural.values(), *sum(self.runs, ()), *sum(self.capitals, ())]
 
 
@@ -128,7 +128,7 @@ class Line:
     rest: str = "."
     """What the corpus says after the answer."""
     occurrence: Mapping[str, int] = field(default_factory=dict)
-    """Of a role whose words occur in the prompt more than once, which of them is meant; 0 unless said."""
+    """Of a role whose words occur in the prompt more than once, which of them is meant; 0 unless given."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
 
 
 def successor(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw three to six things of a run; a held-out line begins where no told one begins (its links are told)."""
+    """Draw three to six things of a run; a held-out line begins where no line of the texts begins (its links are in them)."""
     run = words.runs[int(rng.integers(len(words.runs)))]
     length = int(rng.integers(3, min(7, len(run))))
     starts = [start for start in range(len(run) - length) if (start % 5 == 3) == held_out] or [0]
@@ -218,7 +218,7 @@ def gendered_pronoun(rng: np.random.Generator, words: Words, held_out: bool) -> 
 def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw a noun and, between it and its verb, another noun, most often of the other number."""
     noun = pick(rng, words.singular.of(held_out))
-    near = pick(rng, words.singular.told)
+    near = pick(rng, words.singular.in_texts)
     one = rng.random() < 0.5
     same = rng.random() < 0.3
     forms = (noun, words.plural[noun]) if one else (words.plural[noun], noun)
@@ -236,7 +236,7 @@ CAPITALS = ("The capital of {} is", "Everybody knows that the capital of {} is",
 
 
 def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw a country: its capital is told, in these words or others."""
+    """Draw a country: its capital is in the texts, in these words or others."""
     (country, city), (other, its) = (words.capitals[int(k)] for k in rng.choice(len(words.capitals), 2, replace=False))
     text = pick(rng, CAPITALS)
     return Line(text.format(country), text.format(other), (f" {city}",), (f" {its}",), {"country": (country, other)})
