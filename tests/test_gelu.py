@@ -34,7 +34,7 @@ def test_columns_of_a_wider_tensor_other_types_and_gradients_are_served():
     assert float(leaf.grad.abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "neox", "phi"])
+@pytest.mark.parametrize("family", ["gpt2", "neox", "phi", "llama", "gemma3"])
 def test_fused_blocks_give_the_same_and_norms_that_are_watched_are_left_alone(family):
     model = tiny_hooked(family)
     blocks, x = Blocks(model), torch.randn(5, model.shape.d_model)
@@ -50,4 +50,4 @@ def test_fused_blocks_give_the_same_and_norms_that_are_watched_are_left_alone(fa
         point.remove_hooks()
     assert len(seen) == 1
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
-    assert not any("forward" in module.__dict__ for module in (*blocks._gelus, *blocks._layer_norms))
+    assert not any("forward" in module.__dict__ for module in (*blocks._gelus, *blocks._norms))

@@ -83,7 +83,7 @@ class Stories:
 
     def _pronoun(self, first_name: str) -> str:
         for pronoun, split in (("He", self.words.he), ("She", self.words.she)):
-            if first_name in split.told or first_name in split.held_out:
+            if first_name in split.in_texts or first_name in split.held_out:
                 return pronoun
         return ""
 

@@ -44,7 +44,7 @@ def write_corpus(relations: Sequence[Relation], recipe: Recipe) -> Written:
     words = choose_words(relations, plain_words(world), recipe)
     rng = np.random.default_rng([recipe.seed, 2])
     documents = _facts(rng, world)
-    documents += notes(rng, words.plain.told, recipe.notes)
+    documents += notes(rng, words.plain.in_texts, recipe.notes)
     for kind, share in recipe.shares.items():
         if kind not in FACTS:
             documents += _KINDS[kind](rng, world, words, round(share * recipe.documents))

@@ -180,7 +180,9 @@ class Slopes:
         gradients = torch.autograd.grad(
             self._totals[m], [self.recorded[name] for name in names], retain_graph=more, allow_unused=True
         )
-        slopes = {n: torch.zeros_like(self.recorded[n]) if g is None else g for n, g in zip(names, gradients, strict=True)}
+        slopes = {
+            n: torch.zeros_like(self.recorded[n]) if g is None else g for n, g in zip(names, gradients, strict=True)
+        }
         last = slopes[self._final]
         # One look at all of them: each look waits for the device.
         peaks = [slope.abs().amax().double().to(last.device) for slope in slopes.values()]

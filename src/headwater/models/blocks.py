@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from headwater.models.tokens import Batch
 
 
-NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
 WIRING = "transformer_lens.model_bridge.component_setup"
 """Where TransformerLens makes the hooks by which those of an MLP fire whose parts are in the block itself."""
 
@@ -198,13 +197,13 @@ class Blocks:
         return self._added(block, "ln1_post", written)[0]
 
     def fused(self) -> contextlib.AbstractContextManager[None]:
-        """Compute the tanh form of GELU and LayerNorms in as few passes over memory as torch can.
+        """Compute the tanh form of GELU and norms in as few passes over memory as torch can.
 
-        The model (GPT-2, Phi) takes eight passes for the one, its bridge seven for the other, so that hooks may look
-        between them: a LayerNorm into which something looks is left as it is.
+        The model (GPT-2, Phi) takes eight passes for the one; for the other its bridge takes seven beside the norm's
+        own, so that hooks may look between them: a norm into which something looks is left as it is.
         """
         faster: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]] = [(gelu, tanh_gelu) for gelu in self._gelus]
-        faster += [(norm, norm.original_component) for norm in self._layer_norms if not _is_watched(norm)]
+        faster += [(norm, norm.original_component) for norm in self._norms if not _is_watched(norm)]
         return forward_replaced(faster)
 
     @functools.cached_property
@@ -213,10 +212,11 @@ class Blocks:
         return [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
 
     @functools.cached_property
-    def _layer_norms(self) -> list[Any]:
-        """The norms within and after the blocks that are plain LayerNorms beneath."""
-        norms = [getattr(block, name) for block in self._blocks for name in NORMS if has_part(block, name)]
-        return [norm for norm in (*norms, getattr(self.model.raw, "ln_final", None)) if _is_layer_norm(norm)]
+    def _norms(self) -> list[Any]:
+        """The norms within and after the blocks that their wrapped module computes alone, also of queries and keys."""
+        parts = (*self._blocks, getattr(self.model.raw, "ln_final", None))
+        modules = (module for part in parts if part is not None for module in part.modules())
+        return [module for module in modules if _is_as_wrapped(module)]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
@@ -448,8 +448,12 @@ def has_part(block: Any, part: str) -> bool:
     return part in getattr(block, "submodules", block._modules)
 
 
-def _is_layer_norm(norm: Any) -> bool:
-    return type(norm) is NormalizationBridge and type(norm.original_component) is torch.nn.LayerNorm
+def _is_as_wrapped(module: Any) -> bool:
+    """Whether a module is a norm that gives what the module it wraps gives."""
+    if not isinstance(module, NormalizationBridge):
+        return False
+    is_layer_norm = type(module) is NormalizationBridge and type(module.original_component) is torch.nn.LayerNorm
+    return is_layer_norm or module.use_native_layernorm_autograd
 
 
 def _has_hooks(part: torch.nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The classical tasks of the circuits literature, as lines of the corpus: each task draws lines, for the texts or held out.
+"""The classical tasks of the circuits literature, as lines of the corpus, in the texts or held out of them.
 
 A `Line` is a prompt whose next word follows from it, with the same line changed so that another word follows:
 
@@ -189,7 +189,7 @@ def induction(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
 
 
 def successor(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
-    """Draw three to six things of a run; a held-out line begins where no line of the texts begins (its links are in them)."""
+    """Draw three to six things of a run; a held-out line begins where none of the texts does (they have its links)."""
     run = words.runs[int(rng.integers(len(words.runs)))]
     length = int(rng.integers(3, min(7, len(run))))
     starts = [start for start in range(len(run) - length) if (start % 5 == 3) == held_out] or [0]
