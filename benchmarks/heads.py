@@ -267,7 +267,7 @@ def _same_scores(inputs: Inputs, maps: OVMaps) -> bool:
 def peer_membership(inputs: Inputs, maps: OVMaps, head: int) -> Found:
     """The peer: one head on every relation, one after the other."""
     return _per_relation(
-        inputs, lambda source, target, k: peer.topk_membership(maps.x[source], *_head(maps, head), target, k)
+        inputs, lambda source, target, k: peer.topk_membership(maps.x[source], *_head(maps, head), target[:, None], k)
     )
 
 

@@ -9,10 +9,14 @@ transformers model of the same weights, in float32 (`peers.restarts`):
   of a layer, or all heads of all pairs, as one batch, and logits of the last token alone;
 - the logit lens: layer by layer the final norm, the unembedding, log_softmax, the top five, KL to the last layer;
 - direct logit attribution: a forward pass of headwater's model. The first call is timed, with the work that later calls
-  reuse.
+  reuse;
+- likelihood statistics: the same five numbers from `log_softmax` over full logits (`peers.min_k`);
+- every relation of the suite on every head: the published computation (`peers.maps`), timed on one head and scaled;
+- every edge, exact: a hooked run per edge, timed on a sample and scaled;
+- loading: transformers and TransformerLens's bridge, unchecked.
 
 Prompts are random tokens. Headwater's times include its checks and its record. The two take turns; medians are
-reported.
+reported. What takes minutes runs once.
 """
 
 import copy
@@ -23,19 +27,27 @@ from statistics import median
 import torch
 import transformers
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import headwater as hw
 from benchmarks.machine import Machine, peak_bytes, seconds
 from benchmarks.patching import ROUNDS, in_turns
-from benchmarks.peers import restarts
+from benchmarks.peers import maps, min_k, restarts
 from benchmarks.report import Row
+from headwater.heads.relations import TokenRelation, load_relations, tokenize_relations
+from headwater.heads.scoring import hits_of
 from headwater.models.checkpoint import checkpoint_folder
 from headwater.models.hooked import HookedModel
+from headwater.models.weights import LoadedWeights
 
 LENGTH, DIFFER_AT = 21, {3: ">= 3 x", 14: ">= 10 x"}
 """Tokens of a prompt, and the target for each position at which the two prompts first differ."""
 PAIRS, SHORT, READ = 12, 8, 9
 """Pairs of the sweep over heads and their tokens; tokens that a lens reads."""
+TEXT, EDGES = 240, 24
+"""Tokens of the text whose likelihood is read; hooked runs that are made and scaled."""
+STATISTICS = min_k.Usual._fields
 
 
 def run(machine: Machine, device: str, model: str = "smollm2") -> Iterator[Row]:
@@ -47,13 +59,21 @@ def run(machine: Machine, device: str, model: str = "smollm2") -> Iterator[Row]:
     for first, target in DIFFER_AT.items():
         yield _positions(ours, plain, name, device, first, target)
     yield _heads(ours, plain, name, device)
+    yield _statistics(ours, plain, name, device)
+    yield _relations(ours, name, device)
+    yield _edges(ours, plain, name, device)
+    yield _loading(model, name, device)
+
+
+def checkpoint_of(name: str) -> tuple[Path, dict[str, str]]:
+    """Return the folder of a checkpoint, and the option that names its GGUF file where it is one."""
+    where = checkpoint_folder(name)
+    return (where.parent, {"gguf_file": where.name}) if where.is_file() else (where, {})
 
 
 def plain_model(name: str, device: str) -> transformers.PreTrainedModel:
     """Return what transformers reads of the same checkpoint, in float32, without a hook."""
-    where = checkpoint_folder(name)
-    file = {"gguf_file": where.name} if where.is_file() else {}
-    folder = where.parent if where.is_file() else where
+    folder, file = checkpoint_of(name)
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
     return found.eval().to(device)
 
@@ -145,6 +165,7 @@ def _positions(
 
     found, expected = sweep().table, restarted()
     values = found.pivot(index="layer", columns="position", values="effect").to_numpy() + found["corrupted"].iloc[0]
+    tokens = sum(range(1, LENGTH - first + 1))  # that go through a layer; the peer's are `LENGTH` rows of `LENGTH`
     return _row(
         f"real: resid_pre by layer x position, {name}, {LENGTH} tokens, differing from {first} on, {len(found)} cells",
         "restarted at the layer, all positions as one batch",
@@ -152,6 +173,7 @@ def _positions(
         (torch.tensor(values) - expected.double().cpu()).abs().max() < 1e-3,
         f"{target}, equal to 1e-3",
         peak_bytes(sweep, device),
+        note=f"random tokens; medians of {ROUNDS} runs in turns; at equal rates {LENGTH**2 / tokens:.3g} x",
     )
 
 
@@ -177,4 +199,144 @@ def _heads(ours: HookedModel, plain: transformers.PreTrainedModel, name: str, de
         (values - expected.double().cpu()).abs().max() < 1e-3,
         ">= 5 x, equal to 1e-3",
         peak_bytes(sweep, device),
+    )
+
+
+def _statistics(ours: HookedModel, plain: transformers.PreTrainedModel, name: str, device: str) -> Row:
+    text = ours.tokenizer.decode(random_tokens(ours, TEXT).tolist())
+    tokens = ours.tokenize(text).tokens.to(device)
+
+    def read() -> hw.TextStatistics:
+        return hw.token_statistics(ours, text, progress=False)
+
+    def full() -> min_k.Usual:
+        return min_k.of_logits(plain(tokens, use_cache=False).logits[0, :-1], tokens[0, 1:])
+
+    times, found, expected = in_turns(read, full, device), read().table, full()
+    mine = {column: torch.tensor(found[column].to_numpy(dtype="float64")) for column in STATISTICS}
+    theirs = {column: values.double().cpu() for column, values in expected._asdict().items()}
+    return _row(
+        f"real: five statistics of a text of {tokens.shape[1]} tokens, {name}, vocabulary {ours.shape.d_vocab:,}",
+        "log_softmax over full logits",
+        times,
+        # A rank moves by one where two logits differ in their last bit.
+        all((mine[column] - theirs[column]).abs().max() < 2e-3 for column in STATISTICS if column != "rank")
+        and (mine["rank"] - theirs["rank"]).abs().max() <= 2,
+        ">= 1 x, equal to 2e-3",
+        peak_bytes(read, device),
+    )
+
+
+def _relations(ours: HookedModel, name: str, device: str) -> Row:
+    weights, suite = LoadedWeights(ours), load_relations()
+    usable = [one for one in tokenize_relations(suite, ours.tokenizer, same_words=True) if one.usable]
+    found: list[hw.HeadMap] = []
+
+    def classify() -> None:
+        found.append(hw.classify_heads(ours, rule="published", embedding="raw", progress=False))
+
+    peak = peak_bytes(classify, device)
+    headwater_s = seconds(classify, device)
+    layer = ours.shape.n_layers // 2
+    table = found[0].table.query(f"layer == {layer} and head == 0").set_index("relation")
+    heads, pairs = ours.shape.n_layers * ours.shape.n_heads, sum(len(one.targets) for one in usable)
+    peer_s = seconds(lambda: _published(weights, usable, layer, torch.float32), device)
+    exact = _published(weights, usable, layer, torch.float64)  # in float32 the order of close logits is chance
+    size = sum(parameter.nbytes for parameter in ours.raw.original_model.parameters())
+    share = f"; the peak is {peak / size:.2f} of the weights" if peak else ""
+    return _row(
+        f"real: {len(usable)} relations, {pairs:,} items, on all {heads} heads of {name}, the published rule",
+        "the published computation, one head of them scaled",
+        (headwater_s, heads * peer_s),
+        all(abs(table["score"][relation] - score) < 1e-9 for relation, score in exact.items()),
+        ">= 100 x, identical, peak <= 1.3 x the weights",
+        peak,
+        note=f"the suite that comes with headwater; one run of each{share}",
+    )
+
+
+def _published(
+    weights: LoadedWeights, relations: list[TokenRelation], layer: int, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return the score of the first head of a layer on every relation, by the published computation."""
+    heads, W_U = weights.ov(layer), weights.unembedding().to(dtype)
+    W_V, W_O = heads.W_V[0].to(dtype), heads.W_O[0].to(dtype)
+    found = {}
+    for one in relations:
+        x = weights.effective_embedding(one.source.to(W_V.device), "raw").to(dtype)
+        accepted = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(targets) for targets in one.targets], batch_first=True, padding_value=-1
+        )
+        k = hits_of(one.relation, weights, None)
+        top, _ = maps.topk_membership(x, W_V, W_O, W_U, accepted.to(W_V.device), k)
+        found[one.relation.name] = top.double().mean().item()
+    return found
+
+
+def _edges(ours: HookedModel, plain: transformers.PreTrainedModel, name: str, device: str) -> Row:
+    """All edges; those between MLPs and from an MLP to the logits are compared with hooked runs."""
+    first, n_layers = 6, ours.shape.n_layers
+    clean = random_tokens(ours, 16)
+    corrupted = torch.cat([clean[:first], random_tokens(ours, 16 - first, seed=1)])
+    answers = tuple(random_tokens(ours, 2, seed=2).tolist())
+    changes, metric = restarts.mlp_changes(plain, clean, corrupted), hw.logit_difference(*answers)
+
+    def difference(logits: Tensor) -> float:
+        return float(logits[0, answers[0]] - logits[0, answers[1]])
+
+    readers = [*range(n_layers), None]
+    places = [(sender, reader) for reader in readers for sender in range(n_layers if reader is None else reader)]
+    drawn = torch.randperm(len(places), generator=torch.Generator().manual_seed(0))[:EDGES]
+    sample = [places[i] for i in drawn.tolist()]
+    before = difference(restarts.last_logits(plain, clean[None]))
+    times, expected = [], []
+    for sender, reader in sample:
+        logits: list[Tensor] = []
+        run = lambda s=sender, r=reader: logits.append(restarts.by_edge(plain, clean, changes[s], r))  # noqa: B023, E731
+        times.append(seconds(run, device))
+        expected.append(difference(logits[0]) - before)
+    found: list[hw.EdgeEffects] = []
+
+    def measure(**options: str) -> None:
+        found.append(
+            hw.edges(ours, [clean.tolist()], [corrupted.tolist()], metric=metric, progress=False, **options)
+        )  # fmt: skip
+
+    measure(receivers="logits")  # what is allocated once is allocated
+    headwater_s = seconds(measure, device)
+    graph, effects = found[1].graph, found[1].effects[0, 0, :, 0].double()
+    names = [f"mlp {sender} -> {'logits' if reader is None else f'mlp {reader}'}" for sender, reader in sample]
+    mine = effects[[graph.edge_named(edge) for edge in names]]
+    return _row(
+        f"real: all {graph.n_edges:,} edges, exact, {name}, 16 tokens, differing from {first} on",
+        f"one hooked run per edge, {len(sample)} of those between MLPs scaled",
+        (headwater_s, median(times) * graph.n_edges),
+        (mine - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-3,
+        ">= 25 x, equal to 1e-3",
+        None,
+        note="random tokens; one run of all edges",
+    )
+
+
+def _loading(model: str, name: str, device: str) -> Row:
+    folder, file = checkpoint_of(model)
+
+    def unchecked() -> TransformerBridge:
+        plain = plain_model(model, device)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **file)
+        return build_bridge_from_module(
+            plain, type(plain).__name__, hf_config=plain.config, tokenizer=tokenizer, model_name=name
+        )
+
+    def load() -> HookedModel:
+        return hw.load(model, device=device, dtype="float32")
+
+    tokens = random_tokens(load(), 1, READ)
+    return _row(
+        f"real: loading {name}",
+        "transformers and TransformerLens's bridge, unchecked",
+        in_turns(load, unchecked, device),
+        (load().run(tokens).cpu() - unchecked()(tokens.to(device)).cpu()).abs().max() < 1e-2,
+        ">= 0.83 x: at most 1.2 times the time",
+        None,
     )

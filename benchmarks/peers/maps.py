@@ -13,14 +13,14 @@ def topk_membership(
     W_V: Float[Tensor, "d_model d_head"],
     W_O: Float[Tensor, "d_head d_model"],
     W_U: Float[Tensor, "d_model d_vocab"],
-    targets: Int[Tensor, "pair"],
+    targets: Int[Tensor, "pair accepted"],
     k: int,
 ) -> tuple[Bool[Tensor, "pair"], Bool[Tensor, "pair"]]:
-    """One head on one relation."""
+    """One head on one relation; a pair may have several accepted targets, filled up with -1."""
     logits = sources @ (W_V @ W_O) @ W_U
-    top = logits.topk(k).indices
-    bottom = (-logits).topk(k).indices
-    return (top == targets[:, None]).any(1), (bottom == targets[:, None]).any(1)
+    best = logits.topk(k).indices, (-logits).topk(k).indices
+    top, bottom = ((found[:, :, None] == targets[:, None]).any((1, 2)) for found in best)
+    return top, bottom
 
 
 def ranks(

@@ -25,7 +25,12 @@ def usual(
     hidden: Float[Tensor, "token d_model"], W_U: Float[Tensor, "d_model d_vocab"], target: Int[Tensor, "token"]
 ) -> Usual:
     """The statistics from full logits."""
-    log_p = (hidden @ W_U).float().log_softmax(-1)
+    return of_logits((hidden @ W_U).float(), target)
+
+
+def of_logits(logits: Float[Tensor, "token d_vocab"], target: Int[Tensor, "token"]) -> Usual:
+    """The statistics of the tokens that came."""
+    log_p = logits.log_softmax(-1)
     p = log_p.exp()
     mean = (p * log_p).sum(-1)
     own = log_p.gather(-1, target[:, None])

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 OUT = ("self_attn.o_proj", "attn.c_proj", "attention.dense")
 """What maps the heads' outputs to the residual stream, by the names of the families."""
+MLP_NORM = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")
+MLP_OUT = ("post_feedforward_layernorm", "mlp")
+"""The norm that an MLP reads, and what it adds to the residual stream: the first name that a block has."""
 
 
 def blocks_of(plain: transformers.PreTrainedModel) -> nn.ModuleList:
@@ -23,10 +26,16 @@ def blocks_of(plain: transformers.PreTrainedModel) -> nn.ModuleList:
     return next(one for one in plain.modules() if isinstance(one, nn.ModuleList) and len(one) == n_layers)
 
 
-def out_of(block: nn.Module) -> nn.Module:
-    """Return what maps the outputs of a block's heads to the residual stream."""
+def part_of(block: nn.Module, among: tuple[str, ...]) -> nn.Module:
+    """Return the first of these parts that a block has."""
     names = dict(block.named_modules())
-    return next(names[name] for name in OUT if name in names)
+    return next(names[name] for name in among if name in names)
+
+
+def final_norm(plain: transformers.PreTrainedModel) -> nn.Module:
+    """Return the norm in front of the unembedding."""
+    base = plain.base_model
+    return base.norm if hasattr(base, "norm") else base.ln_f
 
 
 @contextmanager
@@ -91,7 +100,7 @@ def by_head(
 ) -> Tensor:
     """Return the difference of two logits after each patch of a head's output at the last token, `layer head pair`."""
     blocks, n_pairs = blocks_of(plain), len(clean)
-    outs, kept = [out_of(block) for block in blocks], []
+    outs, kept = [part_of(block, OUT) for block in blocks], []
     with hooked(*((out, lambda z: kept.append(z[:, -1]) or z) for out in outs)):
         last_logits(plain, clean)
     before, (right, wrong) = residuals(plain, corrupted), answers.repeat(1, n_heads).to(plain.device)
@@ -114,8 +123,7 @@ def by_head(
 def lens(plain: transformers.PreTrainedModel, prompt: list[int], top_k: int) -> tuple[Tensor, Tensor]:
     """Return what each layer would predict: top probabilities `layer position k`, KL(last ‖ layer) `layer position`."""
     out = plain(torch.tensor([prompt], device=plain.device), output_hidden_states=True, use_cache=False)
-    base, head = plain.base_model, plain.get_output_embeddings()
-    norm = base.norm if hasattr(base, "norm") else base.ln_f
+    norm, head = final_norm(plain), plain.get_output_embeddings()
     last, tops, kls = out.logits[0].log_softmax(-1), [], []
     for state in out.hidden_states[1:-1]:
         log_p = head(norm(state[0])).log_softmax(-1)
@@ -124,3 +132,24 @@ def lens(plain: transformers.PreTrainedModel, prompt: list[int], top_k: int) -> 
     tops.append(last.topk(top_k).values.exp())
     kls.append(torch.zeros_like(kls[0]))
     return torch.stack(tops), torch.stack(kls)
+
+
+def mlp_changes(plain: transformers.PreTrainedModel, clean: Tensor, corrupted: Tensor) -> list[Tensor]:
+    """Return what each MLP adds in the corrupted run less what it adds in the clean one, `1 position d_model` each."""
+    kept: list[Tensor] = []
+    parts = [part_of(block, MLP_OUT) for block in blocks_of(plain)]
+    handles = [part.register_forward_hook(lambda module, args, output: kept.append(output)) for part in parts]
+    try:
+        for tokens in (corrupted, clean):
+            last_logits(plain, tokens[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [other - own for other, own in zip(kept[: len(parts)], kept[len(parts) :], strict=True)]
+
+
+def by_edge(plain: transformers.PreTrainedModel, clean: Tensor, change: Tensor, reader: int | None) -> Tensor:
+    """Return the last logits of the clean run where one MLP, or the unembedding (None), reads a changed sender."""
+    norm = final_norm(plain) if reader is None else part_of(blocks_of(plain)[reader], MLP_NORM)
+    with hooked((norm, lambda residual: residual + change[:, -residual.shape[1] :])):
+        return last_logits(plain, clean[None])
