@@ -162,6 +162,7 @@ def activations_named(
 def _with_heads(activations: list[Activation], heads: Sequence[int], model: Model) -> list[Activation]:
     """Return activations with these query heads alone, where they have any."""
     shape = model.shape
+    chosen = []
     for each in activations:
         if "kv_head" in each.axes and shape.group_size > 1:
             raise InputError(
@@ -169,15 +170,13 @@ def _with_heads(activations: list[Activation], heads: Sequence[int], model: Mode
                 f"heads, each shared by {shape.group_size} of them: cache {each.name} without heads=, and pick along "
                 "its axis kv_head."
             )
+        if (axis := each.head_axis) is not None:
+            each = replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
+        chosen.append(each)
     if all(each.head_axis is None for each in activations):
         names = ", ".join(each.name for each in activations)
         raise InputError(f"heads= chooses heads, and none of what is kept has any: {names}.")
-    return [
-        each
-        if (axis := each.head_axis) is None
-        else replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
-        for each in activations
-    ]
+    return chosen
 
 
 def _kept_in(dtype: torch.dtype) -> str:
