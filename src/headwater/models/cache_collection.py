@@ -172,12 +172,8 @@ class _Collection:
     def run(self, run: Run, nbytes: list[int]) -> Shards:
         """Run all texts, in parts where the run has a folder; `nbytes` is what each takes."""
         lengths = self.texts.lengths.tolist()
+        parts = [list(range(len(lengths)))] if run.folder is None else _parts(lengths, nbytes)
         with run.bar("Caching", " texts", total=len(lengths)) as bar:
-            if run.folder is None:
-                return Shards([_Part(self, range(len(lengths))).filled(bar)])
-            # The texts of a part run in batches of their own, which hardly pad where their lengths are about equal.
-            (shortest_first,) = by_length(lengths, len(lengths))
-            parts = _parts(shortest_first, nbytes)
             return run.stored("activations", parts, lambda examples: _Part(self, examples).filled(bar), bar, len)
 
     def read(self, each: Activation, values: Tensor) -> Tensor:
@@ -276,11 +272,11 @@ def _names(sites: object, residual: bool | str | None, attention: object, model:
     return [residual, *names]
 
 
-def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
-    """Cut texts, shortest first, into parts of limited size."""
+def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
+    """Cut texts, shortest first, into parts of limited size: a part runs in batches of its own, which hardly pad."""
     parts: list[list[int]] = [[]]
     size = 0
-    for example in order:
+    for example in sorted(range(len(lengths)), key=lengths.__getitem__):
         if parts[-1] and (size + nbytes[example] > PART_BYTES or len(parts[-1]) == PART_TEXTS):
             parts.append([])
             size = 0
