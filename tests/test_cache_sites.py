@@ -289,6 +289,13 @@ def test_positions_by_role_are_rows_with_a_role(llama):
         cache.rows("z", 1, role="ends")
 
 
+def test_a_token_of_two_roles_is_kept_twice_also_where_columns_are_those_of_whole_texts(llama):
+    texts = [[5, 6, 7], [8, 9, 10]]
+    roles = {"one": [{0, 1, 2}, 1], "other": [0, 2]}
+    found = llama.cache(texts, sites="z", layers=[1], positions=roles, **QUIET).rows("z")
+    assert torch.equal(found, llama.cache(texts, sites="z", layers=[1], **QUIET).rows("z")[[0, 1, 2, 0, 4, 5]])
+
+
 def test_a_word_or_a_position_for_each_text_is_found_in_each(llama):
     texts = [" Paris is in France", " cat is"]
     cache = llama.cache(texts, sites="resid_post", positions=" is", **QUIET)

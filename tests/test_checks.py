@@ -130,9 +130,9 @@ def test_a_weight_that_is_no_number_is_found_and_named(family, value):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_whose_sum_overflows_are_finite_and_infinities_that_cancel_are_not(dtype):
     largest = torch.finfo(dtype).max
-    assert bridge_check._is_finite(torch.full((300,), largest, dtype=dtype))
-    assert not bridge_check._is_finite(torch.tensor([math.inf, -math.inf], dtype=dtype))
-    assert not bridge_check._is_finite(torch.tensor([1.0, math.nan], dtype=dtype))
+    assert bridge_check.is_finite(torch.full((300,), largest, dtype=dtype))
+    assert not bridge_check.is_finite(torch.tensor([math.inf, -math.inf], dtype=dtype))
+    assert not bridge_check.is_finite(torch.tensor([1.0, math.nan], dtype=dtype))
 
 
 def test_a_tokenizer_must_fit_the_vocabulary():

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headwater.models.generation import continuation_offsets
 from headwater.models.tokens import encode
-from headwater.questions.words import shifted, tokens_of
+from headwater.questions.words import continuation_offsets, shifted, tokens_of
 from tests.tiny import tiny_tokenizer
 
 CORPUS = [

@@ -77,6 +77,17 @@ def readable(message: str) -> str:
     return re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:80]}... ({len(word[0]):,} characters)", text)
 
 
+def one_line(error: BaseException) -> str:
+    """An exception's message in one line, cut where it goes on for long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + " ..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or its type when it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(given: object, valid: Iterable[str]) -> str:
     """Return " Did you mean ...?" with the nearest valid names, or the list of valid names when nothing is near."""
     names = sorted(valid)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from headwater.calls import checked_call, checked_calls
 from headwater.circuits.graph import Graph, Indices, on_a_path
 from headwater.data.strict_json import parse_json
-from headwater.errors import InputError, RunFolderError
+from headwater.errors import InputError, RunFolderError, first_line
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import read_part
 from headwater.options import (
@@ -462,8 +462,7 @@ def read_graph_file(
         OSError, EOFError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError, RuntimeError,
         MemoryError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise InputError(f"{file} is not a graph that EAP-IG wrote ({reason}).") from None
+        raise InputError(f"{file} is not a graph that EAP-IG wrote ({first_line(error)[:200]}).") from None
     if sizes != (graph.n_layers, graph.n_heads, graph.parallel):
         raise InputError(
             f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "

@@ -36,10 +36,9 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.data.strict_json import parse_json
-from headwater.errors import InputError
+from headwater.errors import InputError, first_line
 from headwater.kernels.devices import to_device
 from headwater.kernels.layer_predictions import layer_predictions
-from headwater.models.checkpoint import first_line
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model

@@ -34,7 +34,7 @@ from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.elementwise import tanh_gelu
 from headwater.models.attention_paths import own_attention, own_mask, without_own_mask
-from headwater.models.bridge_check import finite_output, rounding
+from headwater.models.bridge_check import difference, finite_output, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import FAMILIES, family_of
 from headwater.models.forward import (
@@ -47,6 +47,7 @@ from headwater.models.forward import (
     common_start,
     forward_replaced,
     goes_on,
+    has_hooks,
     keeps_an_index,
     last_logits_only,
     padding_option,
@@ -329,7 +330,7 @@ class Blocks:
             if self._own is not None and self.model.steps_checked and not (gradients_at or self.model.looks_ahead):
                 # whole prompts, right-padded and looking back only, go through the same steps as rows do
                 stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
-            if skipped := not (unembed or _has_hooks(self.model.raw.unembed)):
+            if skipped := not (unembed or has_hooks(self.model.raw.unembed)):
                 stack.enter_context(forward_replaced([(self.model.raw.unembed, _one_logit)]))
             stack.enter_context(angles_by_row(self.model.rotary_by_length, batch.lengths))
             logits = self.model.raw(tokens, **options).detach()
@@ -436,9 +437,8 @@ def cannot_step(model: HookedModel) -> str | None:
 def _alike(one: Recording, other: Recording, batch: Batch) -> bool:
     """Whether two recordings hold the same at every token, as far as rounding allows."""
     for name, kept in one.activations.items():
-        real, expected = to_device(batch.mask, kept.device), other.activations[name]
-        tolerance = rounding(kept.dtype) * float(expected[real].abs().max())
-        if not float((kept - expected)[real].abs().max()) <= tolerance:
+        real = to_device(batch.mask, kept.device)
+        if not difference(kept[real], other.activations[name][real]) <= rounding(kept.dtype):
             return False
     return True
 
@@ -454,11 +454,6 @@ def _is_as_wrapped(module: Any) -> bool:
         return False
     is_layer_norm = type(module) is NormalizationBridge and type(module.original_component) is torch.nn.LayerNorm
     return is_layer_norm or module.use_native_layernorm_autograd
-
-
-def _has_hooks(part: torch.nn.Module) -> bool:
-    """Whether torch would call something before or after a part of the model, or within."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
 
 
 def _one_logit(residual: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headwater.errors import InterventionError, ModelError, NumericsError
-from headwater.models.checkpoint import one_line
+from headwater.errors import InterventionError, ModelError, NumericsError, one_line
 from headwater.models.forward import padding_option
 from headwater.models.model import is_bridge
 from headwater.models.sites import SITES, STATES, Site, hook_name
@@ -346,7 +345,7 @@ def evaluation_mode(model: Model) -> None:
 def finite_weights(model: Model) -> None:
     """Refuse weights that are not numbers."""
     for name, parameter in model.raw.named_parameters():
-        if parameter.is_floating_point() and not _is_finite(parameter):
+        if parameter.is_floating_point() and not is_finite(parameter):
             bad = int((~parameter.isfinite()).sum())
             raise ModelError(
                 f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace('._original_component', '')} are "
@@ -354,10 +353,13 @@ def finite_weights(model: Model) -> None:
             )
 
 
-def _is_finite(values: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity: the sum is neither, or, where it overflows, the least and largest."""
-    # isfinite() of all weights would write a mask of their number; a sum only reads.
-    return bool(values.sum().isfinite()) or bool(torch.stack(torch.aminmax(values)).isfinite().all())
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether tensors of one device hold neither NaN nor infinity; a GPU's host waits once where all do not."""
+    # isfinite() of all weights would write a mask of their number; a sum only reads, and passes NaN and infinity on.
+    if not tensors or bool(torch.stack([tensor.detach().sum().double() for tensor in tensors]).isfinite().all()):
+        return True
+    # A finite tensor's sum may overflow: then the least and the largest number count.
+    return all(bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all()) for tensor in tensors)
 
 
 def tokenizer_fits(tokenizer: PreTrainedTokenizerBase, d_vocab: int) -> None:
@@ -385,6 +387,12 @@ def edges_are_cut(
 def rounding(dtype: torch.dtype) -> float:
     """How far two ways of computing the same may be apart, as a part of the largest number."""
     return max(1e-4, 8 * torch.finfo(dtype).eps)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """How far they are apart, as a part of the largest number expected; NaN, which is in no bound, where one has it."""
+    found, expected = found.detach().float(), expected.detach().to(found.device).float()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
 def finite_output(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Int, Shaped
@@ -115,9 +115,10 @@ def cache(
     of_layers, numbers = layers_and_heads(layers, heads, model.shape)
     of_heads = resolve_indices(numbers, model.shape.n_heads, "head")
     texts, on_chats = read_texts(inputs, model)
-    features = {name.name: name.fitted(model) for name in names if isinstance(name, Features)}
+    fitted = [name.fitted(model) if isinstance(name, Features) else name for name in names]
+    features = {name.name: name for name in fitted if isinstance(name, Features)}
     chosen_layers = resolve_indices(of_layers, model.shape.n_layers, "layer")
-    activations = activations_named(names, chosen_layers, None if heads is None else of_heads, model)
+    activations = activations_named(fitted, chosen_layers, None if heads is None else of_heads, model)
     texts = seen_by(list(features.values()), kept_at(positions, texts))
     nbytes = torch.stack([each.nbytes(texts.counts, texts.lengths) for each in activations]).sum(0)
     advice = (
@@ -171,26 +172,19 @@ class _Collection:
     def run(self, run: Run, nbytes: list[int]) -> Shards:
         """Run all texts, in parts where the run has a folder; `nbytes` is what each takes."""
         lengths = self.texts.lengths.tolist()
+        parts = [list(range(len(lengths)))] if run.folder is None else _parts(lengths, nbytes)
         with run.bar("Caching", " texts", total=len(lengths)) as bar:
-            if run.folder is None:
-                return Shards([_Part(self, range(len(lengths))).filled(bar)])
-            # The texts of a part run in batches of their own, which hardly pad where their lengths are about equal.
-            (shortest_first,) = by_length(lengths, len(lengths))
-            parts = _parts(shortest_first, nbytes)
             return run.stored("activations", parts, lambda examples: _Part(self, examples).filled(bar), bar, len)
 
-
-class _Chosen(NamedTuple):
-    """What is kept of the texts of one batch: these columns of these rows."""
-
-    row: Int[Tensor, " token"]
-    column: Int[Tensor, " token"]
-    is_everything: bool
-    """Whether that is every entry, as nothing is padding."""
-    places: Int[Tensor, " text"]
-    """Which texts of the part they are."""
-    rows: Int[Tensor, " token"]
-    """Where they go."""
+    def read(self, each: Activation, values: Tensor) -> Tensor:
+        """Return what is kept of an activation: the features that are read in it, or its chosen heads."""
+        if (features := self.features.get(each.name)) is not None:
+            values = features.read(values)
+            return values if features.chosen is None else values[..., list(features.chosen)]
+        axis = each.head_axis
+        if axis is None or values.shape[axis] == each.size[axis - 1]:
+            return values
+        return values.index_select(axis, to_device(torch.tensor(self.heads), values.device))
 
 
 class _Part:
@@ -221,53 +215,41 @@ class _Part:
         return self._kept
 
     def _run(self, places: Int[Tensor, " text"]) -> None:
-        activations, counts = self._collection.activations, self._counts[places]
-        batch = self._collection.texts.batch_of(self._examples[places].tolist())
-        row = torch.arange(len(batch)).repeat_interleave(counts)
-        rows = rows_of(places, self._counts)
-        column = self._columns[rows]
-        every_column = torch.arange(batch.tokens.shape[1]).repeat(len(batch))
-        chosen = _Chosen(row, column, torch.equal(column, every_column), places, rows)
+        """Run a batch, whose texts have these places in the part."""
+        collection, write = self._collection, self._transfer.write
+        batch = collection.texts.batch_of(self._examples[places].tolist())
+        counts, rows = self._counts[places], rows_of(places, self._counts)
+        row, column = torch.arange(len(batch)).repeat_interleave(counts), self._columns[rows]
+        width = batch.tokens.shape[1]
+        is_everything = bool((counts == width).all()) and torch.equal(column, torch.arange(width).repeat(len(batch)))
+
+        def write_tokens(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
+            if is_everything:
+                values = values.flatten(0, 1)
+            else:
+                values = values[to_device(row, values.device), to_device(column, values.device)]
+            # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
+            write(collection.read(each, values), target, rows)
+
+        def write_patterns(each: Activation, target: Tensor, values: Tensor, hook: object) -> None:
+            """Copy the chosen queries text by text, each with its own keys."""
+            values = collection.read(each, values)
+            ends = each.rows(self._counts, self._lengths).cumsum(0)[places].tolist()
+            columns = to_device(column, values.device).split(counts.tolist())
+            for text, (end, length) in enumerate(zip(ends, self._lengths[places].tolist(), strict=True)):
+                block = values[text] if is_everything else values[text][:, columns[text], :length]
+                write(block, target[end - block.numel() : end].view(block.shape))
+
         hooks: list[Hook] = []
-        for each in activations:
-            copy = self._copy_patterns if each.has_keys else self._copy_rows
+        for each in collection.activations:
+            copy = write_patterns if each.has_keys else write_tokens
             for layer, target in zip(each.places, self._kept[each.name], strict=True):
-                hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target, chosen))))
+                hooks.append((each.hook_name(layer), read_hook(partial(copy, each, target))))
         # A hook of no layer is before the first block or after the last: the one needs no block, the other all.
-        needs_all = any(not each.layers and not each.hook.startswith(BEFORE_BLOCKS) for each in activations)
-        last = max((layer for each in activations for layer in each.layers), default=-1)
+        needs_all = any(not each.layers and not each.hook.startswith(BEFORE_BLOCKS) for each in collection.activations)
+        last = max((layer for each in collection.activations for layer in each.layers), default=-1)
         with self._transfer:
-            self._collection.model.run(batch, hooks, stop_at=None if needs_all else max(last, 0) + 1)
-
-    def _copy_rows(self, each: Activation, target: Tensor, chosen: _Chosen, values: Tensor, hook: object) -> None:
-        """Copy the chosen tokens of all texts of a batch."""
-        if chosen.is_everything:
-            values = values.flatten(0, 1)
-        else:
-            values = values[to_device(chosen.row, values.device), to_device(chosen.column, values.device)]
-        # After tokens are chosen: a dictionary has many times as many features as an activation has numbers.
-        if (features := self._collection.features.get(each.name)) is None:
-            values = self._of_heads(each, values)
-        else:
-            values = features.read(values)
-            values = values if features.chosen is None else values[..., list(features.chosen)]
-        self._transfer.write(values, target, chosen.rows)
-
-    def _copy_patterns(self, each: Activation, target: Tensor, chosen: _Chosen, values: Tensor, hook: object) -> None:
-        """Copy the chosen queries of a batch, text by text with its own keys."""
-        values, places = self._of_heads(each, values), chosen.places
-        ends = each.rows(self._counts, self._lengths).cumsum(0)[places].tolist()
-        columns = to_device(chosen.column, values.device).split(self._counts[places].tolist())
-        for row, (end, length) in enumerate(zip(ends, self._lengths[places].tolist(), strict=True)):
-            block = values[row] if chosen.is_everything else values[row][:, columns[row], :length]
-            self._transfer.write(block, target[end - block.numel() : end].view(block.shape))
-
-    def _of_heads(self, each: Activation, values: Tensor) -> Tensor:
-        """Pick the heads of an activation whose first axis is texts, or tokens."""
-        heads = torch.tensor(self._collection.heads)
-        if each.head_axis is None or values.shape[each.head_axis] == each.size[each.head_axis - 1]:
-            return values
-        return values.index_select(each.head_axis, to_device(heads, values.device))
+            collection.model.run(batch, hooks, stop_at=None if needs_all else max(last, 0) + 1)
 
 
 def _names(sites: object, residual: bool | str | None, attention: object, model: Model) -> list[Any]:
@@ -290,11 +272,11 @@ def _names(sites: object, residual: bool | str | None, attention: object, model:
     return [residual, *names]
 
 
-def _parts(order: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
-    """Cut texts, shortest first, into parts of limited size."""
+def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
+    """Cut texts, shortest first, into parts of limited size: a part runs in batches of its own, which hardly pad."""
     parts: list[list[int]] = [[]]
     size = 0
-    for example in order:
+    for example in sorted(range(len(lengths)), key=lengths.__getitem__):
         if parts[-1] and (size + nbytes[example] > PART_BYTES or len(parts[-1]) == PART_TEXTS):
             parts.append([])
             size = 0
@@ -349,44 +331,14 @@ def lane_from(device: torch.device) -> CudaLane | None:
     return CudaLane(device) if device.type == "cuda" else None
 
 
-class _Buffer:
-    """Pinned memory of the host, and the rows that are on their way into it."""
-
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-        self._moving: tuple[Tensor, Callable[[], None], Tensor, Tensor, Tensor | None] | None = None
-
-    def send(self, lane: CudaLane, source: Tensor, target: Tensor, where: Tensor | None) -> None:
-        """Begin to copy rows that `settle` writes into their place."""
-        if self._memory is None or len(self._memory) < source.nbytes:
-            self._memory = None  # the old one goes before the new one is made
-            self._memory = lane.buffer(max(source.nbytes, BUFFER_BYTES))
-        arriving = self._memory[: source.nbytes].view(source.dtype).view(source.shape)
-        # With the source, so that the memory that is read stays alive.
-        self._moving = source, lane.copy(arriving, source), arriving, target, where
-
-    def settle(self) -> None:
-        """Wait for what is on its way, and write it into the cache."""
-        if self._moving is not None:
-            _, wait, arriving, target, where = self._moving
-            wait()
-            self._moving = None
-            _put(arriving, target, where)
-
-    def abandon(self) -> None:
-        """Wait for what is on its way, so that nothing is written into memory that is free."""
-        if self._moving is not None:
-            with contextlib.suppress(Exception):  # an error is raised already
-                self._moving[1]()
-        self._moving = None
-
-
 class Transfer:
     """Writes activations into a cache; for one batch after another, as `with transfer:`."""
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane | None] = {}
-        self._buffers = [_Buffer(), _Buffer()]  # the older first
+        self._moving: list[tuple[Tensor, Callable[[], None], Callable[[], None], Tensor]] = []
+        """At most two, the older first: a buffer, what waits for it, what writes it into the cache, what it is of."""
+        self._free: list[Tensor] = []
 
     def write(
         self,
@@ -411,24 +363,44 @@ class Transfer:
         source = activation.detach().clone(memory_format=torch.contiguous_format)
         n_rows = max(1, BUFFER_BYTES // source[0].nbytes)
         for start in range(0, len(source), n_rows):
-            rows = slice(start, start + n_rows)
-            self._buffers.reverse()
-            self._buffers[1].settle()
-            self._buffers[1].send(
-                lane, source[rows], *((target[rows], None) if where is None else (target, where[rows]))
-            )
+            part, rows = source[start : start + n_rows], slice(start, start + n_rows)
+            buffer = self._buffer(lane, part.nbytes)
+            arriving = buffer[: part.nbytes].view(part.dtype).view(part.shape)
+            place = (target[rows], None) if where is None else (target, where[rows])
+            # With the part itself, so that the memory that is read stays alive.
+            self._moving.append((buffer, lane.copy(arriving, part), partial(_put, arriving, *place), part))
 
     def __enter__(self) -> Transfer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is None:
-                for buffer in self._buffers:
-                    buffer.settle()
+            while error is None and self._moving:
+                self._settle()
         finally:
-            for buffer in self._buffers:
-                buffer.abandon()
+            for buffer, wait, *_ in self._moving:  # nothing is to be written into memory that is free
+                with contextlib.suppress(Exception):  # an error is raised already
+                    wait()
+                self._free.append(buffer)
+            self._moving.clear()
+
+    def _buffer(self, lane: CudaLane, nbytes: int) -> Tensor:
+        """Return one of the two buffers, of which the older copy has to end where both are in use."""
+        if len(self._moving) == 2:
+            self._settle()
+        buffer = self._free.pop() if self._free else None
+        if buffer is None or len(buffer) < nbytes:
+            buffer = None  # the old one goes before the new one is made
+            buffer = lane.buffer(max(nbytes, BUFFER_BYTES))
+        return buffer
+
+    def _settle(self) -> None:
+        """Wait for the older copy, and write it into the cache."""
+        buffer, wait, put, _ = self._moving[0]
+        wait()
+        self._moving.pop(0)
+        self._free.append(buffer)
+        put()
 
 
 def _put(rows: Tensor, target: Tensor, where: Tensor | None) -> None:

@@ -30,10 +30,10 @@ from headwater.calls import checked_calls
 from headwater.errors import InputError, did_you_mean
 from headwater.models.dictionaries import Features
 from headwater.models.edits import Hook, read_hook
-from headwater.models.positions import Prompt, checked_roles, positions_of, roles_of
+from headwater.models.positions import Prompt, positions_of, roles_of
 from headwater.models.sites import AXES, HOOKS, SITES, Site, sites_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, refuse_what_has_no_order
-from headwater.options import has_no_order, is_one, one_or_several, shown, whole_numbers
+from headwater.options import has_no_order, is_one, shown, whole_numbers
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -127,7 +127,10 @@ class Activation:
 def activations_named(
     names: Sequence[Any], layers: Sequence[int], heads: Sequence[int] | None, model: Model
 ) -> list[Activation]:
-    """Look up what names mean in a model, at these layers; of what has query heads, these alone unless None."""
+    """Look up what names mean in a model, at these layers; of what has query heads, these alone unless None.
+
+    Features are fitted to the model already.
+    """
     if not names or not all(isinstance(name, str | Site) for name in names):
         raise InputError(f"sites={shown(names)} names no activation: give names of sites or of hooks.")
     hooks: dict[str, dict[int, None]] = {}  # a dictionary in place of a set keeps the order
@@ -147,7 +150,7 @@ def activations_named(
             ((axes, dtype),) = ((site.axes, _kept_in(model.dtype)) for site in sites_named(name, model))
             size = tuple(AXES[axis](model.shape, 0) for axis in axes if axis not in ("position", "key"))
         activations.append(Activation(name, hook, tuple(at), axes, size, dtype))
-    for features in (name.fitted(model) for name in names if isinstance(name, Features)):
+    for features in (name for name in names if isinstance(name, Features)):
         axes, size, hook = ("position", "feature"), (len(features.units),), SITES[features.at].hook
         activations.append(Activation(features.name, hook, (features.layer,), axes, size, "float32", is_read=True))
     known = [activation.name for activation in activations]
@@ -159,6 +162,7 @@ def activations_named(
 def _with_heads(activations: list[Activation], heads: Sequence[int], model: Model) -> list[Activation]:
     """Return activations with these query heads alone, where they have any."""
     shape = model.shape
+    chosen = []
     for each in activations:
         if "kv_head" in each.axes and shape.group_size > 1:
             raise InputError(
@@ -166,15 +170,13 @@ def _with_heads(activations: list[Activation], heads: Sequence[int], model: Mode
                 f"heads, each shared by {shape.group_size} of them: cache {each.name} without heads=, and pick along "
                 "its axis kv_head."
             )
+        if (axis := each.head_axis) is not None:
+            each = replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
+        chosen.append(each)
     if all(each.head_axis is None for each in activations):
         names = ", ".join(each.name for each in activations)
         raise InputError(f"heads= chooses heads, and none of what is kept has any: {names}.")
-    return [
-        each
-        if (axis := each.head_axis) is None
-        else replace(each, size=(*each.size[: axis - 1], len(heads), *each.size[axis:]))
-        for each in activations
-    ]
+    return chosen
 
 
 def _kept_in(dtype: torch.dtype) -> str:
@@ -368,32 +370,32 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     """
     if positions is None:
         return texts
-    numbers = _numbers(positions)
-    if numbers is None:
+    roles: list[str] = []
+    if (numbers := _numbers(positions)) is None:
         rows, roles = _found_in_each(positions, texts)
-        table = _rows(texts, torch.tensor(rows))
-        return dataclasses.replace(texts, table=table.assign(role=roles) if isinstance(positions, Mapping) else table)
-    if not numbers:
-        raise InputError("positions= names no position.")
-    longest = int(texts.lengths.max())
-    if outside := [number for number in numbers if not -longest <= number < longest]:
-        raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
-    columns = _columns_of(numbers, texts.lengths)
-    table = _rows(texts, (columns + texts._starts[:, None])[columns >= 0])
+    else:
+        if not numbers:
+            raise InputError("positions= names no position.")
+        longest = int(texts.lengths.max())
+        if outside := [number for number in numbers if not -longest <= number < longest]:
+            raise InputError(f"No sequence has a position {outside[0]}; the longest has {longest} tokens.")
+        columns = _columns_of(numbers, texts.lengths)
+        rows = (columns + texts._starts[:, None])[columns >= 0].tolist()
+    table = texts.tokens[["example", "position", "token"]].iloc[rows].reset_index(drop=True)
+    if isinstance(positions, Mapping):
+        table = table.assign(role=roles)
     return dataclasses.replace(texts, table=table, asked=numbers)
 
 
 def _found_in_each(positions: Any, texts: TokenizedTexts) -> tuple[list[int], list[str]]:
     """Look for what is named in each text by itself; return which tokens of all it is, and their roles."""
-    n_texts = len(texts.texts)
-    if isinstance(positions, Mapping):
-        checked_roles(positions)
+    n_texts, spans = len(texts.texts), texts._spans
     rows: list[int] = []
     roles: list[str] = []
-    for example, start in enumerate(texts._starts.tolist()):
-        batch = texts.batch_of([example])
-        offsets, text = (batch.offsets or [None])[0], (batch.texts or [None])[0]
-        prompt = Prompt(tuple(batch.tokens[0].tolist()), texts.strings[example], offsets, text)
+    for example, (start, text) in enumerate(zip(texts._starts.tolist(), texts.texts["text"], strict=True)):
+        of_text = slice(start, start + len(texts.strings[example]))
+        offsets = None if spans is None else tuple(map(tuple, spans[of_text].tolist()))
+        prompt = Prompt(tuple(texts._ids[of_text].tolist()), texts.strings[example], offsets, text)
         if isinstance(positions, Mapping):
             by_role = roles_of(positions, prompt, example, n_texts)
         else:
@@ -402,10 +404,6 @@ def _found_in_each(positions: Any, texts: TokenizedTexts) -> tuple[list[int], li
             rows += [start + position for position in found]
             roles += [role] * len(found)
     return rows, roles
-
-
-def _rows(texts: TokenizedTexts, rows: Int[Tensor, " token"]) -> pd.DataFrame:
-    return texts.tokens[["example", "position", "token"]].iloc[rows.numpy()].reset_index(drop=True)
 
 
 def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
@@ -463,13 +461,10 @@ def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, 
 def _batches(inputs: Inputs, model: Model) -> list[Batch]:
     """Tokenize inputs, texts some hundred at a time."""
     refuse_what_has_no_order(inputs)
-    if isinstance(inputs, Batch | Tensor) or is_one(inputs):
-        return [model.tokenize(inputs)]
-    parts = one_or_several(inputs)
-    is_chat = any(isinstance(part, Mapping) for part in parts[:1])
-    is_ids = all(map(is_one, parts)) and not any(isinstance(part, str) for part in parts[:1])
-    if len(parts) <= AT_ONCE or is_chat or is_ids:  # these are one row together
-        return [model.tokenize(parts)]
+    parts = [] if isinstance(inputs, Batch | Tensor) or is_one(inputs) else list(inputs)
+    is_row = any(isinstance(part, Mapping) or (is_one(part) and not isinstance(part, str)) for part in parts[:1])
+    if len(parts) <= AT_ONCE or is_row:  # of a row the parts are token ids, or messages
+        return [model.tokenize(parts or inputs)]
     try:
         return [model.tokenize(parts[start : start + AT_ONCE]) for start in range(0, len(parts), AT_ONCE)]
     except InputError:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from headwater.errors import ModelError
+from headwater.errors import ModelError, first_line, one_line
 from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
@@ -395,17 +395,6 @@ def refuse_pointer(file: Path) -> None:
     with contextlib.suppress(OSError), file.open("rb") as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ModelError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in {file.parent}.")
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message in one line, cut where it goes on for long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + " ..."
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type when it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # Quantized checkpoints: which are read, one tensor at a time, and which are refused by name.

@@ -61,7 +61,7 @@ class PromptHook(ABC):
 
     @abstractmethod
     def hook_for(self, model: Any, batch: Batch | None, goes_on: bool = False) -> Hook:
-        """Return the hook for these prompts.
+        """Return the hook for these prompts, at the same activation for any.
 
         Args:
             model: the model.

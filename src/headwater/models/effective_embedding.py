@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import to_device
-from headwater.models.bridge_check import rounding
+from headwater.models.bridge_check import difference, rounding
 from headwater.models.conversion import Read, block_model
 from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
@@ -180,15 +180,13 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
 
 def _same(model: Model, expected: Tensor, found: Tensor, message: str) -> None:
     """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
-    if expected.shape == found.shape:
-        largest = found.float().abs().max().clamp(min=1e-6)
-        error = float((expected.to(found.device).float() - found.float()).abs().max() / largest)
-        if error <= rounding(model.dtype):
-            return
-        difference = f"{error:.1%}"
+    if expected.shape != found.shape:
+        apart = f"{tuple(expected.shape)} and {tuple(found.shape)}"
+    elif (error := difference(expected, found)) <= rounding(model.dtype):
+        return
     else:
-        difference = f"{tuple(expected.shape)} and {tuple(found.shape)}"
-    raise ModelError(message.format(model.shape.architecture, difference))
+        apart = f"{error:.1%}"
+    raise ModelError(message.format(model.shape.architecture, apart))
 
 
 EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]

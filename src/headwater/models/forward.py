@@ -172,7 +172,8 @@ def _residual_after_last_block(
     The run ends there, without the head, unless somebody has put a hook after the blocks.
     """
     kept: list[Tensor] = []
-    ends = not _is_hooked_after_blocks(model.raw)
+    after = [getattr(model.raw, name, None) for name in ("ln_final", "unembed")]
+    ends = not any(has_hooks(part) for part in after if isinstance(part, torch.nn.Module))
 
     def keep(residual: Tensor, hook: object) -> None:
         kept.append(residual)
@@ -190,11 +191,9 @@ def _residual_after_last_block(
     return kept[0]
 
 
-def _is_hooked_after_blocks(raw: Any) -> bool:
-    """Whether a hook of anyone is in the last norm or the unembedding."""
-    ends = [getattr(raw, name, None) for name in ("ln_final", "unembed")]
-    modules = [module for one in ends if isinstance(one, torch.nn.Module) for module in one.modules()]
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+def has_hooks(part: torch.nn.Module) -> bool:
+    """Whether torch would call something before or after a part of a model, or within."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in part.modules())
 
 
 # Under which name a model and its attention take keys and values of the tokens before: their cache.

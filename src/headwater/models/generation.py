@@ -16,7 +16,7 @@ import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -33,7 +33,7 @@ from headwater.models.edits import Hook, PromptHook, listed_hooks
 from headwater.models.generation_steps import steps_of, steps_with_hooks
 from headwater.models.hints import warn_of_unused_settings
 from headwater.models.memory import failures_named, in_halves
-from headwater.models.tokens import Batch, Inputs, Offsets, note_on_chats, pad_id
+from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import HOOKS, RunRecord
@@ -47,7 +47,7 @@ Stream: TypeAlias = Callable[[int, str], Any]
 ANCHOR = 4
 """How many tokens before a piece are decoded with it: some decoders drop a space at the beginning of a text."""
 SETTLED = 32
-"""After so many tokens the text so far is not decoded again."""
+"""After so many more tokens the text so far is not decoded again."""
 INCOMPLETE = "\ufffd"
 """What bytes are decoded to that make no character."""
 
@@ -74,23 +74,17 @@ class Written:
     stops: Sequence[str]
     prompt: list[int]
     """The last tokens of the prompt."""
-    before: list[int] = field(default_factory=list)
-    """The last tokens before those that are still decoded."""
-    tokens: list[int] = field(default_factory=list)
-    """Those that are still decoded."""
-    settled: str = ""
-    """The text of the tokens before them."""
-    open: str = ""
-    """The text of these."""
     streamed: int = 0
     """How many characters a stream was given."""
+    settled: str = ""
+    """The text of tokens that are not decoded again."""
+    open: str = ""
+    """The text of those after them."""
     ended: bool = False
     """Whether a stop string was found."""
-    start: int = 0
-    """How many characters the last tokens before have."""
 
     def __post_init__(self) -> None:
-        self._after(self.prompt)
+        self._decoded_with(self.prompt)
 
     @property
     def text(self) -> str:
@@ -99,19 +93,18 @@ class Written:
 
     def restarted(self) -> Written:
         """Return a text that begins again, as the tokens do where memory ran out; a stream is given nothing twice."""
-        return Written(self.tokenizer, self.stops, self.prompt, streamed=self.streamed)
+        return Written(self.tokenizer, self.stops, self.prompt, self.streamed)
 
     def add(self, token: int) -> bool:
         """Append a token; return whether a stop string ends the text."""
-        self.tokens.append(token)
-        self.open = self._decode([*self.before, *self.tokens])[self.start :]
+        self._tokens.append(token)
+        self.open = self._decode()[self._start :]
         if found := [start for start in map(self.text.find, self.stops) if start >= 0]:
             self.settled, self.open, self.ended = self.text[: min(found)], "", True
         # All new tokens decoded at every step would take time that grows with the square of their number.
-        elif len(self.tokens) >= SETTLED and not self.open.endswith(INCOMPLETE):
+        elif len(self._tokens) >= ANCHOR + SETTLED and not self.open.endswith(INCOMPLETE):
             self.settled, self.open = self.text, ""
-            self._after([*self.before, *self.tokens][-ANCHOR:])
-            self.tokens = []
+            self._decoded_with(self._tokens[-ANCHOR:])
         return self.ended
 
     def certain(self, whole: bool) -> str:
@@ -126,13 +119,14 @@ class Written:
         self.streamed += len(piece)
         return piece
 
-    def _after(self, tokens: list[int]) -> None:
-        """Decode what follows these tokens."""
-        self.before, self.start = tokens, len(self._decode(tokens))
+    def _decoded_with(self, before: list[int]) -> None:
+        """Decode what comes next together with these tokens before it, whose text is left out."""
+        self._tokens = list(before)
+        self._start = len(self._decode())
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def _decode(self) -> str:
         # Cleaning up would take a space away in front of a later mark, and so change text that was streamed already.
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def generate(
@@ -272,20 +266,6 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
 #    `max_new_tokens`. A row that has ended leaves the batch.
 #
 # A row's result is that of the row alone, to the rounding of sums whose order depends on the size of the batch.
-#
-# How the next token of a text is chosen: the most probable one, or one drawn at random.
-#
-# With `do_sample`, from the logits l of a row, in transformers' order:
-#
-# 1. p = softmax(l / temperature);
-# 2. `top_k`: only the k most probable tokens are left (and those as probable as the last of them);
-# 3. `top_p`: of these the most probable ones are left, as few as together have at least the probability top_p;
-# 4. a token is drawn from what is left.
-#
-# What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts come before it:
-# the other prompts, their order and the size of the batch change nothing. A row draws one number between 0 and 1 per
-# token, and takes the token in whose stretch of the summed probabilities it falls (the order is that of the vocabulary,
-# in double precision), so that rounding in the logits moves a draw only where it falls on a border.
 
 
 Choose: TypeAlias = Callable[[Float[Tensor, "row d_vocab"], Int[Tensor, " row"], int], Int[Tensor, " row"]]
@@ -367,18 +347,17 @@ def generate_tokens(
                     chosen = choose(rules(logits, live, tokens), torch.tensor(live), step)
                     # From the model's own logits: rules and temperature change the choice, not its probability.
                     log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
-                new = chosen.tolist()
-                going = []
-                for i, row in enumerate(live):
-                    tokens[row].append(new[i])
-                    log_probs[row].append(log_prob[i])
-                    stopped[row] = wrote(row, step, new[i]) or stop(new[i])
+                going = {}
+                for row, token, of_token in zip(live, chosen.tolist(), log_prob, strict=True):
+                    tokens[row].append(token)
+                    log_probs[row].append(of_token)
+                    stopped[row] = wrote(row, step, token) or stop(token)
                     if not stopped[row]:
-                        going.append(i)
+                        going[row] = token
                 if not going:
                     break
-                live = [live[i] for i in going]
-                steps.follow(new, going)
+                live = list(going)
+                steps.follow({row - rows.start: token for row, token in going.items()})
 
     in_halves(range(len(prompts)), run)
     ids, numbers = ([torch.tensor(row) for row in rows] for rows in (tokens, log_probs))
@@ -400,35 +379,19 @@ def check_room(model: Model, prompts: Batch, max_new_tokens: int) -> None:
         )
 
 
-def continuation_offsets(
-    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]
-) -> tuple[str, Offsets]:
-    """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
-
-    What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
-    character, as they have in the offsets of a tokenizer.
-
-    Args:
-        tokenizer: the model's.
-        before: the last tokens of the prompt: some decoders drop a space at the very beginning of a text.
-        tokens: the tokens after them.
-    """
-
-    def decode(count: int) -> str:
-        ids = [*before, *tokens[:count]]
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    start = len(decode(0))
-    whole = decode(len(tokens))[start:]
-    offsets, reached = [], 0
-    for count in range(1, len(tokens) + 1):
-        grown = decode(count)[start:]
-        differs = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), None)
-        solid = min(len(grown), len(whole)) if differs is None else differs
-        shares = differs is not None  # the bytes so far end within a character, which the next tokens complete
-        offsets.append((reached, max(solid, reached) + shares))
-        reached = max(reached, solid)
-    return whole, tuple(offsets)
+# How the next token of a text is chosen: the most probable one, or one drawn at random.
+#
+# With `do_sample`, from the logits l of a row, in transformers' order:
+#
+# 1. p = softmax(l / temperature);
+# 2. `top_k`: only the k most probable tokens are left (and those as probable as the last of them);
+# 3. `top_p`: of these the most probable ones are left, as few as together have at least the probability top_p;
+# 4. a token is drawn from what is left.
+#
+# What is drawn for a prompt follows from the seed, the prompt's token ids, and how many equal prompts come before it:
+# the other prompts, their order and the size of the batch change nothing. A row draws one number between 0 and 1 per
+# token, and takes the token in whose stretch of the summed probabilities it falls (the order is that of the vocabulary,
+# in double precision), so that rounding in the logits moves a draw only where it falls on a border.
 
 
 @dataclass(frozen=True)

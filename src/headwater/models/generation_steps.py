@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -131,6 +131,7 @@ class _Cached:
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
         self._model, self._bare, self._cache = model, bare, DynamicCache()
+        self._live = list(range(len(prompts)))
         self._original = original_length(model.rotary_by_length)
         self._padded = prompts.padded
         start, tokens, mask = prompts.tokens[:, :shared], prompts.tokens[:, shared:], prompts.mask[:, shared:]
@@ -176,12 +177,14 @@ class _Cached:
             finite_output(self._model, out[:, None], self._reads, last, edited=bool(bare.kept), cached=True)
         return out
 
-    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
-        """Append to each row the token chosen for it; rows that are not among those going on are forgotten."""
-        if len(going) < len(chosen):
-            self._cache.batch_select_indices(to_device(torch.tensor(going), self._model.device))
-            self._texts, self._mask, self._positions = (x[going] for x in (self._texts, self._mask, self._positions))
-        self._append([chosen[i] for i in going])
+    def follow(self, going: Mapping[int, int]) -> None:
+        """Append to each row the token chosen for it; rows without one have ended, and are forgotten."""
+        if len(going) < len(self._live):
+            left = [i for i, row in enumerate(self._live) if row in going]
+            self._cache.batch_select_indices(to_device(torch.tensor(left), self._model.device))
+            self._texts, self._mask, self._positions = (x[left] for x in (self._texts, self._mask, self._positions))
+            self._live = list(going)
+        self._append(list(going.values()))
 
     def _append(self, tokens: Sequence[int]) -> None:
         """Let each row read one more token next."""
@@ -206,36 +209,32 @@ class _Watched(_Cached):
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
         super().__init__(model, prompts)
         self._hooks, self._stack = hooks, stack
-        self._n_rows, self._live = len(prompts), list(range(len(prompts)))
         self._prompts, self._first = prompts, Reading.of(prompts)
-        self._begun = False
+        self._step = 0
         self._standing: StandingHooks | None = None
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
-        if self._begun:
-            with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
-                out = self._next()
-        else:
+        if self._step == 0:
             with reads(self._first):
                 out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
             self._push_right()
-            self._begun = True
+        else:
+            with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
+                out = self._next()
+        self._step += 1
         return out[to_device(torch.tensor(self._live), out.device)]
 
-    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
-        self._live = [self._live[i] for i in going]
-        tokens = [pad_id(self._model.tokenizer)] * self._n_rows
-        for row, i in zip(self._live, going, strict=True):
-            tokens[row] = chosen[i]
-        self._append(tokens)
+    def follow(self, going: Mapping[int, int]) -> None:
+        self._live, pad = list(going), pad_id(self._model.tokenizer)
+        self._append([going.get(row, pad) for row in range(len(self._prompts))])
 
     def _next(self) -> Float[Tensor, "row d_vocab"]:
         """Run one new column, with hooks made for it."""
         listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
-        if listed and self._cache.get_seq_length() == self._prompts.tokens.shape[1]:  # the first one after the prompts
+        if self._step == 1 and listed:
             self._bare = bare_model(self._model, [name for name, _ in listed])
             self._standing = None if self._bare is None else StandingHooks(self._model, listed, self._stack)
-        if self._standing is None or not self._standing.fit(listed):
+        if self._standing is None:
             return self._run(listed)
         with self._standing.acting(listed):
             return self._run((), self._bare)
@@ -261,9 +260,8 @@ class StandingHooks:
     """
 
     def __init__(self, model: Model, hooks: Sequence[Hook], stack: contextlib.ExitStack):
-        self._names = [name for name, _ in hooks]
         self._acting: list[Attached] | None = None
-        places = map(place_named, self._names)
+        places = [place_named(name) for name, _ in hooks]
         self._read_only = [place and place[0].lacks(model, place[1], edited=True) for place in places]
         standing = []
         for number, (name, function) in enumerate(hooks):
@@ -276,13 +274,9 @@ class StandingHooks:
     def _act(self, number: int, activation: Any, hook: object) -> Tensor | None:
         return None if self._acting is None else self._acting[number].act(activation, hook)
 
-    def fit(self, hooks: Sequence[Hook]) -> bool:
-        """Whether these hooks act at the same places."""
-        return self._names == [name for name, _ in hooks]
-
     @contextlib.contextmanager
     def acting(self, hooks: Sequence[Hook]) -> Iterator[None]:
-        """Let hooks act at these places for as long as the context lasts, in which the model runs once."""
+        """Let hooks at the same places act for as long as the context lasts, in which the model runs once."""
         self._acting = attached = [Attached(*hook, why) for hook, why in zip(hooks, self._read_only, strict=True)]
         try:
             yield
@@ -309,11 +303,9 @@ class _Rerun:
             return self._model.run(texts.take(self._live), keep="last")[:, -1]
         return self._model.run(texts, [part.hook for part in self._in_parts], keep="last")[self._live, -1]
 
-    def follow(self, chosen: Sequence[int], going: Sequence[int]) -> None:
-        self._live = [self._live[i] for i in going]
-        new = [pad_id(self._model.tokenizer)] * len(self._rows)
-        for row, i in zip(self._live, going, strict=True):
-            new[row] = chosen[i]
+    def follow(self, going: Mapping[int, int]) -> None:
+        self._live, pad = list(going), pad_id(self._model.tokenizer)
+        new = [going.get(row, pad) for row in range(len(self._rows))]
         self._rows = [[*row, token] for row, token in zip(self._rows, new, strict=True)]
         lengths = torch.tensor([len(row) for row in self._rows])
         reading = Reading(lengths[:, None] - 1, self._first.prompts, self._first.rows)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from headwater.errors import ModelError
+from headwater.errors import ModelError, first_line
 from headwater.models.conversion import Conversion
 from headwater.models.families import refuse_impossible_sizes
 from headwater.models.fingerprint import fingerprint_of_files
@@ -166,8 +166,8 @@ def config_of(file: GGUFFile) -> Any:
     except ModelError:
         raise
     except Exception as error:  # the file may say anything, and each config class checks it in its own way
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"What {file.path} says of its model describes none: {message}; fetch it again.") from error
+        why = first_line(error)
+        raise ModelError(f"What {file.path} says of its model describes none: {why}; fetch it again.") from error
     return config
 
 

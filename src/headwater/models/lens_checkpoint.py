@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headwater.errors import ModelError
-from headwater.models.checkpoint import first_line
+from headwater.errors import ModelError, first_line
 
 WEIGHTS = (".safetensors", ".pth", ".pt")
 COMPUTED = (".mask", ".IGNORE", ".rotary_sin", ".rotary_cos")

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.calls import checked_call
-from headwater.errors import InputError, ModelError, did_you_mean
+from headwater.errors import InputError, ModelError, did_you_mean, one_line
 from headwater.kernels.devices import usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import Reference, compare_with_reference, record_reference
@@ -29,7 +29,6 @@ from headwater.models.checkpoint import (
     INDEX,
     checkpoint_folder,
     lacking,
-    one_line,
     open_checkpoint,
     read_config,
     refuse_to_run,

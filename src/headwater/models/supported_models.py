@@ -31,6 +31,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import InputError, ModelError
+from headwater.models.bridge_check import difference
 from headwater.models.conversion import split_heads
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
 
@@ -169,8 +170,7 @@ def _with_parameters_of(decoder: Any, plain: str, config: Any) -> Any:
 def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> None:
     device = whole.get_input_embeddings().weight.device
     tokens = torch.arange(4, device=device)[None]
-    found, expected = (model(tokens, use_cache=False).logits.float() for model in (text, whole))
-    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    error = difference(*(model(tokens, use_cache=False).logits for model in (text, whole)))
     if not error <= 1e-4:
         raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")
 

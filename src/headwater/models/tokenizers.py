@@ -25,8 +25,8 @@ from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from headwater.errors import InputError, ModelError
-from headwater.models.checkpoint import first_line, refuse_pointer
+from headwater.errors import InputError, ModelError, first_line
+from headwater.models.checkpoint import refuse_pointer
 from headwater.models.gguf_file import GGUFFile, is_gguf, read_gguf
 from headwater.options import checked_path, is_one, shown, whole_numbers
 
@@ -183,8 +183,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # the file may hold anything, and the tokenizers library raises bare Exception
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"The tokenizer of {path} cannot be read: {message}") from error
+        raise ModelError(f"The tokenizer of {path} cannot be read: {first_line(error)}") from error
     tokenizer.name_or_path = str(path)
     if rules is not None:
         _set_rules(tokenizer, rules, nfc=rules_named == "qwen2")

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
-from headwater.models.bridge_check import rounding
+from headwater.models.bridge_check import difference, rounding
 from headwater.models.families import family_named, text_config
 from headwater.models.tokens import Batch
 from headwater.models.weights import LoadedWeights, finite
@@ -165,8 +165,7 @@ def _check(model: HookedModel, normalise: Normalise, head: UnembeddingHead) -> N
 
 def refuse_other_logits(model: HookedModel, found: Tensor, expected: Tensor) -> None:
     """Refuse logits read from a residual stream that are not the model's own, to the rounding of its dtype."""
-    found, expected = found.float().cpu(), expected.float().cpu()
-    error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    error = difference(found, expected)
     # `not ... <=`, so that NaN is refused too.
     if not error <= rounding(model.dtype):
         raise ModelError(

@@ -33,7 +33,6 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.edits import Hook, PromptHook, listed_hooks
-from headwater.models.generation import continuation_offsets
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats
 from headwater.options import checked_count, checked_name
@@ -42,7 +41,7 @@ from headwater.questions.endpoint import FailureLimit
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
 from headwater.questions.labels import CONTAINS, NO_VERDICT, Label, Verdict, check_label, is_refusal, match, verdict
 from headwater.questions.sources import SPAN_COLUMNS, Questions, columns_found
-from headwater.questions.words import Span, normalised_words, shifted, tokens_of
+from headwater.questions.words import Span, continuation_offsets, normalised_words, shifted, tokens_of
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
 from headwater.runs.record import RunRecord

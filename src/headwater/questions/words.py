@@ -15,13 +15,13 @@ a word are read both ways, as nothing, as these scripts do ("U.S." is "us"), and
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 import pandas as pd
 
-from headwater.models.tokens import Offsets, token_span
+from headwater.models.tokens import Offsets, Tokenizer, token_span
 
 Span: TypeAlias = tuple[int, int]
 """Characters from `start` to `end`, the end not included."""
@@ -230,7 +230,7 @@ def _kind(character: str) -> str:
 #
 # 1. Exact words are spans of characters: given by the question table, read off a wording, or found as words in a text.
 # 2. The tokens of a text are those the tokenizer made of the prompt and those the model generated; each has the
-#    characters it represents (`models.tokens`, `models.generation`). Nothing is tokenized a second time.
+#    characters it represents (`models.tokens`, `continuation_offsets`). Nothing is tokenized a second time.
 # 3. A span of characters is the run of tokens that hold any of them.
 # 4. `span_shapes`: how long E_A is and where it is. Where these tell right from wrong answers, a probe that reads at
 #    E_A may know no more.
@@ -244,6 +244,35 @@ def shifted(spans: Iterable[Span], by: int) -> tuple[Span, ...]:
 def tokens_of(offsets: Offsets, spans: Iterable[Span]) -> tuple[int, ...]:
     """Return the positions of all tokens that hold characters of the spans, ascending, each once."""
     return tuple(sorted({position for start, end in spans for position in token_span(offsets, start, end)}))
+
+
+def continuation_offsets(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> tuple[str, Offsets]:
+    """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
+
+    What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
+    character, as they have in the offsets of a tokenizer.
+
+    Args:
+        tokenizer: the model's.
+        before: the last tokens of the prompt: some decoders drop a space at the very beginning of a text.
+        tokens: the tokens after them.
+    """
+
+    def decode(count: int) -> str:
+        ids = [*before, *tokens[:count]]
+        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    start = len(decode(0))
+    whole = decode(len(tokens))[start:]
+    offsets, reached = [], 0
+    for count in range(1, len(tokens) + 1):
+        grown = decode(count)[start:]
+        least = min(len(grown), len(whole))
+        solid = next((i for i in range(least) if grown[i] != whole[i]), least)
+        shares = solid < least  # the bytes so far end within a character, which the next tokens complete
+        offsets.append((reached, max(solid, reached) + shares))
+        reached = max(reached, solid)
+    return whole, tuple(offsets)
 
 
 def span_shapes(table: pd.DataFrame) -> pd.DataFrame:
