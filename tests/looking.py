@@ -19,6 +19,14 @@ FIRST_PLACE = """([selector, width, height, step, begin]) => {
   return null;
 }"""
 
+SPARE = 24
+"""Pixels of nothing at most, below what a frame shows."""
+LOWEST = """() => Math.max(...[...document.body.querySelectorAll("*")].filter((one) => one.checkVisibility()
+  && !one.closest("[aria-live], .tip, option") && (one.matches("canvas, img, select, button")
+  || [...one.childNodes].some((part) => part.nodeType === 3 && part.data.trim())))
+  .map((one) => one.getBoundingClientRect().bottom))"""
+"""The lower end of the lowest thing that is seen in a page."""
+
 
 class Look:
     """A view in a page of the browser, with everything it complains of and asks for."""
@@ -79,6 +87,18 @@ class Look:
         assert self.errors == []
         assert all(url.startswith(("file:", "blob:", "data:")) for url in self.requests)
         assert not self.page.locator("#still").is_visible()
+
+
+def fits(frame):
+    """Whether a frame ends where its page does; else what is below the page, and what of it is cut."""
+    inside = frame.content_frame()
+    for _ in range(80):
+        frame.owner_frame().page.wait_for_timeout(100)
+        high = inside.evaluate("innerHeight")
+        spare, cut = high - inside.evaluate(LOWEST), inside.evaluate("document.documentElement.scrollHeight") - high
+        if 0 <= spare <= SPARE and cut <= 0:
+            return True
+    return inside.evaluate("document.title"), spare, cut
 
 
 def announce(capsys, what):

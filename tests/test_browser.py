@@ -281,27 +281,6 @@ def test_what_could_not_be_drawn_leaves_the_picture_and_says_why(browser, tmp_pa
     assert look.page.locator("#still img").is_visible()
 
 
-@pytest.mark.parametrize("width", [390, 800, 1280])
-@pytest.mark.parametrize("kind", ["heads", "sweep", "edges", "pathways"])
-def test_a_frame_in_a_notebook_is_as_high_as_its_page_at_any_width(browser, tmp_path, kind, width):
-    around = tmp_path / "around.html"
-    around.write_text(f"<!DOCTYPE html><body>{viewed(kind)._repr_html_()}</body>", encoding="utf-8")
-    page = browser.new_context(offline=True, viewport={"width": width, "height": 800}).new_page()
-    page.goto(f"file://{around}")
-    inside = page.frames[1]
-    inside.wait_for_selector("html[data-ready]", state="attached")
-    for _ in range(2):
-        for _ in range(50):
-            page.wait_for_timeout(100)
-            needed = inside.evaluate("document.body.getBoundingClientRect().height")
-            spare = page.locator("iframe").bounding_box()["height"] - needed
-            if 0 <= spare <= 2:
-                break
-        assert 0 <= spare <= 2, (spare, needed)
-        assert inside.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-        inside.get_by_text("what it says").click()
-
-
 def test_a_long_title_is_broken_on_a_phone(browser):
     page = browser.new_context(viewport={"width": 390, "height": 800}).new_page()
     page.set_content(page_of(f"LayerPredictions({'x' * 60}: 1,050 rows)", "", None))

@@ -7,6 +7,7 @@ import pytest
 import headwater as hw
 from headwater.demo.steps import STEPS, Seen
 from headwater.demo.tour import Tour
+from tests.looking import fits
 from tests.viewed import answered, controlled, profiled, swept, traced
 
 pytestmark = pytest.mark.browser
@@ -79,4 +80,15 @@ def test_the_summary_is_first_a_line_and_its_control_each_and_the_rest_is_folded
     assert not page.locator("main details > :not(summary)").first.is_visible()  # prose and tables are folded
     assert page.locator("nav").bounding_box()["y"] < page.locator("main").bounding_box()["y"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert heard == []
+
+
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_a_view_in_the_page_ends_where_its_frame_does(opened, width):
+    page, heard = opened(width, "light")
+    frames = page.locator("iframe")
+    for frame in frames.all():
+        frame.scroll_into_view_if_needed()
+        frame.content_frame.locator("html[data-ready='yes']").wait_for(timeout=30_000, state="attached")
+        assert fits(frame.element_handle()) is True
     assert heard == []

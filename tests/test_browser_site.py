@@ -8,6 +8,8 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 
+from tests.looking import fits
+
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
 
@@ -105,4 +107,5 @@ def test_a_view_of_the_gallery_draws_itself_in_its_page(site, page):
         frames.nth(number).scroll_into_view_if_needed()
         frame = frames.nth(number).element_handle().content_frame()
         frame.wait_for_selector("html[data-ready]", timeout=30_000)
+        assert fits(frames.nth(number).element_handle()) is True
     check(page)

@@ -26,7 +26,7 @@ from headwater.heads import scores
 from headwater.heads.head_map import HeadMap
 from headwater.models import loading, packaged
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result
+from headwater.runs.result import FITTING, Result
 from tests.viewed import spec_in
 
 HOSTILE = "<script>alert('1')</script> \"&amp;\" <img src=x onerror=y> [a](javascript:b) |*_`#"
@@ -70,8 +70,9 @@ class Page(HTMLParser):
 
 
 def assert_self_contained(page, folder=None):
-    """Scripts run in frames alone, which can reach nothing of the page; links lead to files that lie beside it."""
-    assert not {"script", "link", "object", "embed"} & set(page.tags)
+    """One script fits the frames, others run in them alone and reach nothing of the page; links lead to its files."""
+    assert not {"link", "object", "embed"} & set(page.tags)
+    assert page.tags.count("script") == page.text.count(FITTING) == 1
     sandboxed = [value for name, value in page.attributes if name == "sandbox"]
     assert sandboxed == ["allow-scripts allow-downloads"] * page.tags.count("iframe")
     for name, value in page.attributes:

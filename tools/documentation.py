@@ -18,6 +18,8 @@ from tools.gallery import write_gallery  # noqa: E402
 from tools.reference import commands_page, room_pages  # noqa: E402
 from tools.tutorials import write_tutorials  # noqa: E402
 
+from headwater.runs.result import FITTING  # noqa: E402
+
 DOCS = ROOT / "docs"
 PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "docs"
@@ -27,6 +29,7 @@ def gather() -> None:
     """Put every page of the site into build/pages."""
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(DOCS, PAGES)
+    (PAGES / "assets" / "fitting.js").write_text(FITTING, encoding="utf-8")
     write_tutorials(PAGES / "tutorials")
     texts = {page.stem: page.read_text(encoding="utf-8") for page in sorted(DOCS.glob("*.md"))}
     write_gallery(PAGES / "gallery.md", texts)

@@ -19,7 +19,7 @@ import pandas as pd
 from headwater.demo.steps import STEPS
 from headwater.figures.style import save_figure
 from headwater.runs.folder import processes
-from headwater.runs.result import View
+from headwater.runs.result import FITTING, View
 from headwater.runs.storage import write_atomically
 from headwater.views.page import made_by, page_of, picture_of, table_of, text_of
 
@@ -104,7 +104,8 @@ def write_index(
         models: what was looked into, and what is weak about it.
     """
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
-    page = page_of(title, f"{_summary(sections, models)}\n<main>{body}</main>", run)
+    fitting = f"<script>{FITTING}</script>"
+    page = page_of(title, f"{_summary(sections, models)}\n{fitting}<main>{body}</main>", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
 
@@ -143,12 +144,12 @@ def _section(number: int, section: Section, folder: Path) -> str:
     parts.append(_found(section))
     pictures = [picture_of(image.read_bytes(), caption) for image, caption in section.figures]
     if section.view is not None:
-        parts.append(_looked_into(section.view, section.title))
+        parts.append(section.view.framed(title=section.title))
         parts += [_folded("The same as a figure", pictures.pop(0))] if pictures else []
     parts.append(f'<div class="beside">{"".join(pictures)}</div>' if len(pictures) > 1 else "".join(pictures))
     if section.beside is not None:
         title, view = section.beside
-        parts.append(f"<h3>{text_of(title)}</h3>{_looked_into(view, title)}")
+        parts.append(f"<h3>{text_of(title)}</h3>{view.framed(title=title)}")
     if section.table is not None and len(section.table):
         parts.append(_folded("Numbers", table_of(section.table)))
     parts.append(_folded("What is asked, and how", f'<p class="asks">{text_of(section.question)}</p>'))
@@ -165,14 +166,6 @@ def _section(number: int, section: Section, folder: Path) -> str:
 def _folded(name: str, inside: str) -> str:
     """Return HTML that unfolds under a name, which is text."""
     return f"<details><summary>{text_of(name)}</summary>{inside}</details>"
-
-
-def _looked_into(view: View, title: str) -> str:
-    """Return a view in a frame that can reach nothing of the page."""
-    return (
-        f'<iframe sandbox="allow-scripts allow-downloads" title="{text_of(title)}" '
-        f'srcdoc="{text_of(view.page)}" style="height:{view.height}px"></iframe>'
-    )
 
 
 def _files(path: Path, folder: Path) -> str:

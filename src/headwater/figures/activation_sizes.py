@@ -3,7 +3,8 @@
 What grows through the layers (a residual stream), what differs (a layer whose numbers are a hundred times its
 neighbours'), and what is nil is seen before anything is fitted on it. What is in no layer is a dashed line. The
 size is the root mean square of a site's numbers. Patterns are those of one text, query by key, a panel for each head
-chosen, or of each layer; of many heads their mean, a panel for each layer.
+chosen, or of each layer; of many heads their mean, a panel for each layer. Many chosen heads are tiles of one image,
+by layer and head: hundreds of axes take half a minute, and a page of a metre.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
@@ -30,6 +33,8 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, FAINT)
 MARKS = ("o", "s", "^", "D", "v")
 MOST_ROWS, MOST_COLUMNS, MOST_TOKENS = 6, 8, 20
 """Of patterns: layers and heads that have panels of their own, and tokens that are written at the axes."""
+TILE, WIDEST, HIGHEST, GAP = 0.3, 7.7, 8.0, "#c8c8c8"
+"""Of tiles: inches of one, inches of all at most, and the colour between them and where a head was not chosen."""
 
 
 @DRAWINGS.add(Cache)
@@ -86,6 +91,9 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         chosen, columns = [*product(layers, heads)], len(heads)
     read = layers if chosen is None else {layer for layer, _ in chosen}
     maps = {layer: cache.example("pattern", layer, example).float() for layer in read}
+    if chosen is not None and len(chosen) > MOST_ROWS * MOST_COLUMNS:
+        tiles = {(layer, head): maps[layer][heads.index(head)] for layer, head in chosen}
+        return _tiles(tiles, ax, f"{title}, {len(tiles)} heads (query down, key right)")
     if chosen is not None:
         named = [(f"{layer}.{head}", maps[layer][heads.index(head)]) for layer, head in chosen]
     else:
@@ -108,14 +116,40 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         panel.set_title(name, fontsize=7)
     for panel in panels[len(named) :]:
         panel.remove()
-    bar = panels[0].figure.colorbar(image, ax=panels[: len(named)], fraction=0.05, pad=0.02, aspect=30)
-    bar.outline.set_visible(False)
-    bar.set_label("Attention")
+    _bar(image, panels[: len(named)])
     if len(named) == 1:
         panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
         return panels[0]
     entitle(figure, title)
     return figure
+
+
+def _tiles(tiles: dict[tuple[int, int], Tensor], ax: Axes | None, title: str) -> Axes:
+    """Draw patterns as one image: a column of tiles for each layer, a row for each head, head 0 below."""
+    layers, heads = (sorted({one[axis] for one in tiles}) for axis in (0, 1))
+    tile = min(TILE, WIDEST / len(layers), HIGHEST / len(heads))
+    ax = ax or new_figure(1.3 + tile * max(len(layers), 6), 0.9 + tile * max(len(heads), 4)).add_subplot()
+    queries, keys = next(iter(tiles.values())).shape
+    whole = np.full((len(heads) * (queries + 1) - 1, len(layers) * (keys + 1) - 1), np.nan, dtype=np.float32)
+    for (layer, head), weights in tiles.items():
+        row, column = heads[::-1].index(head) * (queries + 1), layers.index(layer) * (keys + 1)
+        whole[row : row + queries, column : column + keys] = weights.numpy()
+    colours = colormaps["Blues"].with_extremes(bad=GAP)
+    image = ax.imshow(whole, cmap=colours, vmin=0.0, vmax=1.0, aspect="auto", interpolation="antialiased")
+    for axis, side, names, what in ((ax.xaxis, keys, layers, "Layer"), (ax.yaxis, queries, heads[::-1], "Head")):
+        cell_ticks(axis, [i * (side + 1) + (side - 1) / 2 for i in range(len(names))], [*map(str, names)])
+        axis.set_label_text(what)
+    ax.tick_params(length=0)
+    ax.set_title(title)
+    _bar(image, [ax])
+    return ax
+
+
+def _bar(image: AxesImage, panels: Sequence[Axes]) -> None:
+    """Put the scale of weights beside panels."""
+    bar = panels[0].figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=30)
+    bar.outline.set_visible(False)
+    bar.set_label("Attention")
 
 
 def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool) -> AxesImage:

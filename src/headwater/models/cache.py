@@ -307,7 +307,8 @@ class Cache(TokenizedTexts, Result):
 
         Args:
             ax: where to draw; default: a new figure. Where no head is chosen, it shows the mean of all patterns.
-            heads: pairs (layer, head), a panel each; default: all that are kept, of many the mean of each layer.
+            heads: pairs (layer, head), a panel each, of more than 48 a tile each in one image, by layer and head;
+                default: all that are kept, of many the mean of each layer.
             example: the text whose patterns are drawn.
             title: in place of the figure's own.
             figsize: width and height of a new figure, in inches.

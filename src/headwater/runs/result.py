@@ -590,14 +590,23 @@ def _title(ax: Any, title: str) -> None:
 
 
 FITTING = """(() => {
-  const box = document.currentScript.parentElement, frame = box.querySelector("iframe");
   addEventListener("message", (event) => {
     const high = Math.min(20000, Math.ceil(Number(event.data && event.data.headwater)));
-    if (event.source !== frame.contentWindow || !(high > 0)) return;
-    box.style.height = frame.style.height = `${high}px`;
+    const frame = [...document.querySelectorAll("iframe")].find((one) => one.contentWindow === event.source);
+    if (!frame || !(high > 0)) return;
+    const still = frame.parentElement.querySelector(":scope > img");
+    if (still) still.style.maxHeight = `${high}px`;
+    frame.style.height = `${high}px`;
   });
+  if (window.google && google.colab) google.colab.output.setIframeHeight(0, true, { maxHeight: 20000 });
 })();"""
-"""Makes a frame as high as the page in it says that it is; the page can do nothing else to the notebook."""
+"""Makes each frame of a document as high as the page in it says that it is; the page can do nothing else to it.
+
+VS Code runs a script of an output elsewhere than where it was written, so the frame is found by who sent the message.
+Colab shows an output in a frame of its own, which follows what is in it up to 1000 pixels unless more are asked for.
+"""
+STACKED = "grid-area:1/1"
+"""Where a picture and a frame are in a grid: one over the other, and the grid as high as the higher of what is left."""
 
 
 @dataclass(frozen=True)
@@ -632,14 +641,23 @@ class View:
 
         A notebook that is not trusted, or a site that shows notebooks, takes the frame out; the picture remains.
         """
-        look = f"position:absolute;top:0;left:0;width:100%;height:{self.height}px;border:0"
-        frame = (
-            f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(self.title, quote=True)}" '
-            f'srcdoc="{html.escape(self.page, quote=True)}" style="{look}"></iframe>'
-        )
         below = ""
         if self.picture is not None:
             data = base64.b64encode(self.picture).decode("ascii")
-            below = f'<img src="data:image/png;base64,{data}" alt="the same as a picture" style="max-width:100%">'
-        fitting = f"<script>{FITTING}</script>"
-        return f'<div style="position:relative;height:{self.height}px;overflow:hidden">{below}{frame}{fitting}</div>'
+            alt = 'alt="the same as a picture"'
+            below = f'<img src="data:image/png;base64,{data}" {alt} style="{STACKED};max-width:100%">'
+        frame, fitting = self.framed(STACKED), f"<script>{FITTING}</script>"
+        return f'<div style="display:grid;grid-template-columns:100%">{below}{frame}{fitting}</div>'
+
+    def framed(self, look: str = "", title: str | None = None) -> str:
+        """Return the page in a frame that can reach nothing of the document around it.
+
+        Args:
+            look: what else is said of the frame's style.
+            title: of the frame, for who does not see it; default: the page's.
+        """
+        return (
+            f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(title or self.title, quote=True)}" '
+            f'srcdoc="{html.escape(self.page, quote=True)}" '
+            f'style="width:100%;height:{self.height}px;border:0;{look}"></iframe>'
+        )

@@ -29,7 +29,7 @@ from headwater.runs.result import VIEWS, Result, View
 STYLE = """
 :root{color-scheme:light dark;--ink:#262626;--paper:#fff;--faint:#5a5a5a;--line:#e4e4e4;--accent:#2b6cb8}
 @media (prefers-color-scheme:dark){:root{--ink:#e8e8e8;--paper:#1b1b1d;--faint:#a8a8a8;--line:#444448;--accent:#7db4f0}}
-body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;margin:2rem auto;
+body{font:16px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--paper);max-width:62rem;margin:2rem auto 1rem;
 padding:0 1rem}
 h1{font-size:1.6rem;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.2rem;margin:2.5rem 0 .3rem}
 nav ol{padding-left:1.4rem}
@@ -38,7 +38,7 @@ nav ol{padding-left:1.4rem}
 figure{margin:1rem 0}figure img{max-width:100%;height:auto;background:#fff}
 figcaption{font-size:.85rem;color:var(--faint)}
 .beside{display:flex;flex-wrap:wrap;gap:1rem}.beside figure{flex:1 1 22rem;margin:0}
-iframe{width:100%;border:1px solid var(--line)}details{margin:.4rem 0}
+iframe{outline:1px solid var(--line)}details{margin:.4rem 0}
 a:focus-visible,summary:focus-visible,iframe:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;margin:1rem 0}
 th,td{padding:.15rem .6rem .15rem 0;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
@@ -118,7 +118,8 @@ def picture(result: Result) -> View:
     """Show what a result reports, its main figure and its summary."""
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
-    body = report + picture_in(figure, caption_of(result)) + table_of(result.summary())
+    height = f"<script>{asset('height.js')}</script>"
+    body = report + picture_in(figure, caption_of(result)) + table_of(result.summary()) + height
     return View(page_of(repr(result), body, result.run), picture=None if isinstance(figure, str) else figure)
 
 
@@ -194,7 +195,7 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
         scripts: the files in `assets/` that draw it, the last one of all; `core.js` is before them.
         spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads
             the page, that of the figure where one draws the same; its `note`, if there is one, is below.
-        height: of the frame in a notebook, in pixels.
+        height: of the frame in a notebook, in pixels, until the page says its own.
     """
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     below = f'{report}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
@@ -215,7 +216,7 @@ def page_around(
         scripts: see `interactive`.
         figure: the picture shown where scripts do not run, as PNG, or why there is none; and its caption.
         below: HTML that unfolds below the view.
-        height: of the frame in a notebook, in pixels.
+        height: see `interactive`.
     """
     # ASCII alone, whatever encoding the page is served in; a browser's JSON.parse refuses NaN.
     text = json.dumps(spec, ensure_ascii=True, allow_nan=False)
@@ -234,7 +235,7 @@ def page_around(
         f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
         f"<details><summary>what it says</summary>{below}</details>\n"
         f'<script type="application/json" id="spec">{text}</script>\n'
-        f"<script>{asset('core.js')}</script>\n<script>{drawing}</script></body></html>\n"
+        f"<script>{asset('core.js')}{asset('height.js')}</script>\n<script>{drawing}</script></body></html>\n"
     )
     return View(page, height, None if isinstance(picture, str) else picture)
 

@@ -5,8 +5,10 @@ export default {
     frame.setAttribute("sandbox", "allow-scripts allow-downloads");
     frame.title = "patch board";
     frame.style.cssText = `width:100%;height:${model.get("height")}px;border:0`;
-    const fromPage = (event) => {
-      if (event.source === frame.contentWindow && event.data && event.data.board) model.send(event.data.board);
+    const fromPage = ({ source, data }) => {
+      if (source !== frame.contentWindow || !data) return;
+      if (data.board) model.send(data.board);
+      if (data.headwater > 0) frame.style.height = `${Math.min(20000, Math.ceil(data.headwater))}px`;
     };
     const fromKernel = (message) => {
       if (frame.contentWindow) frame.contentWindow.postMessage({ board: message }, "*");

@@ -257,12 +257,6 @@ hw.lay = (root, title, numbers, choices, ...parts) => {
   hw.repaint();
 };
 
-// Send the notebook around the page its height, whenever that changes.
-hw.sendHeight = () => {
-  if (parent === window) return;
-  new ResizeObserver(() => parent.postMessage({ headwater: document.body.getBoundingClientRect().height }, "*")).observe(document.body);
-};
-
 // Draw the view, and say how long that took since the page was requested; where it fails, the picture below stays, with a line that says why.
 hw.start = async (draw) => {
   const spec = JSON.parse(document.getElementById("spec").textContent);
@@ -275,7 +269,6 @@ hw.start = async (draw) => {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", hw.repaint);
     document.documentElement.dataset.seconds = (performance.now() / 1000).toFixed(3);
     document.documentElement.dataset.ready = "yes";
-    hw.sendHeight();
   } catch (error) {
     look.replaceChildren(hw.element("p", { className: "failed" }, `This view could not be drawn here: ${error.message}`));
     document.documentElement.dataset.ready = "no";
