@@ -656,8 +656,9 @@ class View:
             look: what else is said of the frame's style.
             title: of the frame, for who does not see it; default: the page's.
         """
+        page = self.page.replace("&", "&amp;").replace('"', "&quot;")  # all that a quoted attribute needs: a tenth less
         return (
             f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(title or self.title, quote=True)}" '
-            f'srcdoc="{html.escape(self.page, quote=True)}" '
+            f'srcdoc="{page}" '
             f'style="width:100%;height:{self.height}px;border:0;{look}"></iframe>'
         )
