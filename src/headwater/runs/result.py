@@ -646,7 +646,7 @@ class View:
             data = base64.b64encode(self.picture).decode("ascii")
             alt = 'alt="the same as a picture"'
             below = f'<img src="data:image/png;base64,{data}" {alt} style="{STACKED};max-width:100%">'
-        frame, fitting = self.framed(STACKED), f"<script>{FITTING}</script>"
+        frame, fitting = self.framed(f"position:relative;{STACKED}"), f"<script>{FITTING}</script>"
         return f'<div style="display:grid;grid-template-columns:100%">{below}{frame}{fitting}</div>'
 
     def framed(self, look: str = "", title: str | None = None) -> str:
