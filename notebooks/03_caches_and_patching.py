@@ -84,6 +84,13 @@ effects = by_head.summary(value="normalized_effect").sort_values("mean", ascendi
 effects.head(6)[["layer", "head", "mean", "low", "high"]].round(2)
 
 # %% [markdown]
+# On the board of the first pair, a click shows what changing one cell or head does, and where it looks.
+
+# %%
+first = hw.logit_difference(answers[0], answers[8])
+hw.board(model, prompts[0], prompts[8], metric=first, sites="resid_pre").view()
+
+# %% [markdown]
 # Attribution patching approximates the same sweep by gradients, from two forward passes and one backward pass. How
 # well?
 

@@ -227,6 +227,14 @@ def pairs_of_ids(length):
     return torch.randint(2, len(tiny_tokenizer()), (2, length), generator=torch.Generator().manual_seed(3)).tolist()
 
 
+def test_texts_of_either_length_leave_the_fingerprint_of_a_model_with_longrope_as_it_is():
+    model = hw.load(random_model("phi3-longrope"), tokenizer=tiny_tokenizer())
+    before = model.fingerprint
+    for length in (3, 9, 3):
+        model.run([list(range(2, 2 + length))])
+        assert model.fingerprint == before
+
+
 @pytest.mark.oracle
 def test_generation_goes_past_the_original_length_as_hugging_faces_does():
     hf, (row, other) = random_model("phi3-longrope"), pairs_of_ids(4)

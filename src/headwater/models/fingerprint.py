@@ -106,19 +106,24 @@ class KnownWeights:
     """The weights of a model in memory, hashed once and again whenever they have changed.
 
     Buffers follow from the config, as frequencies of rotary embeddings do; one that has changed since the model was
-    loaded counts too.
+    loaded counts too, unless it is of a module that computes its buffers anew in each run.
     """
 
     def __init__(self, raw: Any, shape: ModelShape):
         self._raw, self._shape = raw, shape
         self._tensors = SameTensors(raw)
-        self._buffers = {name: _hash_of(buffer) for name, buffer in self._tensors.named()[1]}
+        # Frequencies of longrope and dynamic rotary embeddings follow the length of the text.
+        self._by_length = [
+            f"{name}." for name, module in raw.named_modules()
+            if re.search("dynamic|longrope", str(vars(module).get("rope_type")))
+        ]  # fmt: skip
+        self._buffers = {name: _hash_of(buffer) for name, buffer in self._named()[1]}
         self._seen: Any = None
         self._fingerprint = ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now."""
-        parameters, buffers = self._tensors.named()
+        parameters, buffers = self._named()
         config = _config_of(self._raw, self._shape)
         seen = _looks([*parameters, *buffers]), type(config), str(vars(config))
         if seen != self._seen:
@@ -126,6 +131,10 @@ class KnownWeights:
             self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
             self._seen = seen
         return self._fingerprint
+
+    def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        parameters, buffers = self._tensors.named()
+        return parameters, [one for one in buffers if not one[0].startswith(tuple(self._by_length))]
 
 
 def _config_of(model: Any, shape: ModelShape | None) -> Any:

@@ -165,6 +165,17 @@ hw.scale = (ramp, ends, label) => hw.canvas(200, 28, (pen) => {
   pen.fillText(high, 190, 23);
 }, { tabIndex: -1, role: "img", ariaLabel: label });
 hw.repaint = () => painted.forEach((one) => one.draw());
+// Space does what Enter does, as on a button; without this it would scroll the page.
+addEventListener("keydown", (event) => {
+  if (event.key !== " " || !event.target.matches("canvas, [role=option]")) return;
+  event.preventDefault();
+  event.target.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", shiftKey: event.shiftKey, bubbles: true }));
+});
+// Scroll the frame of a drawing that is wider than it, so that what the keys reach is seen.
+hw.follow = (canvas, x) => {
+  const frame = canvas.parentElement, from = x - frame.scrollLeft;
+  if (from < 40 || from > frame.clientWidth - 40) frame.scrollLeft = x - frame.clientWidth / 2;
+};
 hw.place = (canvas, event) => {
   const box = canvas.getBoundingClientRect();
   return [event.clientX - box.left, event.clientY - box.top];

@@ -50,6 +50,7 @@ hw.headPlane = ({ layers, heads, label, width: wide = 620 }, state, { paint, isS
     if (move) {
       state.focus = [Math.min(Math.max(state.focus[0] + move[0], 0), layers - 1), Math.min(Math.max(state.focus[1] + move[1], 0), heads - 1)];
       point(state.focus, null);
+      hw.follow(canvas, left + (state.focus[0] + 0.5) * cell);
     } else if (event.key === "Enter") keep(state.focus);
     else if (event.key === "Escape" && state.locked) keep(state.locked);
     else return;

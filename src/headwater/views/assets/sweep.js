@@ -182,6 +182,7 @@ hw.start(async (spec, root) => {
       chosen = event.shiftKey && chosen ? [chosen[0], next] : [next, next];
       hovered = focus = next;
       hw.say(about(...next).join(", "));
+      hw.follow(canvas, g.left + (next[1] + 0.5) * g.cell[0]);
     } else if (event.key === "Enter") {
       chosen = chosen || [focus, focus];
       opened = !opened;
