@@ -49,7 +49,7 @@ def test_space_keeps_a_head_and_opens_a_cell_as_enter_does_and_does_not_scroll(b
 
 
 @pytest.mark.parametrize("deficiency", ["deuteranopia", "protanopia"])
-def test_marks_of_heads_and_signs_of_effects_are_told_apart_by_colour_blind_readers(browser, tmp_path, deficiency):
+def test_colour_blind_readers_can_tell_the_signs_of_effects_apart(browser, tmp_path, deficiency):
     look = Look(browser, viewed("sweep"), tmp_path, color_scheme="light")
     devtools = look.page.context.new_cdp_session(look.page)
     devtools.send("Emulation.setEmulatedVisionDeficiency", {"type": deficiency})
