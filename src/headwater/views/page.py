@@ -47,11 +47,11 @@ code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
 """.replace("\n", "")
 
 
-def page_of(title: str, body: str, run: RunRecord | None = None) -> str:
+def page_of(title: str, body: str, run: RunRecord | None = None, policy: str = "") -> str:
     """Return a page of HTML with a heading and, where there is a run, a line at its end that says what made it."""
     foot = f"<footer>{text_of(made_by(run))}</footer>" if run is not None else ""
     return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{policy}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n"
         f"<body><h1>{text_of(title)}</h1>{body}{foot}</body></html>\n"
@@ -120,7 +120,7 @@ def picture(result: Result) -> View:
     figure = drawn(result)
     height = f"<script>{asset('height.js')}</script>"
     body = report + picture_in(figure, caption_of(result)) + table_of(result.summary()) + height
-    return View(page_of(repr(result), body, result.run), picture=None if isinstance(figure, str) else figure)
+    return View(page_of(repr(result), body, result.run, POLICY), picture=None if isinstance(figure, str) else figure)
 
 
 def drawn(result: Result | Circuit) -> bytes | str:
@@ -170,7 +170,11 @@ Encoding = Literal["u1", "u2", "f2", "f4"]
 """How numbers travel: whole numbers of 8 or 16 bits, floats of 16 or 32."""
 LARGEST = 64 * 2**20
 """Bytes of a page."""
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+POLICY = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:\">"
+)
+"""What a page with a script may load: nothing."""
 
 
 def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
@@ -228,8 +232,7 @@ def page_around(
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
     title, picture = text_of(str(spec["title"])), figure[0]
     page = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{POLICY}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{asset('core.css')}</style></head>\n"
         f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
