@@ -215,7 +215,7 @@ def questions(model: hw.HookedModel) -> Calls:
 def fingerprint(values: np.ndarray | pd.Series) -> list[float] | str:
     """Return what is kept of a column."""
     values = pd.Series(values.ravel() if isinstance(values, np.ndarray) else values)
-    if values.map(lambda one: isinstance(one, tuple) and any(isinstance(part, float) for part in one)).any():
+    if values.dtype == object and any(isinstance(one, tuple) and float in map(type, one) for one in values):
         values = values.explode().astype(float)
     if values.dtype.kind != "f":
         return xxhash.xxh64_hexdigest(repr([str(one) for one in values]).encode())

@@ -180,7 +180,7 @@ class Circuit:
             if about[SEAL] != loaded._hash():
                 raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
-            reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            reason = first_line(error)[:200]
             raise RunFolderError(f"{file} holds no circuit that Circuit.save wrote ({reason}).") from None
         return loaded
 

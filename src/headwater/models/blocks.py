@@ -215,9 +215,10 @@ class Blocks:
     @functools.cached_property
     def _norms(self) -> list[Any]:
         """The norms within and after the blocks that their wrapped module computes alone, also of queries and keys."""
-        parts = (*self._blocks, getattr(self.model.raw, "ln_final", None))
-        modules = (module for part in parts if part is not None for module in part.modules())
-        return [module for module in modules if _is_as_wrapped(module)]
+        # Not modules(): a block has dozens, most of them hooks, and every sweep looks.
+        attentions = (block.attn for block in self._blocks if has_part(block, "attn"))
+        parts = (part for home in (*self._blocks, *attentions, self.model.raw) for part in home.children())
+        return [part for part in parts if _is_as_wrapped(part)]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""

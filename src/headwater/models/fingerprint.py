@@ -106,17 +106,12 @@ class KnownWeights:
     """The weights of a model in memory, hashed once and again whenever they have changed.
 
     Buffers follow from the config, as frequencies of rotary embeddings do; one that has changed since the model was
-    loaded counts too, unless it is of a module that computes its buffers anew in each run.
+    loaded counts too, unless it is of a module that computes its buffers anew in each run (`anew`).
     """
 
-    def __init__(self, raw: Any, shape: ModelShape):
-        self._raw, self._shape = raw, shape
+    def __init__(self, raw: Any, shape: ModelShape, anew: Sequence[torch.nn.Module] = ()):
+        self._raw, self._shape, self._anew = raw, shape, anew
         self._tensors = SameTensors(raw)
-        # Frequencies of longrope and dynamic rotary embeddings follow the length of the text.
-        self._by_length = [
-            f"{name}." for name, module in raw.named_modules()
-            if re.search("dynamic|longrope", str(vars(module).get("rope_type")))
-        ]  # fmt: skip
         self._buffers = {name: _hash_of(buffer) for name, buffer in self._named()[1]}
         self._seen: Any = None
         self._fingerprint = ""
@@ -134,7 +129,8 @@ class KnownWeights:
 
     def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         parameters, buffers = self._tensors.named()
-        return parameters, [one for one in buffers if not one[0].startswith(tuple(self._by_length))]
+        anew = {id(buffer) for module in self._anew for buffer in module.buffers()}
+        return parameters, [(name, buffer) for name, buffer in buffers if id(buffer) not in anew]
 
 
 def _config_of(model: Any, shape: ModelShape | None) -> Any:

@@ -140,7 +140,7 @@ class Model:
         self.head_checked: tuple[object, ...] | None = None
         self.unwrapped_checked: dict[frozenset[int], bool] = {}
         self.without_wrappers: Any = None
-        self._weights = KnownWeights(raw, shape)
+        self._weights = KnownWeights(raw, shape, self.rotary_by_length)
         self._modules = KnownModules(raw)
         self._hashes: tuple[str, str] | None = None
 

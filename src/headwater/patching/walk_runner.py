@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwater.errors import NumericsError
+from headwater.errors import NumericsError, first_line
 from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.blocks import Blocks, Recording, cannot_step
 from headwater.models.bridge_check import not_finite, rounding
@@ -155,9 +155,7 @@ class WalkRunner(Runner):
             # Says nothing about the steps: the caller tries half of the examples.
             if isinstance(error, RuntimeError) and is_out_of_memory(error):
                 raise
-            return (
-                f"its blocks cannot be called one by one ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
-            )
+            return f"its blocks cannot be called one by one ({type(error).__name__}: {first_line(error)[:120]})"
         difference = float((read_logits[0].detach().float() - expected).abs().max())
         return (
             f"stepping through its blocks changes its logits by {difference:.1e}"
