@@ -54,6 +54,8 @@ SUITES = {
     "real": real.run,
 }
 
+OF_A_MODEL = ("real", "knockout", "saliency", "circuits", "cache", "collecting", "generation")
+"""Suites that take `--model`. What the others measure of a pretrained model is in `real`."""
 QUICK = {"edges": edges.quick, "circuits": circuits.quick}
 """Suites that have small models too, to see whether they run and agree."""
 
@@ -71,7 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small models, where a suite has them: do they agree?")
     parser.add_argument(
-        "--model", help="of the suite `real`: a checkpoint folder, a GGUF file or a name; default: smollm2"
+        "--model",
+        help=f"of {', '.join(OF_A_MODEL)}: a checkpoint folder, a GGUF file or a name, in float32; default: "
+        "random weights, of `real` smollm2",
     )
     options = parser.parse_args(arguments)
     if options.suites == ["table"]:
@@ -82,8 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = set(options.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown suite {', '.join(sorted(unknown))}; choose of {', '.join(SUITES)}")
-    if options.model and options.suites != ["real"]:
-        parser.error("--model is of the suite `real` alone; the others have random weights of a known shape")
+    if options.model and not 0 < len(options.suites) == len(set(options.suites).intersection(OF_A_MODEL)):
+        parser.error(f"--model is of {', '.join(OF_A_MODEL)}; the others have random weights of a known shape")
     suites = options.suites or list(SUITES)
     taken = {"model": options.model} if options.model else {}
     rows: list[Row] = []

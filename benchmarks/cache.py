@@ -3,9 +3,9 @@
 Question: how long does it take, and how much does it keep, to have what an experiment reads? Twice: the residual stream
 behind every layer and every attention pattern; and the residual stream at each text's last token alone.
 
-The model has GPT-2's 124M shape and random weights. The peer is `run_with_cache` on the same model object with a filter
-of just those activations; for the last token it slices afterwards, as its users do. nnsight, where it is installed,
-saves the same residual streams in one trace of the same weights.
+The model has GPT-2's 124M shape and random weights unless `--model` names one. The peer is `run_with_cache` on the same
+model object with a filter of just those activations; for the last token it slices afterwards, as its users do. nnsight,
+where it is installed, saves the same residual streams in one trace of the same weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.patching import random_gpt2
+from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
 from benchmarks.peers import installed
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
@@ -24,17 +24,16 @@ BATCH, LENGTH, ROUNDS = 8, 128, 3
 TOLERANCE = 1e-4
 
 
-def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
     """Yield the suite's rows: everything, then the last token, then (where it is installed) against nnsight."""
-    model = model or random_gpt2(device)
-    tokens = _tokens(model)
+    loaded = chosen_model(model, device)
     whole = {"residual": True, "attention": True}
     last = {"residual": True, "attention": False, "positions": [-1]}
     what = "residual stream and patterns of every layer", "residual stream at the last token"
-    yield _row(machine, device, model, tokens, what[0], whole, "run_with_cache", lens_cache)
-    yield _row(machine, device, model, tokens, what[1], last, "run_with_cache", lens_last)
-    if installed("nnsight"):
-        yield _row(machine, device, model, tokens, what[1], last, "nnsight", nnsight_last(model, device))
+    yield _row(machine, device, loaded, model, what[0], whole, "run_with_cache", lens_cache)
+    yield _row(machine, device, loaded, model, what[1], last, "run_with_cache", lens_last)
+    if not isinstance(model, str) and installed("nnsight"):
+        yield _row(machine, device, loaded, model, what[1], last, "nnsight", nnsight_last(loaded, device))
 
 
 Kept = tuple[Tensor, Tensor | None]
@@ -51,8 +50,8 @@ def _tokens(model: HookedModel) -> Tensor:
     return torch.randint(model.shape.d_vocab, (BATCH, length), generator=torch.Generator().manual_seed(0))
 
 
-def _peak(device: str, asked: dict[str, object]) -> int | None:
-    model = random_gpt2(device)
+def _peak(device: str, chosen: Chosen, asked: dict[str, object]) -> int | None:
+    model = chosen_model(chosen, device)
     model.run([[1, 2]])  # what the libraries allocate once is not workspace
     return peak_bytes(lambda: cached(model, device, asked), device)
 
@@ -100,12 +99,13 @@ def _row(
     machine: Machine,
     device: str,
     model: HookedModel,
-    tokens: Tensor,
+    chosen: Chosen,
     what: str,
     asked: dict[str, object],
     name: str,
     peer: Callable[[HookedModel, Tensor], Kept],
 ) -> Row:
+    tokens = _tokens(model)
     there = tokens.to(device)
 
     def ours() -> Kept:
@@ -120,22 +120,22 @@ def _row(
     kept = sum(part.nbytes for part in found if part is not None)
     work = _least_work(model, tokens, kept)
     return Row(
-        name=f"cache: {what}, GPT-2 124M shape, {len(tokens)} texts of {tokens.shape[1]} tokens",
+        name=f"cache: {what}, {titled(chosen)}, {len(tokens)} texts of {tokens.shape[1]} tokens",
         peer=f"{name}, the same activations",
         floor_s=machine.floor_of(work),
         work=work,
         peer_s=min(seconds(lambda: peer(model, there), device) for _ in range(ROUNDS)),
         headwater_s=min(seconds(ours, device) for _ in range(ROUNDS)),
         agrees=agrees,
-        peak_bytes=in_fresh_process(_peak, device, asked),
+        peak_bytes=in_fresh_process(_peak, device, chosen, asked),
         target="no slower, equal to 1e-4",
-        note=f"random weights; keeps {kept / 2**20:.1f} MB; best of {ROUNDS} of each",
+        note=f"{weights_note(chosen)}; keeps {kept / 2**20:.1f} MB; best of {ROUNDS} of each",
     )
 
 
 def _least_work(model: HookedModel, tokens: Tensor, kept: int) -> Work:
     """The blocks' arithmetic on every token; no unembedding."""
-    shape = model.shape
-    attention = 4 * tokens.shape[1] * shape.d_model
-    operations = tokens.numel() * shape.n_layers * (24 * shape.d_model**2 + attention)
-    return Work(operations, 4 * 12 * shape.n_layers * shape.d_model**2 + kept, done=tokens.numel(), unit="tokens")
+    shape, weights = model.shape, block_weights(model)
+    attention = 4 * tokens.shape[1] * shape.n_heads * shape.d_head
+    operations = tokens.numel() * (2 * weights + shape.n_layers * attention)
+    return Work(operations, 4 * weights + kept, done=tokens.numel(), unit="tokens")

@@ -22,9 +22,9 @@ from transformer_lens.tools.analysis.attribution_patching import faithfulness
 import headwater as hw
 from benchmarks.edge_task import LENGTH, METRIC, QUICK, Task, measured, model_with_gradients, nodes, parts
 from benchmarks.machine import Machine, Work, seconds
+from benchmarks.models import Chosen, block_weights, chosen_model, titled
 from benchmarks.report import Row
 from headwater.circuits.circuit import made
-from headwater.models.hooked import HookedModel
 
 BATCHES = (8, 32)
 STRONGEST = 26
@@ -33,13 +33,14 @@ STRONGEST = 26
 POSITION_SPECIFIC = "the peer's edges are those of single positions: it is given each edge at every position"
 
 
-def run(machine: Machine, device: str, model: HookedModel | None = None, rounds: int = 3) -> Iterator[Row]:
-    """Yield a row per number of circuits, and one of the peer's."""
-    task = Task.of(model or model_with_gradients(device), 6, device)
+def run(machine: Machine, device: str, model: Chosen = None, rounds: int = 3) -> Iterator[Row]:
+    """Yield a row per number of circuits, and, of random weights, one of the peer's, which takes no grouped heads."""
+    task = Task.of(chosen_model(model, device), 6, device)
     plain = _plain_forward(task, rounds)
     for n_circuits in BATCHES:
-        yield batched_row(machine, task, n_circuits, plain, rounds)
-    yield faithfulness_row(machine, task, rounds)
+        yield batched_row(machine, task, titled(model), n_circuits, plain, rounds)
+    if not isinstance(model, str):
+        yield faithfulness_row(machine, task, rounds)
 
 
 def quick(machine: Machine, device: str) -> Iterator[Row]:
@@ -50,11 +51,13 @@ def quick(machine: Machine, device: str) -> Iterator[Row]:
 def least_of_one(task: Task) -> Work:
     """What one circuit takes at least: two operations per weight that a token meets, the last layer's for what is read.
 
-    Of the 12 d_model² weights of a block keys and values are two; logits are left out. No weight need be read anew.
+    Of the last layer that is keys and values alone, but for one token; logits are left out. No weight is read anew.
     """
     shape, tokens = task.model.shape, LENGTH - task.start
-    weights = (shape.n_layers - 1) * 12 * tokens + 2 * tokens + 10
-    return Work(2 * shape.d_model**2 * weights, 0.0, done=1, unit="circuits")
+    block = block_weights(task.model) // shape.n_layers
+    keys_values = 2 * shape.n_kv_heads * shape.d_head * shape.d_model
+    weights = (shape.n_layers - 1) * block * tokens + keys_values * (tokens - 1) + block
+    return Work(2 * weights, 0.0, done=1, unit="circuits")
 
 
 def least_of_nodes(task: Task, circuit: hw.Circuit) -> Work:
@@ -68,14 +71,14 @@ def least_of_nodes(task: Task, circuit: hw.Circuit) -> Work:
     return Work(2 * shape.d_model**2 * weights, 0.0, done=1, unit="circuits")
 
 
-def batched_row(machine: Machine, task: Task, n_circuits: int, plain: float, rounds: int) -> Row:
+def batched_row(machine: Machine, task: Task, title: str, n_circuits: int, plain: float, rounds: int) -> Row:
     """Some circuits at once: the time of each beside that of one plain forward."""
     some = halves(task, n_circuits)
     agrees = _alone_and_whole_agree(task, some)
     a_call = median(seconds(lambda: together(task, some), task.device) for _ in range(rounds))
     few = median(seconds(lambda: together(task, some[:1]), task.device) for _ in range(rounds))
     return Row(
-        name=f"circuits: {n_circuits} at once, the time of one",
+        name=f"circuits: {n_circuits} at once, the time of one, {title}",
         peer="one plain forward of the clean prompt",
         floor_s=machine.floor_of(least_of_one(task)),
         work=least_of_one(task),

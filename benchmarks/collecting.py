@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.patching import random_gpt2
+from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 
@@ -29,13 +29,12 @@ TOLERANCE = 1e-4
 SITES = {"resid_post": "hook_resid_post", "z": "attn.hook_z"}
 
 
-def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
     """Yield a row for sites of a layer in the middle, and one for the last layer."""
-    model = model or random_gpt2(device)
-    texts = texts_of(model, TEXTS[device.split(":")[0]])
-    last = model.shape.n_layers - 1
+    loaded = chosen_model(model, device)
+    last = loaded.shape.n_layers - 1
     for layer in sorted({last // 2, last}):
-        yield _row(machine, device, model, texts, layer)
+        yield _row(machine, device, loaded, model, layer)
 
 
 def texts_of(model: HookedModel, count: int) -> list[list[int]]:
@@ -68,15 +67,16 @@ def lens_loop(model: HookedModel, texts: list[list[int]], layer: int, folder: Pa
         save_file(kept, folder / f"{start:06d}.safetensors")
 
 
-def _peak(device: str, count: int, layer: int) -> int | None:
-    model = random_gpt2(device)
+def _peak(device: str, chosen: Chosen, count: int, layer: int) -> int | None:
+    model = chosen_model(chosen, device)
     texts = texts_of(model, count)
     model.run([[1, 2]])  # what the libraries allocate once is not workspace
     with tempfile.TemporaryDirectory() as folder:
         return peak_bytes(lambda: collected(model, texts, layer, Path(folder) / "out"), device)
 
 
-def _row(machine: Machine, device: str, model: HookedModel, texts: list[list[int]], layer: int) -> Row:
+def _row(machine: Machine, device: str, model: HookedModel, chosen: Chosen, layer: int) -> Row:
+    texts = texts_of(model, TEXTS[device.split(":")[0]])
     with tempfile.TemporaryDirectory() as made:
         ours, theirs = Path(made) / "headwater", Path(made) / "lens"
 
@@ -87,19 +87,20 @@ def _row(machine: Machine, device: str, model: HookedModel, texts: list[list[int
         taken = [(timed(lens_loop, theirs), timed(collected, ours)) for _ in range(ROUNDS)]
         agrees = _agree(model, texts, layer, ours, theirs)
     tokens = sum(map(len, texts))
-    kept = 4 * tokens * 2 * model.shape.d_model
-    work = Work(tokens * (layer + 1) * 24 * model.shape.d_model**2, kept, done=tokens, unit="tokens")
+    shape = model.shape
+    kept = 4 * tokens * (shape.d_model + shape.n_heads * shape.d_head)
+    work = Work(tokens * (layer + 1) * 2 * block_weights(model) // shape.n_layers, kept, done=tokens, unit="tokens")
     return Row(
-        name=f"collecting: resid_post and z of layer {layer}, GPT-2 124M shape, {len(texts):,} texts to disk",
+        name=f"collecting: resid_post and z of layer {layer}, {titled(chosen)}, {len(texts):,} texts to disk",
         peer="run_with_cache, batch by batch, real tokens saved",
         floor_s=machine.floor_of(work),
         work=work,
         peer_s=min(peer for peer, _ in taken),
         headwater_s=min(own for _, own in taken),
         agrees=agrees,
-        peak_bytes=in_fresh_process(_peak, device, len(texts), layer),
+        peak_bytes=in_fresh_process(_peak, device, chosen, len(texts), layer),
         target=">= 1.2 x, memory flat, real tokens only",
-        note=f"random weights; {tokens:,} tokens, {kept / 2**20:.1f} MB in files; best of {ROUNDS} of each",
+        note=f"{weights_note(chosen)}; {tokens:,} tokens, {kept / 2**20:.1f} MB in files; best of {ROUNDS} of each",
     )
 
 

@@ -7,7 +7,8 @@ import torch
 from transformer_lens.tools.analysis.attribution_patching import Node
 
 import headwater as hw
-from benchmarks.patching import ANSWERS, random_gpt2
+from benchmarks import models
+from benchmarks.patching import ANSWERS
 from headwater.circuits.graph import Graph
 from headwater.models.hooked import HookedModel
 
@@ -52,7 +53,7 @@ class Task:
 def model_with_gradients(device: str, **sizes: int) -> HookedModel:
     """Return a random model of GPT-2's shape whose weights may take part in gradients."""
     with torch.inference_mode(False):
-        return random_gpt2(device, **sizes)
+        return models.random_gpt2(device, **sizes)
 
 
 def named(node: Any) -> str:

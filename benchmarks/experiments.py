@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 import headwater as hw
+from benchmarks import models
 from benchmarks.machine import Machine, Work
-from benchmarks.patching import ANSWERS, in_turns, least_operations, random_gpt2
+from benchmarks.patching import ANSWERS, in_turns, least_operations
 from benchmarks.report import Row
 from headwater.models.generation import generate_tokens
 from headwater.models.hooked import HookedModel
@@ -35,7 +36,7 @@ def blend(activation: torch.Tensor, other: torch.Tensor, place: Any) -> torch.Te
 
 def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
     """Yield a row for each thing that a person brings."""
-    model = model or random_gpt2(device)
+    model = model or models.random_gpt2(device)
     clean, corrupted = pairs(model)
 
     def sweep(corrupted: Any = corrupted, **options: Any) -> hw.Sweep:
@@ -83,12 +84,7 @@ class Job:
     def work(self, cells: int, draws: float) -> Work:
         """What some cells take at least, where each is one of so many draws that the same prompts are run for."""
         least = PAIRS * least_operations(self.model, self.site, LENGTH, self.places, draws) / draws
-        return Work(least, 4 * block_weights(self.model) / draws, done=cells, unit="cells")
-
-
-def block_weights(model: HookedModel) -> int:
-    """Return how many weights the matrices of all blocks have, the MLP four times as wide as the model."""
-    return 12 * model.shape.d_model**2 * model.shape.n_layers
+        return Work(least, 4 * models.block_weights(self.model) / draws, done=cells, unit="cells")
 
 
 def compared(job: Job, name: str, brought: Callable[[], hw.Sweep], built_in: Callable[[], hw.Sweep]) -> Row:
@@ -113,7 +109,7 @@ def compared(job: Job, name: str, brought: Callable[[], hw.Sweep], built_in: Cal
 
 def written(machine: Machine, model: HookedModel, clean: list[list[int]]) -> Row:
     """Return the row of generation with an edit at every token beside generation without hooks."""
-    blocks, unembedding = block_weights(model), model.shape.d_model * model.shape.d_vocab
+    blocks, unembedding = models.block_weights(model), model.shape.d_model * model.shape.d_vocab
     operations = 2 * TEXTS * (blocks * (LENGTH + WRITTEN - 1) + unembedding * WRITTEN)
     work = Work(operations, 4 * WRITTEN * (blocks + unembedding), done=TEXTS * WRITTEN, unit="tokens")
     prompts = (clean * TEXTS)[:TEXTS]

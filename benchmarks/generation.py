@@ -5,7 +5,7 @@ Question: what does it cost to let a model write through headwater, where nothin
 The two have the same weights and write the same number of tokens behind the same prompts, which must be the same
 tokens. Transformers attends in one pass, as it does by default. They take turns; the best of several is reported, since
 what is short is disturbed easily. The first row is the embedded model's, whose steps are so short that only overhead
-counts; the others have GPT-2's 124M shape and random weights.
+counts; the others have GPT-2's 124M shape and random weights. With `--model` all rows are of that model.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import torch
 import transformers
 
-import headwater as hw
 from benchmarks.machine import Machine, Work, best_in_turns
-from benchmarks.patching import random_gpt2
+from benchmarks.models import Chosen, chosen_model, titled
 from benchmarks.report import Row
 from headwater.models.generation import generate_tokens
 from headwater.models.hooked import HookedModel
@@ -23,12 +22,12 @@ from headwater.models.hooked import HookedModel
 PROMPT, NEW, ROUNDS = 16, 32, 5
 
 
-def run(machine: Machine, device: str, models: dict[str, HookedModel] | None = None) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
     """Yield a row for one prompt to each model, and one for a batch to the last."""
-    models = models or {"embedded model": hw.load(device=device), "GPT-2 124M shape": random_gpt2(device)}
-    for what, model in models.items():
-        yield _row(machine, device, model, what, 1)
-    yield _row(machine, device, model, what, 8)
+    for chosen in ("embedded", None) if model is None else (model,):
+        loaded = chosen_model(chosen, device)
+        yield _row(machine, device, loaded, titled(chosen), 1)
+    yield _row(machine, device, loaded, titled(chosen), 8)
 
 
 def plain(model: HookedModel, device: str) -> transformers.PreTrainedModel:

@@ -3,11 +3,11 @@
 Question: how long does it take to sever the edges to some tokens of a prompt in a window of layers around each layer,
 and to have the state of every layer after a knockout of all layers up to it (what a probe per layer needs)?
 
-The model has GPT-2's 124M shape and random weights; T = 64; four keys in the first quarter of the prompt are severed.
-Windows: from the last token alone (the published sweep of Geva et al., window 9), and from every later token. States:
-from every later token. The peers run the same model object in the same process: for each layer one `run_with_hooks`
-with an edit of `hook_attn_scores` in the window, or in all layers up to it. The floor is the arithmetic of the tokens
-that can change, in the layers in which they can; states need no unembedding.
+The model has GPT-2's 124M shape and random weights unless `--model` names one; T = 64; four keys in the first quarter
+of the prompt are severed. Windows: from the last token alone (the published sweep of Geva et al., window 9), and from
+every later token. States: from every later token. The peers run the same model object in the same process: for each
+layer one `run_with_hooks` with an edit of `hook_attn_scores` in the window, or in all layers up to it. The floor is the
+arithmetic of the tokens that can change, in the layers in which they can; states need no unembedding.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,8 @@ from torch import Tensor
 
 import headwater as hw
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
-from benchmarks.patching import ANSWERS, ROUNDS, in_turns, random_gpt2
+from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
+from benchmarks.patching import ANSWERS, ROUNDS, in_turns
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 
@@ -25,17 +26,16 @@ LENGTH, KEYS, WINDOW, EXAMPLES = 64, (8, 12), 9, 4
 READERS = {"last": "last token from four keys", "after": "every later token from four keys"}
 
 
-def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
     """Yield the suite's rows: a windowed sweep, then the states of every layer."""
-    model = model or random_gpt2(device)
-    prompts = _prompts(model)
-    yield _windowed(machine, device, model, prompts[0], "last", ">= 5 x")
-    yield _windowed(machine, device, model, prompts[0], "after", "none: most layers and positions change")
-    yield _every_layer(machine, device, model, prompts)
+    loaded = chosen_model(model, device)
+    yield _windowed(machine, device, loaded, model, "last", ">= 5 x")
+    yield _windowed(machine, device, loaded, model, "after", "none: most layers and positions change")
+    yield _every_layer(machine, device, loaded, model)
 
 
-def _windowed(machine: Machine, device: str, model: HookedModel, prompt: list[int], query: str, target: str) -> Row:
-    n_layers = model.shape.n_layers
+def _windowed(machine: Machine, device: str, model: HookedModel, chosen: Chosen, query: str, target: str) -> Row:
+    n_layers, prompt = model.shape.n_layers, _prompts(model)[0]
 
     def ours() -> hw.Sweep:
         return swept(model, query)
@@ -55,23 +55,23 @@ def _windowed(machine: Machine, device: str, model: HookedModel, prompt: list[in
     tokens = LENGTH - KEYS[1] if query == "after" else 1
     starts = [max(0, layer - WINDOW // 2) for layer in range(n_layers)]
     least = _operations(model, sum(n_layers - start for start in starts), tokens)
-    work = Work(least, 4 * 85e6, done=n_layers, unit="layer-examples")
+    work = Work(least, 4 * block_weights(model), done=n_layers, unit="layer-examples")
     return Row(
-        name=f"knockout: {n_layers} windows of {WINDOW} layers, {READERS[query]}, GPT-2 124M shape, T = {LENGTH}",
+        name=f"knockout: {n_layers} windows of {WINDOW} layers, {READERS[query]}, {titled(chosen)}, T = {LENGTH}",
         peer="one hooked TransformerLens run per window",
         floor_s=machine.floor_of(work),
         work=work,
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=bool((values - expected).abs().max() < 1e-4),
-        peak_bytes=in_fresh_process(_peak, device, swept, query),
+        peak_bytes=in_fresh_process(_peak, device, chosen, swept, query),
         target=target,
-        note=f"random weights; engine: {found.engine}; medians of {ROUNDS} runs in turns",
+        note=f"{weights_note(chosen)}; engine: {found.engine}; medians of {ROUNDS} runs in turns",
     )
 
 
-def _every_layer(machine: Machine, device: str, model: HookedModel, prompts: list[list[int]]) -> Row:
-    n_layers = model.shape.n_layers
+def _every_layer(machine: Machine, device: str, model: HookedModel, chosen: Chosen) -> Row:
+    n_layers, prompts = model.shape.n_layers, _prompts(model)
 
     def ours() -> Tensor:
         return changes(model)
@@ -90,19 +90,19 @@ def _every_layer(machine: Machine, device: str, model: HookedModel, prompts: lis
     found, expected = ours(), theirs()
     headwater_s, peer_s = in_turns(ours, theirs, device)
     passes = 2 - KEYS[1] / LENGTH
-    least = passes * EXAMPLES * LENGTH * 24 * n_layers * model.shape.d_model**2
-    work = Work(least, 4 * 85e6, done=n_layers * EXAMPLES, unit="layer-examples")
+    least = passes * EXAMPLES * LENGTH * 2 * block_weights(model)
+    work = Work(least, 4 * block_weights(model), done=n_layers * EXAMPLES, unit="layer-examples")
     return Row(
-        name=f"knockout: the change of every layer's state, GPT-2 124M shape, T = {LENGTH}, {EXAMPLES} prompts",
+        name=f"knockout: the change of every layer's state, {titled(chosen)}, T = {LENGTH}, {EXAMPLES} prompts",
         peer="one plain and one hooked TransformerLens run per layer",
         floor_s=machine.floor_of(work),
         work=work,
         peer_s=peer_s,
         headwater_s=headwater_s,
         agrees=bool((found - expected).abs().max() < 1e-4),
-        peak_bytes=in_fresh_process(_peak, device, changes),
+        peak_bytes=in_fresh_process(_peak, device, chosen, changes),
         target=f">= {0.8 * n_layers:.1f} x (0.8 L)",
-        note=f"random weights; mlp_out at the last token; medians of {ROUNDS} runs in turns",
+        note=f"{weights_note(chosen)}; mlp_out at the last token; medians of {ROUNDS} runs in turns",
     )
 
 
@@ -123,8 +123,8 @@ def _prompts(model: HookedModel) -> list[list[int]]:
     return torch.randint(1000, model.shape.d_vocab, (EXAMPLES, LENGTH), generator=generator).tolist()
 
 
-def _peak(device: str, work: Callable[..., object], *given: str) -> int | None:
-    model = random_gpt2(device)
+def _peak(device: str, chosen: Chosen, work: Callable[..., object], *given: str) -> int | None:
+    model = chosen_model(chosen, device)
     model.run([[1, 2]])  # what the libraries allocate once is not workspace
     return peak_bytes(lambda: work(model, *given), device)
 
@@ -148,4 +148,5 @@ def _cuts(layers: Iterable[int], queries: slice) -> list[tuple[str, object]]:
 def _operations(model: HookedModel, layers: int, tokens: int) -> float:
     """Two operations per weight, for each token of each layer and for the logits of each window."""
     shape = model.shape
-    return 2 * (layers * tokens * 12 * shape.d_model**2 + shape.n_layers * shape.d_model * shape.d_vocab)
+    blocks = layers * tokens * block_weights(model) // shape.n_layers
+    return 2 * (blocks + shape.n_layers * shape.d_model * shape.d_vocab)

@@ -30,7 +30,6 @@ from benchmarks.peers.interventions import BY_CELL, BY_LAYER
 from benchmarks.peers.interventions import Sweep as Peer
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
-from headwater.models.loading import load
 
 ANSWERS = (262, 257)
 PLAIN_LENGTH = 16
@@ -55,21 +54,15 @@ CASES = (
 )
 
 
-def random_gpt2(device: str, **sizes: int) -> HookedModel:
-    """Return a model of GPT-2's shape (124M parameters unless sizes say otherwise) with random weights."""
-    config = transformers.GPT2Config(**sizes)
-    torch.manual_seed(0)
-    return load(transformers.AutoModelForCausalLM.from_config(config).eval(), device=device)
-
-
 def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
     """Yield a row per sweep and prompt length."""
-    model = model or random_gpt2(device)
+    model = model or models.random_gpt2(device)
     for case in CASES:
         for length, target in case.targets.items():
             yield _row(machine, device, model, case, length, target)
     yield from beside_peers(machine, device, model, by_cell=">= 10 x", by_layer=">= 3 x")
-    yield from beside_peers(machine, device, random_gpt2(device, **SMALL), by_cell=">= 10 x", by_layer=">= 1.6 x")
+    small = models.random_gpt2(device, **SMALL)
+    yield from beside_peers(machine, device, small, by_cell=">= 10 x", by_layer=">= 1.6 x")
 
 
 def _row(machine: Machine, device: str, model: HookedModel, case: SweepCase, length: int, target: str) -> Row:
@@ -159,7 +152,7 @@ def _prompts(model: HookedModel, length: int) -> list[list[int]]:
 
 
 def _peak(device: str, site: str, length: int) -> int | None:
-    model = random_gpt2(device)
+    model = models.random_gpt2(device)
     model.run([[1, 2]])  # what the libraries allocate once is not workspace
     return peak_bytes(lambda: measured(model, site, length), device)
 

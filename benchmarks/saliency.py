@@ -3,7 +3,8 @@
 Question: how long does it take, and how much memory, to have |A ∂L/∂A| at the edges from eight question tokens, at
 every layer up to a probe's, for a few prompts of 256 tokens?
 
-The model has GPT-2's 124M shape and random weights; the probe reads the MLP of layer 6 of 12 at the last answer token.
+The model has GPT-2's 124M shape and random weights unless `--model` names one; the probe reads the MLP of the middle
+layer at the last answer token.
 Two layouts of a prompt: after a beginning that all prompts share (instructions, examples: E_Q 200..208, E_A 252..256);
 and a short question with a long answer (E_Q 8..16, E_A 248..252), where E_Q→* needs gradients at nearly every position.
 
@@ -24,7 +25,8 @@ from torch import Tensor
 
 import headwater as hw
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.patching import ROUNDS, in_turns, random_gpt2
+from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
+from benchmarks.patching import ROUNDS, in_turns
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 from headwater.probes.linear import Probe
@@ -50,17 +52,16 @@ LAYOUTS = (
 )
 
 
-def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
     """Yield a row per layout and kind of edge."""
-    with torch.inference_mode(False):
-        model = model or random_gpt2(device)
+    loaded = chosen_model(model, device)
     for layout in LAYOUTS:
         for edges in ("exact_answer", "all"):
-            yield _row(machine, device, model, layout, edges)
+            yield _row(machine, device, loaded, model, layout, edges)
 
 
 @torch.inference_mode(False)
-def _row(machine: Machine, device: str, model: HookedModel, layout: Layout, edges: str) -> Row:
+def _row(machine: Machine, device: str, model: HookedModel, chosen: Chosen, layout: Layout, edges: str) -> Row:
     shape, (first, read) = model.shape, (layout.question[0], layout.answer[1])
     answered, probe = prompts(model, layout), probe_of(model)
     ours, theirs = partial(measured, model, answered, probe, edges), partial(peer, model, answered, probe, edges)
@@ -68,14 +69,16 @@ def _row(machine: Machine, device: str, model: HookedModel, layout: Layout, edge
     headwater_s, peer_s = in_turns(ours, theirs, device)
     stopped_s = seconds(partial(theirs, stop=True), device)
     graph_from = first if edges == "all" else layout.answer[0]
-    forward = (12 * probe.layer + 2) * shape.d_model**2 * (EXAMPLES * (read - layout.shared) + layout.shared)
-    backward = (12 * probe.layer - 1) * shape.d_model**2 * EXAMPLES * (read - graph_from)
-    work = Work(2 * (forward + backward), 4 * 12 * probe.layer * shape.d_model**2, EXAMPLES, "examples")
-    peaks = [in_fresh_process(_peak, device, layout, edges, who) for who in (0, 1)]
+    below = block_weights(model) // shape.n_layers * probe.layer
+    a_head = shape.d_model * shape.d_head
+    forward = (below + 2 * shape.n_kv_heads * a_head) * (EXAMPLES * (read - layout.shared) + layout.shared)
+    backward = (below - shape.n_heads * a_head) * EXAMPLES * (read - graph_from)
+    work = Work(2 * (forward + backward), 4 * below, EXAMPLES, "examples")
+    peaks = [in_fresh_process(_peak, device, chosen, layout, edges, who) for who in (0, 1)]
     share = f"{peaks[0] / peaks[1]:.2f} of the peer's peak memory" if peaks[0] and peaks[1] else "peak not measured"
     reader = "E_A" if edges == "exact_answer" else "*"
     return Row(
-        name=f"saliency: E_Q→{reader}, {layout.name}, T = {LENGTH}, {EXAMPLES} prompts",
+        name=f"saliency: E_Q→{reader}, {layout.name}, {titled(chosen)}, T = {LENGTH}, {EXAMPLES} prompts",
         peer="autograd through stored attention patterns",
         floor_s=machine.floor_of(work),
         peer_s=peer_s,
@@ -83,7 +86,7 @@ def _row(machine: Machine, device: str, model: HookedModel, layout: Layout, edge
         agrees=bool((found - expected).abs().max() <= 1e-5 * expected.abs().max()),
         peak_bytes=peaks[0],
         target=">= 3 x, memory <= 1/3",
-        note=f"GPT-2 124M shape, random weights; probe at layer {probe.layer} of {shape.n_layers}; "
+        note=f"{weights_note(chosen)}; probe at layer {probe.layer} of {shape.n_layers}; "
         f"{stopped_s / headwater_s:.2f} x where the peer stops there too; {share}; medians of {ROUNDS} runs in turns",
         work=work,
     )
@@ -153,6 +156,6 @@ def peer(model: HookedModel, answered: AnsweredQuestions, probe: Probe, edges: s
 
 
 @torch.inference_mode(False)
-def _peak(device: str, layout: Layout, edges: str, who: int) -> int | None:
-    model = random_gpt2(device)
+def _peak(device: str, chosen: Chosen, layout: Layout, edges: str, who: int) -> int | None:
+    model = chosen_model(chosen, device)
     return peak_bytes(partial((measured, peer)[who], model, prompts(model, layout), probe_of(model), edges), device)

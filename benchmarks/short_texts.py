@@ -14,7 +14,7 @@ import torch
 
 import headwater as hw
 from benchmarks.machine import Machine, Work, best_in_turns
-from benchmarks.patching import random_gpt2
+from benchmarks.models import random_gpt2
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 

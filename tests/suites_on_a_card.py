@@ -26,6 +26,7 @@ from benchmarks import (
     likelihood,
     loading,
     machine,
+    models,
     patching,
     pathways,
     real,
@@ -78,7 +79,7 @@ def toy(n_layers, device):
     return move(TOY(n_layers, "cpu"))
 
 
-RANDOM_GPT2, RANDOM_GPT2_WITH_WORDS = patching.random_gpt2, scaling.random_gpt2_with_words
+RANDOM_GPT2, RANDOM_GPT2_WITH_WORDS = models.random_gpt2, scaling.random_gpt2_with_words
 TOY = toys.toy
 TINY = {
     "heads": lambda m, d: heads.run(m, d, HEADS, trained=None),
@@ -86,7 +87,7 @@ TINY = {
     "toys": lambda m, d: toys.run(m, d, prompts=3),
     "likelihood": lambda m, d: likelihood.run(m, d, LIKELIHOOD),
     "scaling": lambda m, d: scaling.run(m, d, None, KERNEL),
-    "generation": lambda m, d: generation.run(m, d, {"small": gpt2(d)}),
+    "generation": lambda m, d: generation.run(m, d, gpt2(d)),
     "short-texts": lambda m, d: short_texts.run(m, d, embedded_and_small(d)),
     "loading": lambda m, d: loading.run(m, d, **GPT2),
     "edges": lambda m, d: edges.run(m, d, model_with_gradients(d, **EDGES)),
@@ -116,9 +117,7 @@ class Event:
 
 def make_small(put):
     """Give the suites small sizes, few rounds, and the device's clock and memory."""
-    for suite in (cache, collecting, edges, experiments, generation, knockout, patching, saliency, short_texts):
-        put(suite, "random_gpt2", gpt2)
-    put(sys.modules["benchmarks.edge_task"], "random_gpt2", gpt2)
+    put(models, "random_gpt2", gpt2)
     put(scaling, "random_gpt2_with_words", with_words)
     put(scaling, "CASES", ((1, 9, 1), (2, 12, 3)))
     put(toys, "toy", toy)

@@ -6,7 +6,7 @@ from benchmarks import __main__ as command
 from benchmarks import circuits, edges
 from benchmarks.edge_task import Task, model_with_gradients
 from benchmarks.machine import Machine
-from benchmarks.patching import random_gpt2
+from benchmarks.models import random_gpt2
 
 from headwater.circuits.circuit import made
 

@@ -455,7 +455,7 @@ def test_bad_input_is_one_clear_line(models):
 def test_the_benchmark_compares_like_with_like_at_a_tiny_shape(monkeypatch):
     from benchmarks import saliency as suite
     from benchmarks.machine import Machine
-    from benchmarks.patching import random_gpt2
+    from benchmarks.models import random_gpt2
 
     monkeypatch.setattr(suite, "in_fresh_process", lambda work, *given: 1)
     tiny = random_gpt2("cpu", n_layer=4, n_embd=24, n_head=2, vocab_size=1100, n_positions=256)

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from benchmarks import experiments, knockout, patching, toys
+from benchmarks import experiments, knockout, models, patching, toys
 from benchmarks.machine import Machine
 
 MACHINE = Machine("test", 1, 1e11, 1e10)
@@ -18,7 +18,7 @@ def test_every_sweep_of_the_suites_agrees_with_its_peer(monkeypatch):
     monkeypatch.setattr(knockout, "ANSWERS", (1001, 1002))
     for suite in (patching, knockout):
         monkeypatch.setattr(suite, "in_fresh_process", lambda work, *given: None)
-    model = patching.random_gpt2("cpu", **SIZES)
+    model = models.random_gpt2("cpu", **SIZES)
     with torch.inference_mode():
         rows = [*patching.run(MACHINE, "cpu", model), *knockout.run(MACHINE, "cpu", model)]
     others = sum(2 * 2 for library in ("nnsight", "pyvene") if importlib.util.find_spec(library))
@@ -31,7 +31,7 @@ def test_every_sweep_of_the_suites_agrees_with_its_peer(monkeypatch):
 def test_what_a_person_brings_goes_through_the_wavefront_beside_the_built_in_values(monkeypatch):
     monkeypatch.setattr(patching, "ROUNDS", 1)
     monkeypatch.setattr(experiments, "WRITTEN", 2)
-    model = patching.random_gpt2("cpu", **SIZES)
+    model = models.random_gpt2("cpu", **SIZES)
     with torch.inference_mode():
         rows = list(experiments.run(MACHINE, "cpu", model))
     assert len(rows) == 7
@@ -40,7 +40,7 @@ def test_what_a_person_brings_goes_through_the_wavefront_beside_the_built_in_val
 
 
 def test_the_floor_of_a_sweep_is_less_than_the_peer_and_grows_with_the_prompt():
-    model = patching.random_gpt2("cpu", **SIZES)
+    model = models.random_gpt2("cpu", **SIZES)
     shape, block = model.shape, 12 * model.shape.d_model**2
     for site, cells in (("resid_pre", 16 * shape.n_layers), ("z", shape.n_heads * shape.n_layers)):
         floors = [patching.least_operations(model, site, length) for length in (16, 32)]
@@ -50,7 +50,7 @@ def test_the_floor_of_a_sweep_is_less_than_the_peer_and_grows_with_the_prompt():
 
 def test_the_least_arithmetic_of_a_sweep_is_what_was_counted_by_hand():
     """Two layers, two heads, 16 tokens that differ from the fourth on; of 12 d² weights of a block."""
-    model = patching.random_gpt2("cpu", **SIZES)
+    model = models.random_gpt2("cpu", **SIZES)
     unit = 2 * model.shape.d_model**2
     both = (12 + 2) * 16 + 10 + (12 + 2) * 13 + 10  # of the last layer keys, values, one token more
     at_5 = 9 * 11 + 3 + 2 * 11 + 10
@@ -79,7 +79,7 @@ def beside_peers(monkeypatch):
 
     def rows():
         with torch.inference_mode():
-            model = patching.random_gpt2("cpu", **SIZES)
+            model = models.random_gpt2("cpu", **SIZES)
             return {row.peer: row.agrees for row in patching.beside_peers(MACHINE, "cpu", model, "", "")}
 
     return rows
