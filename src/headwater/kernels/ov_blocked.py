@@ -6,7 +6,8 @@ after a glance: once k tokens are greater than t and k are smaller, no other tok
 
 1. `first_glance` compares every pair of every head with a sample of the vocabulary (`ov.first_tokens`).
 2. `settle`: the few pairs left compute their head's output y = x W_V W_O in float64, and compare y W_U, tile after
-   tile, each as wide as what was seen so far; after every tile those that are out leave.
+   tile, each as wide as what was seen so far; after every tile those that are out leave. Pairs of one source share y,
+   and tokens come in the order of how far their logits are from the mean in some of these rows.
 3. Pairs that reach the end with a token too near their k-th place to call are decided in float64.
 
 `topk_membership` is the two together.
@@ -48,6 +49,8 @@ FACTOR_NUMBERS = 2**23
 CACHED_NUMBERS = 2**17
 """How many logits a thread compares at a time where each is read several times: 0.5 MB, and as much for the counts."""
 FEW_ROWS = 64
+ORDERED_BY, ORDER_TILE = 16, 8192
+"""Rows whose logits say in which order to go through the vocabulary; tokens at a time for that."""
 CUDA_WORKSPACE = 16
 """How many times as much on a CUDA device."""
 
@@ -215,34 +218,39 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Te
 
     k and what is returned are on the CPU.
     """
-    step = max(1, factor_numbers(maps) // maps.x.shape[1])
-    parts = [
-        _settle(maps, triples[start : start + step], k[start : start + step]) for start in range(0, len(triples), step)
-    ]
-    return torch.cat([torch.zeros(2, 0, dtype=torch.bool), *(part.cpu() for part in parts)], dim=1)
+    hits = torch.zeros(2, len(triples), dtype=torch.bool)
+    # Triples of one head and source side by side: they share y and its logits, which cost most.
+    by_row = (triples.head * len(maps.x) + triples.source).argsort(stable=True)
+    for part in by_row.split(max(1, factor_numbers(maps) // maps.x.shape[1])):
+        hits[:, part] = _settle(maps, triples[part], k[part]).cpu()
+    return hits
 
 
 def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Tensor, "2 triple"]:
+    rows, row = (triples.head * len(maps.x) + triples.source).unique_consecutive(return_inverse=True)
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
-    exact = head_outputs(maps, triples)
-    target, k = (to_device(one, exact.device) for one in (triples.target, k))
-    own64 = token_logits(maps, exact, target)
+    exact = head_outputs(maps, rows // len(maps.x), rows % len(maps.x))
+    row, target, k = (to_device(one, exact.device) for one in (row, triples.target, k))
+    own64 = token_logits(maps, exact[row], target)
     tie = maps.tie[to_device(triples.head, exact.device), to_device(triples.source, exact.device)]
     y, own = exact.float(), own64.float()
+    order = _scan_order(maps, y)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
     # ROUNDING also on a GPU: callers hold `full_float32`, so that these products never meet tensor cores.
-    margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1) + tie).float()
+    margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
     alive = torch.arange(len(triples), device=k.device)
+    # Tokens certainly above, certainly below, and with what is too near to call: fewer than k of these is a hit.
     counts = torch.zeros(4, len(triples), device=k.device)
     start = 0
     while start < maps.d_vocab and len(alive):
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
-        logits = _logits_of_rows(y[alive], maps.W_U[:, start:stop].float())
-        # Before both counts: a target within its own margin would count as possible.
-        leave_out(logits, target[alive] - start)
-        certain = count_beyond(logits, own[alive], margin[alive])
-        # With the margin negated ties count too: fewer than k of these is a hit for certain.
-        possible = count_beyond(logits, own[alive], -margin[alive])
-        counts[:, alive] += torch.stack([*certain, *possible])
+        live, of_live = row[alive].unique_consecutive(return_inverse=True)
+        logits = _logits_of_rows(y[live], columns_of(maps, order[start:stop]).float())
+        above, below = _count_rows(logits, of_live, own[alive], margin[alive])
+        # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
+        inside = (place[alive] >= start) & (place[alive] < stop)
+        near = stop - start - inside.float() - above - below
+        counts[:, alive] += torch.stack([above, below, above + near, below + near])
         # Out once certainly beaten on both sides; the rest meets a tile twice as wide.
         alive = alive[(counts[:2, alive] < k[alive]).any(0)]
         start = stop
@@ -250,8 +258,23 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[T
     hit[:, alive] = counts[2:, alive] < k[alive]
     # Between certain and possible counts lies a token too near to call.
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
-    hit[:, unsure] = _exact_counts(maps, exact[unsure], own64[unsure], target[unsure], tie[unsure]) < k[unsure]
+    hit[:, unsure] = _exact_counts(maps, exact[row[unsure]], own64[unsure], target[unsure], tie[unsure]) < k[unsure]
     return hit
+
+
+def _scan_order(maps: OVMaps, y: Float[Tensor, "row d_model"]) -> Int[Tensor, " d_vocab"]:
+    """Order the tokens by how far from a row's mean their logits are, in the mean over some rows: the farthest first.
+
+    Those are above or below most targets, so that pairs which are out leave early. By id, where that costs more than it
+    saves.
+    """
+    if len(y) < 4 * ORDERED_BY:
+        return torch.arange(maps.d_vocab, device=y.device)
+    some = y[:: max(1, len(y) // ORDERED_BY)]
+    logits = torch.cat([some @ tile.float() for tile in maps.W_U.split(ORDER_TILE, dim=1)], dim=1)
+    # In units of a row's own spread: heads that write little count as much.
+    far = (logits - logits.mean(1, keepdim=True)).square_()
+    return (far / far.mean(1, keepdim=True).clamp_min(torch.finfo(far.dtype).tiny)).sum(0).argsort(descending=True)
 
 
 def _exact_counts(
@@ -280,17 +303,17 @@ def head_values(maps: OVMaps, x: Float[Tensor, "source d_model"]) -> Float[Tenso
     return rearrange(z, "source (kv_head d_head) -> kv_head source d_head", kv_head=len(maps.W_V)).contiguous()
 
 
-def head_outputs(maps: OVMaps, triples: Triples) -> Float[Tensor, "triple d_model"]:
-    """Return y = x_s W_V W_O in float64: what the triple's head writes for its source."""
-    y = torch.empty(len(triples), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
-    source, start = to_device(triples.source, y.device), 0
-    # Triples come by ascending head, so each head's rows are one slice and one product.
-    for head, count in enumerate(triples.head.bincount(minlength=maps.n_heads).tolist()):
+def head_outputs(maps: OVMaps, head: Int[Tensor, " row"], source: Int[Tensor, " row"]) -> Float[Tensor, "row d_model"]:
+    """Return y = x_s W_V W_O in float64: what a head writes for a source; rows by ascending head, given on the CPU."""
+    y = torch.empty(len(head), maps.x.shape[1], dtype=torch.float64, device=maps.x.device)
+    source, start = to_device(source, y.device), 0
+    # By ascending head, so that each head's rows are one slice and one product.
+    for number, count in enumerate(head.bincount(minlength=maps.n_heads).tolist()):
         if not count:
             continue
         rows = slice(start, start + count)
-        z = maps.x[source[rows]].double() @ maps.W_V[maps.value_head(head)].double()
-        y[rows] = z @ maps.W_O[head].double()
+        z = maps.x[source[rows]].double() @ maps.W_V[maps.value_head(number)].double()
+        y[rows] = z @ maps.W_O[number].double()
         start += count
     return y
 
@@ -321,7 +344,7 @@ def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple
     differences = [torch.zeros(0, dtype=torch.float64, device=maps.x.device)]
     for start in range(0, len(triples), step):
         part = triples[start : start + step]
-        y = head_outputs(maps, part)
+        y = head_outputs(maps, part.head, part.source)
         target, beside = (to_device(one, y.device) for one in (part.target, other[start : start + step]))
         differences.append(token_logits(maps, y, target) - token_logits(maps, y, beside))
     return torch.cat(differences)
@@ -372,6 +395,21 @@ def count_products(
     n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // W.shape[1])
     parts = zip(*(part.split(n_rows) for part in (z, own, margin)), strict=True)
     above, below = zip(*(count_beyond(rows @ W, *bounds) for rows, *bounds in parts), strict=True)
+    return torch.cat(above), torch.cat(below)
+
+
+def _count_rows(
+    logits: Float[Tensor, "row token"],
+    row: Int[Tensor, " triple"],
+    own: Float[Tensor, " triple"],
+    margin: Float[Tensor, " triple"],
+) -> tuple[Float[Tensor, " triple"], Float[Tensor, " triple"]]:
+    """Count as `count_beyond` for triples, several of which may share a row, as many at a time as fit the cache."""
+    if len(row) == len(logits):
+        return count_beyond(logits, own, margin)
+    n_rows = len(row) if logits.is_cuda else max(1, CACHED_NUMBERS * torch.get_num_threads() // logits.shape[1])
+    parts = zip(*(part.split(n_rows) for part in (row, own, margin)), strict=True)
+    above, below = zip(*(count_beyond(logits[rows], *bounds) for rows, *bounds in parts), strict=True)
     return torch.cat(above), torch.cat(below)
 
 
