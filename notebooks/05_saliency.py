@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 5 · Saliency
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** Along which attention edges does what the probe reads reach the answer: from the question's exact tokens
 # to the answer's (E_Q→E_A), or to anything else that may carry it on (E_Q→*)?
@@ -12,8 +11,6 @@
 # (the probe's cross-entropy) and with the probe's logit, whose gradient does not vanish where the probe is sure and
 # right. Every answer is measured with coefficients of the probe that were not fitted on its question: a probe is surer
 # of what it has seen, which makes a peak near 0 out of nothing. The density over examples is the figure.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 import headwater as hw

@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 6 · Memorization by question depth
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** Deeper questions join facts that shallower ones ask for one by one. Is what they ask less likely to have
 # been seen in training, and do answers fail for that reason?
@@ -11,8 +10,6 @@
 # the accepted answer given the question, averaged over each graph's questions of a depth. Answers are scored 1 to 5,
 # and discrepancies between neighbouring depths follow DepthQA (Ko et al., EMNLP 2024). Lengths, shuffled words and,
 # since the corpus of this model is known, the true number of times a fact is in the corpus, serve as controls.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 import headwater as hw

