@@ -25,7 +25,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,7 +210,7 @@ class _Watched(_Cached):
         self._hooks, self._stack = hooks, stack
         self._prompts, self._first = prompts, Reading.of(prompts)
         self._step = 0
-        self._standing: StandingHooks | None = None
+        self._acting: list[Attached] | None = None
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         if self._step == 0:
@@ -233,11 +232,29 @@ class _Watched(_Cached):
         listed = hooks_for(self._model, self._hooks, self._reads, goes_on=True)
         if self._step == 1 and listed:
             self._bare = bare_model(self._model, [name for name, _ in listed])
-            self._standing = None if self._bare is None else StandingHooks(self._model, listed, self._stack)
-        if self._standing is None:
+            if self._bare is not None:
+                # Attaching hooks costs as much as some layers of a small model: once, and not at every step.
+                self._stack.enter_context(self._model.hooks(list(map(self._standing, range(len(listed)), listed))))
+        if self._bare is None:
             return self._run(listed)
-        with self._standing.acting(listed):
-            return self._run((), self._bare)
+        self._acting = attached = [Attached(*hook) for hook in listed]
+        try:
+            out = self._run((), self._bare)
+        finally:
+            self._acting = None
+        refuse_silent(attached)
+        return out
+
+    def _standing(self, number: int, hook: Hook) -> Hook:
+        """Return what stays attached in place of a hook: it lets the one of each step act, and no other run's."""
+
+        def act(activation: Any, hook: object) -> Tensor | None:
+            return None if self._acting is None else self._acting[number].act(activation, hook)
+
+        name, function = hook
+        edits = not isinstance(function, TrustedHook) or function.edits
+        # Silent in other runs; whether each fired in a step of its own is asked in `_next`.
+        return name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)
 
     def _push_right(self) -> None:
         """Move keys and values so that each row ends in the last column, as in a batch padded on the left."""
@@ -249,40 +266,6 @@ class _Watched(_Cached):
                 kept.gather(2, where.expand(-1, kept.shape[1], -1, kept.shape[3]))
                 for kept in (layer.keys, layer.values)
             )
-
-
-class StandingHooks:
-    """Hooks that stay attached while a model writes, act in its steps, and in no other run meanwhile.
-
-    Attaching hooks costs as much as some layers of a small model, so it is done once and not at every step. What each
-    does is made again for every step, where it depends on the tokens that are read
-    (`headwater.models.edits.PromptHook`).
-    """
-
-    def __init__(self, model: Model, hooks: Sequence[Hook], stack: contextlib.ExitStack):
-        self._acting: list[Attached] | None = None
-        places = [place_named(name) for name, _ in hooks]
-        self._read_only = [place and place[0].lacks(model, place[1], edited=True) for place in places]
-        standing = []
-        for number, (name, function) in enumerate(hooks):
-            edits = not isinstance(function, TrustedHook) or function.edits
-            act = partial(self._act, number)
-            # Silent in other runs; whether each fired in a step of its own is asked in `acting`.
-            standing.append((name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)))
-        stack.enter_context(model.hooks(standing))
-
-    def _act(self, number: int, activation: Any, hook: object) -> Tensor | None:
-        return None if self._acting is None else self._acting[number].act(activation, hook)
-
-    @contextlib.contextmanager
-    def acting(self, hooks: Sequence[Hook]) -> Iterator[None]:
-        """Let hooks at the same places act for as long as the context lasts, in which the model runs once."""
-        self._acting = attached = [Attached(*hook, why) for hook, why in zip(hooks, self._read_only, strict=True)]
-        try:
-            yield
-        finally:
-            self._acting = None
-        refuse_silent(attached)
 
 
 class _Rerun:
