@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -39,7 +38,7 @@ from headwater.models.edits import Hook, points_of, read_hook
 from headwater.models.families import family_named
 from headwater.models.fingerprint import parameter_reader
 from headwater.models.foreign_modules import SameObjects
-from headwater.models.forward import LAST, angles_by_row, name_of_cache, padding_option, reached
+from headwater.models.forward import angles_by_row, last_logits_only, name_of_cache, padding_option, reached
 from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -75,11 +74,10 @@ class BareModel:
         self.model = self._without_wrappers(raw.original_model, points)
         self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
-        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`cache_names.reached`).
+        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`forward.reached`).
         whole = [wrapper for wrapper in self.kept if not _is(wrapper, "BlockBridge")]
         self._attentions = [part for wrapper in whole for part in wrapper.modules() if _is(part, "AttentionBridge")]
-        takes = inspect.signature(self.model.forward).parameters
-        self._last = {"logits_to_keep": LAST} if "logits_to_keep" in takes else {}
+        self._last = last_logits_only(raw)
 
     def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
         """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model."""
