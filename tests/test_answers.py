@@ -11,7 +11,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, RunFolderError
-from headwater.models import forward, generation_steps
+from headwater.models import forward, generation
 from headwater.models.forward import now_reading
 from headwater.models.generation import Generated, end_tokens, generate_tokens
 from headwater.models.tokens import chat_text, encode
@@ -118,7 +118,7 @@ def test_running_every_step_anew_gives_the_same(monkeypatch):
     model = tiny("neox")
     batch = model.tokenize(PROMPTS)
     cached = generate_tokens(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
-    monkeypatch.setattr("headwater.models.generation_steps.takes_cache", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation.takes_cache", lambda raw: False)
     anew = generate_tokens(model, batch, max_new_tokens=6, stop=lambda token: token % 5 == 0)
     assert anew.tokens.tolist() == cached.tokens.tolist()
     torch.testing.assert_close(anew.log_probs, cached.log_probs, atol=2e-5, rtol=1e-5)
@@ -134,10 +134,8 @@ def test_what_all_prompts_begin_with_is_run_once_and_the_rows_are_those_of_huggi
     monkeypatch.setattr(forward, "WORTH_A_RUN", 4)
     monkeypatch.setattr(forward, "SAVED", 4)
     asked = []
-    common_start = generation_steps._common_start
-    monkeypatch.setattr(
-        generation_steps, "_common_start", lambda *given: asked.append(common_start(*given)) or asked[-1]
-    )
+    common_start = generation._common_start
+    monkeypatch.setattr(generation, "_common_start", lambda *given: asked.append(common_start(*given)) or asked[-1])
     made = generate_tokens(model, batch, max_new_tokens=6)
     assert made.tokens.tolist() == plain.tokens.tolist()
     torch.testing.assert_close(made.log_probs, plain.log_probs, atol=2e-5, rtol=1e-5)

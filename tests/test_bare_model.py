@@ -186,7 +186,7 @@ def test_hooks_see_at_every_step_what_they_see_with_wrappers(name, monkeypatch):
         return found, seen
 
     light, seen = watched()
-    monkeypatch.setattr("headwater.models.generation_steps.bare_model", lambda model, names=(): None)
+    monkeypatch.setattr("headwater.models.generation.bare_model", lambda model, names=(): None)
     whole, expected = watched()
     assert light.tokens.tolist() == whole.tokens.tolist()
     assert len(seen) == STEPS

@@ -26,7 +26,7 @@ from torch import Tensor
 from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
 from headwater.models import checkpoint
-from headwater.models.lens_checkpoint import _read_state
+from headwater.models.loading import _read_state
 from headwater.models.tokenizers import load_tokenizer
 from headwater.patching.sweep import Sweep
 from headwater.reference.published import Reproduction

@@ -241,7 +241,7 @@ def test_texts_of_models_that_run_every_step_anew_are_steered_as_plain_hooks_of_
 
 
 def test_where_attention_looks_ahead_what_was_read_before_is_edited_as_it_is_now(monkeypatch):
-    monkeypatch.setattr("headwater.models.generation_steps.takes_cache", lambda raw: False)
+    monkeypatch.setattr("headwater.models.generation.takes_cache", lambda raw: False)
     model = hw.load(random_model("gemma3-looks-ahead"), tokenizer=tiny_tokenizer())
     hooks = [hw.edit("resid_post", 0, hw.scale(2.0))]
     made = generate_tokens(model, model.tokenize(ROWS), max_new_tokens=4, hooks=hooks)

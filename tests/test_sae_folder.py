@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models.sae_folder import load_sae
+from headwater.models.dictionaries import load_sae
 from tests.tiny import embedded, tiny_hooked
 
 D, N = 12, 30
@@ -216,7 +216,7 @@ def test_damaged_and_missing_files_are_named(tmp_path, monkeypatch):
     (tmp_path / "sae_weights.safetensors").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"sae_weights\.safetensors cannot be read"):
         load_sae(tmp_path)
-    monkeypatch.setattr("headwater.models.sae_folder.load_file", too_large)
+    monkeypatch.setattr("headwater.models.dictionaries.load_file", too_large)
     with pytest.raises(InputError, match="cannot be read: unable to mmap"):
         load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text("{")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError
 from headwater.models.checkpoint import is_file_name, weight_files
-from headwater.models.lens_checkpoint import _read_state
+from headwater.models.loading import _read_state
 from headwater.runs.folder import RunFolder
 from tests.made_up import record, sample
 from tests.tiny import embedded

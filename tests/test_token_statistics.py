@@ -12,7 +12,6 @@ from headwater.kernels.likelihood import UnembeddingHead, token_statistics_refer
 from headwater.likelihood import statistics
 from headwater.likelihood.statistics import EMPTY, NOT_UNICODE, NOTHING_BEFORE, TextStatistics, token_statistics
 from headwater.models import unembedding
-from headwater.models.attention_paths import one_pass_attention
 from headwater.models.bare_model import residual_streams
 from headwater.models.tokens import encode
 from headwater.models.unembedding import unembedding_head
@@ -103,15 +102,15 @@ def test_of_a_half_precision_model_the_statistics_are_those_of_what_it_multiplie
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
 def test_what_a_lens_gives_is_normed_in_float32_whatever_the_weights(family, load, rng):
     model, text = load(family, dtype=torch.bfloat16), texts_of(rng, 1)[0]
-    with one_pass_attention(model):
-        residual = model.run(text, stop_at=model.shape.n_layers)[0, :-1].double()
+    batch, last = model.tokenize(text), model.shape.n_layers - 1
+    residual = residual_streams(model, batch, [last], torch.clone)[last][0, :-1].double()
     norm = model.raw.ln_final.original_component
     if family == "gpt2":
         hidden = torch.nn.functional.layer_norm(residual, (32,), norm.weight.double(), norm.bias.double(), norm.eps)
     else:
         gain = norm.weight.double() + (family == "gemma2")
         hidden = residual * (residual.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gain
-    (ids,) = model.tokenize(text).tokens
+    (ids,) = batch.tokens
     found = score(model, text, lens=lambda residual, layer: residual).table
     assert_close(found, from_logits(in_float64(model, hidden), ids[1:]))
 

@@ -61,12 +61,12 @@ if TYPE_CHECKING:
     from headwater.models.cache import load_cache as load_cache
     from headwater.models.dictionaries import Features as Features
     from headwater.models.dictionaries import features as features
+    from headwater.models.dictionaries import load_sae as load_sae
     from headwater.models.hooked import HookedModel as HookedModel
     from headwater.models.loading import load as load
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
     from headwater.models.positions import occurrence as occurrence
-    from headwater.models.sae_folder import load_sae as load_sae
     from headwater.patching.activation_patching import ablate as ablate
     from headwater.patching.activation_patching import patch as patch
     from headwater.patching.changes import add as add

@@ -33,7 +33,7 @@ from torch import Tensor
 from headwater.calls import checked_calls
 from headwater.detection.reweighting import Reweighted, Strength
 from headwater.errors import InputError, RunFolderError, did_you_mean
-from headwater.models.generation_steps import next_logits
+from headwater.models.generation import next_logits
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import by_length, chat_text, encode
 from headwater.options import checked_path, shown

@@ -3,8 +3,8 @@
 1. Tokenize each text once, with exactly one BOS where the model wants one; character spans become tokens by offsets.
 2. A text longer than the context is refused, or cut into windows: each ends `stride` tokens further than the one
    before, begins with BOS where the model wants one, and scores only the tokens that no earlier window has scored.
-3. Run windows of like length together, not to the logits, attention in one pass and where the last layer is read
-   without wrappers (`headwater.models.bare_model`); keep the residual stream in front of each scored token.
+3. Run windows of like length together, not to the logits, without wrappers and attention in one pass where that is the
+   same (`headwater.models.bare_model`); keep the residual stream in front of each scored token.
 4. Read it through a lens: the logit lens (the final norm), or a tuned lens and then the final norm (Belrose et al.
    2023). At the final layer the logit lens is the model's own output, in bfloat16 and float16 too: what it multiplies
    with W_U there is in its dtype (`headwater.models.unembedding`), and the logits are not rounded to it.

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from headwater.models.cache import load_cache as load_cache
     from headwater.models.dictionaries import Features as Features
     from headwater.models.dictionaries import features as features
+    from headwater.models.dictionaries import load_sae as load_sae
     from headwater.models.families import FAMILIES as FAMILIES
     from headwater.models.families import Family as Family
     from headwater.models.hooked import HookedModel as HookedModel
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
     from headwater.models.positions import occurrence as occurrence
-    from headwater.models.sae_folder import load_sae as load_sae
     from headwater.models.sites import SITES as SITES
     from headwater.models.sites import Site as Site
     from headwater.models.sites import register_site as register_site

@@ -3,11 +3,11 @@
 A bridge puts wrappers and hook points around every module of the model that it wraps, which on one token costs up to
 twice what the module itself does. `bare_model` rebuilds the model without them. What is put together shares
 the parameters, the buffers and torch's hooks with the model, so that a change of these acts here too; its configs are
-copies that ask for attention in one pass where that is the same (`headwater.models.attention_paths`). Where a hook is
-to act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it.
-Where that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put
-together without a wrapper is kept with the model, for as long as each module and config in it holds the
-very same objects (`headwater.models.foreign_modules`).
+copies that ask for attention in one pass (`scaled_dot_product_attention`) where that is the same. Where a hook is to
+act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it. Where
+that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put together
+without a wrapper is kept with the model, for as long as each module and config in it holds the very same objects
+(`headwater.models.foreign_modules`).
 
 It is given only where it computes what the bridge computes:
 
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,13 +33,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.kernels.devices import to_device
-from headwater.models.attention_paths import is_the_same_in_one_pass, one_pass_attention
 from headwater.models.bridge_check import few_tokens, finite_output, same_but_for_rounding
 from headwater.models.edits import Hook, points_of, read_hook
 from headwater.models.families import family_named
 from headwater.models.fingerprint import parameter_reader
 from headwater.models.foreign_modules import SameObjects
-from headwater.models.forward import LAST, angles_by_row, name_of_cache, padding_option, reached
+from headwater.models.forward import angles_by_row, last_logits_only, name_of_cache, padding_option, reached
 from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -76,11 +74,10 @@ class BareModel:
         self.model = self._without_wrappers(raw.original_model, points)
         self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
-        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`cache_names.reached`).
+        # Attention that stays wrapped reads the cache by TransformerLens's name for it (`forward.reached`).
         whole = [wrapper for wrapper in self.kept if not _is(wrapper, "BlockBridge")]
         self._attentions = [part for wrapper in whole for part in wrapper.modules() if _is(part, "AttentionBridge")]
-        takes = inspect.signature(self.model.forward).parameters
-        self._last = {"logits_to_keep": LAST} if "logits_to_keep" in takes else {}
+        self._last = last_logits_only(raw)
 
     def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
         """Run tokens for what hooks see of it, without the head, whose matrix is the largest of a small model."""
@@ -209,6 +206,14 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
     return all(torch.equal(parts(name), parameter) for name, parameter in named.items() if fused in name)
 
 
+def is_the_same_in_one_pass(model: Model) -> bool:
+    """Whether attention in one pass is what the architecture computes, with nothing between its steps."""
+    inner, family = model.raw.original_model, family_named(model.shape.architecture)
+    if family is None or not getattr(inner, "_supports_sdpa", False):
+        return False
+    return not any(getattr(inner.config, option, None) for option in family.not_in_one_pass)
+
+
 @torch.inference_mode()
 def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
@@ -218,10 +223,8 @@ def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
 
 # The residual stream after layers of a model that nobody edits, for results that are compared with no other run.
 #
-# 1. Where the last layer is among them, the model runs without TransformerLens's wrappers
-#    (`BareModel`, above), and without its head: what a block returns is the residual stream after it.
-# 2. Elsewhere, and where that might be something else, the bridge runs up to the last layer that is read, its attention
-#    in one pass where that can be (`headwater.models.attention_paths`).
+# The model runs without TransformerLens's wrappers (`BareModel`, above) and no further than the last layer that is
+# read: what a block returns is the residual stream after it. Where that might be something else, the bridge runs.
 #
 # Both are the run of the model to the rounding of its dtype. A sweep or a knockout, whose runs are compared with one
 # another, takes neither.
@@ -231,43 +234,37 @@ Take = Callable[[Tensor], Tensor]
 """What is kept of a residual stream `batch position d_model`: a copy, as it is read while the model runs."""
 
 
+class _EnoughError(Exception):
+    """Ends a run after the last layer that is read."""
+
+
 @torch.inference_mode()
 def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Take) -> dict[int, Tensor]:
     """Run a batch and return what is taken of the residual stream after each of these layers."""
     kept: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Hook:
-        def look(residual: Tensor, hook: object) -> None:
-            kept[layer] = take(residual)
-
-        return hook_name("resid_post", layer), read_hook(look)
-
-    with model.lock:
-        bare = bare_model(model) if max(layers) == model.shape.n_layers - 1 else None
-        if bare is not None:
-            return _without_wrappers(model, bare, batch, layers, take)
-        with one_pass_attention(model):
-            model.run(batch, [keep(layer) for layer in layers], stop_at=max(layers) + 1)
-    return kept
-
-
-def _without_wrappers(
-    model: Model, bare: BareModel, batch: Batch, layers: Sequence[int], take: Take
-) -> dict[int, Tensor]:
-    """Run a batch without wrappers, with torch's hooks on its blocks; layers end with the last."""
-    kept: dict[int, Tensor] = {}
     last: list[Tensor] = []
+
+    def keep(residual: Tensor, hook: object, layer: int) -> None:
+        kept[layer] = take(residual)
 
     def look(block: object, args: object, out: Tensor | tuple[Tensor, ...], layer: int) -> None:
         residual = out[0] if isinstance(out, tuple) else out
-        kept[layer] = take(residual)
-        last[:] = [residual]
+        keep(residual, block, layer)
+        if layer == max(layers):
+            last.append(residual)
+            raise _EnoughError
 
-    with contextlib.ExitStack() as hooks:
-        for layer in layers:
-            block = bare.in_place_of(model.raw.blocks[layer])
-            hooks.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
-        hooks.enter_context(angles_by_row(bare.rotary_by_length, batch.lengths))
-        bare.read(to_device(batch.tokens, model.device), **padding_option(model, batch))
-    finite_output(model, last[0], batch, None)
+    with model.lock:
+        if (bare := bare_model(model)) is None:
+            hooks: list[Hook] = [(hook_name("resid_post", one), read_hook(partial(keep, layer=one))) for one in layers]
+            model.run(batch, hooks, stop_at=max(layers) + 1)
+            return kept
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(_EnoughError))
+            for layer in layers:
+                block = bare.in_place_of(model.raw.blocks[layer])
+                stack.callback(block.register_forward_hook(partial(look, layer=layer)).remove)
+            stack.enter_context(angles_by_row(bare.rotary_by_length, batch.lengths))
+            bare.read(to_device(batch.tokens, model.device), **padding_option(model, batch))
+        finite_output(model, last[0], batch, None)
     return kept

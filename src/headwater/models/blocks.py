@@ -11,7 +11,7 @@ recompute only the rest, a sweep needs three things that a whole forward does no
 
 The composition (pre-norm, post-norm, serial, parallel, attention alone) is the model's own, read from its blocks.
 Attention takes the recorded keys and values as a cache where it knows one, as the models of Hugging Face do; that of
-TransformerLens's own models is `headwater.models.attention_paths`. Sweeps carry a row without any edit, whose outcome
+TransformerLens's own models is `headwater.models.own_attention`. Sweeps carry a row without any edit, whose outcome
 must equal the plain run.
 """
 
@@ -33,7 +33,6 @@ from transformers.activations import NewGELUActivation
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.elementwise import tanh_gelu
-from headwater.models.attention_paths import own_attention, own_mask, without_own_mask
 from headwater.models.bridge_check import difference, finite_output, rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.families import FAMILIES, family_of
@@ -55,6 +54,7 @@ from headwater.models.forward import (
     with_cache,
 )
 from headwater.models.model import is_bridge
+from headwater.models.own_attention import own_attention, own_mask, without_own_mask
 from headwater.models.sites import STATES, hook_name, place_named
 from headwater.models.unembedding import logit_scale, residual_scale
 

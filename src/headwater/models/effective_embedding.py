@@ -43,8 +43,9 @@ from headwater.models.bridge_check import difference, rounding
 from headwater.models.conversion import Read, block_model
 from headwater.models.edits import Hook, HookFunction, read_hook
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
+from headwater.models.forward import unpadded
 from headwater.models.sites import hook_name
-from headwater.models.tokens import Batch, Tokenizer
+from headwater.models.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from headwater.models.model import Model
@@ -61,7 +62,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
     """What enters the first block for each token, after so many copies of it."""
     rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
-    return model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), stop_at=0)[:, -1]
+    return model.run(unpadded(rows), stop_at=0)[:, -1]
 
 
 def adds_positions(model: Model) -> bool:
@@ -99,7 +100,7 @@ def first_mlp(
         (hook_name("mlp_out"), lambda output, hook: written.append(output)),
     ]
     rows = tokens[:, None].cpu()
-    after = model.run(Batch(rows, torch.ones_like(rows, dtype=torch.bool)), hooks, stop_at=1)[:, 0]
+    after = model.run(unpadded(rows), hooks, stop_at=1)[:, 0]
     output = written[0][:, 0]
     _same(
         model,
@@ -125,7 +126,7 @@ class HeadsOfLoneTokens:
             for name, place in PLACES.items()
             if hook_name(place, layer) in listed
         ]
-        model.run(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool)), hooks, stop_at=model.shape.n_layers)
+        model.run(unpadded(tokens), hooks, stop_at=model.shape.n_layers)
 
     def _keep(self, layer: int, name: str) -> HookFunction:
         def keep(activation: Tensor, hook: object) -> None:

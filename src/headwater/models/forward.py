@@ -480,5 +480,5 @@ def keys_values(model: Model, tokens: Int[Tensor, "row position"], before: KeysV
 
 
 def unpadded(tokens: Int[Tensor, "row position"]) -> Batch:
-    """Padding at the end needs no mask: nothing before it can see it, and nothing is read from it."""
+    """Make a batch in which every token is real; padding at the end, if any, is seen by nothing that is read."""
     return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))

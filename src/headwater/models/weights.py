@@ -37,9 +37,9 @@ from headwater.models.effective_embedding import (
 )
 from headwater.models.families import ModelShape, family_of, shape_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
+from headwater.models.forward import unpadded
 from headwater.models.model import is_bridge
 from headwater.models.tokenizers import load_tokenizer
-from headwater.models.tokens import Batch
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -358,7 +358,7 @@ class LoadedWeights(WeightSource):
 
     def _layer0(self, tokens: Tensor) -> Tensor:
         pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
-        return self.model.run(Batch(pairs, torch.ones_like(pairs, dtype=torch.bool)), stop_at=1)[:, 1]
+        return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
     def _gain(self, norm: Any, name: str) -> Tensor:
         """A norm's gain."""

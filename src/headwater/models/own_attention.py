@@ -1,4 +1,4 @@
-"""Attention computed in another way than a bridge's: step by step for rows at any positions, or in one pass.
+"""Attention of rows at any positions, where a model takes no keys and values of the positions before.
 
 Step by step (`OwnAttention`). TransformerLens's own models and HookedTransformers compute attention of whole prompts:
 they take no keys and values of positions before, or count positions from the first token they are given. So that a row
@@ -17,15 +17,6 @@ of the model's own run.
 Without a mask of its own (`without_own_mask`). GPT-Neo keeps a matrix of which key each query may see (causal, local in
 every second layer) and reads it by the count of keys. Rows that share recorded keys count otherwise: what the matrix
 says goes into the mask that such rows are given, and while they pass it says nothing.
-
-In one pass (`one_pass_attention`), by `scaled_dot_product_attention`, where nothing inside is watched. A bridge
-computes scores, softmax and weighted values one after the other, so that hooks can read and edit each: `batch head
-query key` numbers several times over. Inside `one_pass_attention` every block calls the transformers module that the
-bridge wraps, with its scaled-dot-product form: the same weights, rotation, window and mask, and no pattern. The
-bridge's own attention stays where this cannot be: a soft cap (Gemma 2), attention sinks (gpt-oss), layers on several
-devices, a hook inside attention, folded weights, architectures that headwater does not know.
-
-Both round differently, so runs that are compared with one another (a patch, a knockout) must not be mixed.
 """
 
 from __future__ import annotations
@@ -33,20 +24,13 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.kernels.elementwise import softmax
-from headwater.models.families import family_named
-from headwater.models.forward import forward_replaced
-from headwater.models.model import is_bridge
-
-if TYPE_CHECKING:
-    from headwater.models.model import Model
 
 
 class OwnAttention(ABC):
@@ -257,45 +241,3 @@ def without_own_mask(attention: Any, n_keys: int) -> Iterator[None]:
         yield
     finally:
         buffers["bias"] = kept
-
-
-@contextlib.contextmanager
-def one_pass_attention(model: Model) -> Iterator[bool]:
-    """Let a model's attention go in one pass as long as the context lasts; no other thread can run it meanwhile.
-
-    Runs inside must not hook anything inside attention (`blocks.{layer}.attn.*`): it would not fire, an error.
-
-    Yields:
-        whether it does; if not, the model runs as ever.
-    """
-    with model.lock:
-        raw = model.raw
-        can = is_bridge(raw) and not model.spread and not getattr(raw, "compatibility_mode", False)
-        if can:
-            hooked = (point for name, point in raw.hook_dict.items() if ".attn." in name)
-            can = not any(point.fwd_hooks or point.bwd_hooks for point in hooked) and is_the_same_in_one_pass(model)
-        if not can:
-            yield False
-            return
-        from transformer_lens.model_bridge.generalized_components.attention import AttentionBridge
-
-        bridges = [block.attn for block in raw.blocks]
-        configs = {id(config): config for config in (bridge.original_component.config for bridge in bridges)}
-        # The model makes its masks by its own config, which need not be the object that attention has.
-        configs[id(raw.original_model.config)] = raw.original_model.config
-        with contextlib.ExitStack() as stack:
-            for config in configs.values():
-                stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-                config._attn_implementation = "sdpa"
-            # The base class calls the module that it wraps; its subclasses compute scores, pattern and z themselves.
-            calls = [(bridge, partial(AttentionBridge.forward, bridge)) for bridge in bridges]
-            stack.enter_context(forward_replaced(calls))
-            yield True
-
-
-def is_the_same_in_one_pass(model: Model) -> bool:
-    """Whether attention in one pass is what the architecture computes, with nothing between its steps."""
-    inner, family = model.raw.original_model, family_named(model.shape.architecture)
-    if family is None or not getattr(inner, "_supports_sdpa", False):
-        return False
-    return not any(getattr(inner.config, option, None) for option in family.not_in_one_pass)
