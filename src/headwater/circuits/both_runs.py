@@ -50,7 +50,7 @@ from headwater.models.weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference
 from headwater.patching.replacements import Mean, Replacement, Resample, ValueName, Zero, capture
-from headwater.patching.walk_runner import CannotStepError, WalkRunner
+from headwater.patching.runners import CannotStepError, WalkRunner
 
 
 class HeadShares:
@@ -298,11 +298,11 @@ class BothRuns:
         """The first position at which senders differ from what they are exchanged for."""
         if self.exchanged is not None:
             return 0
-        assert self.plan.other is not None
-        lengths = {len(side[self.example]) for side in (self.plan.base, self.plan.other)}
+        assert self.plan.pair.other is not None
+        lengths = {len(side[self.example]) for side in (self.plan.pair.base, self.plan.pair.other)}
         if len({length > original_length(self.model.rotary_by_length) for length in lengths}) == 2:
             return 0  # equal tokens are turned otherwise
-        return first_difference(self.plan.base[self.example], self.plan.other[self.example])
+        return first_difference(self.plan.pair.base[self.example], self.plan.pair.other[self.example])
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""
@@ -348,5 +348,5 @@ class BothRuns:
                 changes[first : first + len(some)] = some
                 first += len(some)
             return changes
-        outside = self.exchanged.of(self.example, len(self.plan.base[self.example]))
+        outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
         return outside[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))
