@@ -179,12 +179,13 @@ class Exchanged:
 
     Args:
         model: the model.
+        graph: the model's.
         source: the kind of values, with its prompts.
         weights: the model's, opened once for all pairs.
     """
 
-    def __init__(self, model: HookedModel, source: Replacement, weights: LoadedWeights):
-        self.model, self.source, self.graph = model, source, Graph.of(model.shape)
+    def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
+        self.model, self.source, self.graph = model, source, graph
         self._weights = weights
         self._mean: Tensor | None = None
 
@@ -248,13 +249,13 @@ class BothRuns:
 
     Args:
         plan: pairs of prompts and metrics.
+        graph: the model's, whose columns are made once for all pairs.
         example: which pair.
         weights: the model's, opened once for all pairs.
         exchanged: what represents the other run, where that is not a run of the other prompt.
         sloped: whether gradients in the base run will be taken: at `sloped_names`.
 
     Attributes:
-        graph: the model's.
         wave: the recorded runs: the base run is row 0, the other row 1.
         start: the first position at which the prompts differ.
         stop: the position after the last that is read.
@@ -267,17 +268,17 @@ class BothRuns:
     def __init__(
         self,
         plan: Plan,
+        graph: Graph,
         example: int,
         weights: LoadedWeights,
         exchanged: Exchanged | None = None,
         sloped: bool = False,
     ):
-        self.exchanged = exchanged
+        self.exchanged, self.graph = exchanged, graph
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
         # Where later tokens are read every position changes: there is no beginning to keep.
         if self.model.looks_ahead:
             raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
-        self.graph = Graph.of(plan.model.shape)
         if sloped:
             refuse_without_gradients(self.model)
         try:

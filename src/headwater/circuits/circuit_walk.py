@@ -157,7 +157,7 @@ class CircuitRunner:
         self.graph = Graph.of(self.plan.model.shape)
         self._weights = LoadedWeights(self.plan.model, fingerprint)
         source = outcome.source
-        self._exchanged = None if source is None else Exchanged(self.plan.model, source, self._weights)
+        self._exchanged = None if source is None else Exchanged(self.plan.model, self.graph, source, self._weights)
         self._shares: list[HeadShares] = []
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
         self._is_checked = False
@@ -178,7 +178,7 @@ class CircuitRunner:
         if example not in self._walks:
             if len(self._walks) >= self.keep:
                 self._walks.popitem()  # the last one, so that the first ones serve every round
-            runs = BothRuns(self.plan, example, self._weights)
+            runs = BothRuns(self.plan, self.graph, example, self._weights)
             if not self._shares:
                 layers = range(self.graph.n_layers)
                 self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]

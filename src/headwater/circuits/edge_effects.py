@@ -259,7 +259,7 @@ class EdgeRequest:
         """Measure all, an example and a receiver's layer in a piece, and lay it out."""
         how, n_examples, n_edges = self.how, self.size[0], self.size[2]
         sloped = how.shares == (0.0,) and how.method != "exact"
-        pairs = Pairs(self.plan, self.source, run.record.fingerprint, sloped)
+        pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint, sloped)
         estimates, sampled = torch.full(self.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
         recomputed = torch.full((n_edges,), how.method == "exact")
         baselines = pairs.baselines(run, recomputed=how.method in ("exact", "screened"))

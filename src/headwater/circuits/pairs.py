@@ -221,16 +221,17 @@ class Pairs:
 
     Args:
         plan: the pairs.
+        graph: the model's.
         source: what senders' outputs are exchanged for.
         fingerprint: of the model's weights as they are.
         sloped: whether gradients in the base runs will be taken.
     """
 
-    def __init__(self, plan: Plan, source: Replacement, fingerprint: str, sloped: bool = False):
+    def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str, sloped: bool = False):
         self._sloped = sloped
         self._weights = LoadedWeights(plan.model, fingerprint)
-        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source, self._weights)
-        self.plan, self.graph = plan, Graph.of(plan.model.shape)
+        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, graph, source, self._weights)
+        self.plan, self.graph = plan, graph
         self._runs: BothRuns | None = None
 
     def __len__(self) -> int:
@@ -241,7 +242,7 @@ class Pairs:
         if self._runs is None or self._runs.example != example:
             # Freed before the next pair's runs are made: both at once would be twice the memory.
             self._runs = None
-            self._runs = BothRuns(self.plan, example, self._weights, self._exchanged, self._sloped)
+            self._runs = BothRuns(self.plan, self.graph, example, self._weights, self._exchanged, self._sloped)
         return self._runs
 
     def tile(self, runs: BothRuns, place: Place) -> int | None:

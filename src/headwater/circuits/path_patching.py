@@ -376,7 +376,7 @@ class PathRequest:
 
     def measure(self, run: Run) -> PathEffects:
         """Measure all, those of a pair whose first receiver lies in one layer in a piece, and lay it out."""
-        pairs = Pairs(self.plan, self.source, run.record.fingerprint)
+        pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint)
         layers = [first_layer(self.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
         baselines = torch.stack([piece["baselines"] for piece in pairs.baselines(run)])
