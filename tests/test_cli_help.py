@@ -117,7 +117,7 @@ CHOICES = {
     "precision": "headwater.kernels.likelihood:PRECISIONS",
     "style": "headwater.figures.published:STYLES",
     "direction": "headwater.patching.prompts:DIRECTIONS",
-    "over": "headwater.patching.axes:AXES",
+    "over": "headwater.patching.edits:AXES",
     "variant": "headwater.patching.edge_knockout:VARIANTS",
     "through": "headwater.circuits.exact:THROUGH",
     "quadrature": "headwater.circuits.edge_effects:QUADRATURES",

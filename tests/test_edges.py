@@ -188,15 +188,15 @@ def test_an_interrupted_run_goes_on_with_the_layers_that_are_left(tmp_path, monk
 
     model, asked = loaded("gpt2"), {"metric": DIFFERENCE, "progress": False, "out": tmp_path / "run"}
     whole = hw.edges(model, CLEAN, CORRUPTED, metric=DIFFERENCE, **QUIET)
-    measure, seen = edge_effects._Measuring._layer, []
+    measure, seen = edge_effects.EdgeRequest._layer, []
 
-    def dies(self, item):
+    def dies(self, pairs, item):
         seen.append((item[0], int(self.graph.stage[item[1][0]])))
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return measure(self, item)
+        return measure(self, pairs, item)
 
-    monkeypatch.setattr(edge_effects._Measuring, "_layer", dies)
+    monkeypatch.setattr(edge_effects.EdgeRequest, "_layer", dies)
     with pytest.raises(KeyboardInterrupt):
         hw.edges(model, CLEAN, CORRUPTED, **asked)
     again = hw.edges(model, CLEAN, CORRUPTED, **asked)

@@ -7,7 +7,7 @@ import headwater as hw
 from headwater.kernels import ov, ov_blocked, ov_sweep
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.sites import SITES
-from headwater.patching import whole_runs
+from headwater.patching import runners
 from tests.launches import launches_of
 
 pytest.importorskip("triton")
@@ -59,7 +59,7 @@ def test_a_further_head_of_a_layer_costs_a_few_launches_not_a_pass_of_its_own(jo
 def of_sweeps(checkpoint, monkeypatch):
     """`of_sweeps(length, n)` gives the launches of a sweep of `n` prompts, and how many cells it has."""
     model = hw.load(checkpoint("llama"))
-    monkeypatch.setitem(whole_runs.TILE_TOKENS, "cpu", whole_runs.TILE_TOKENS["cuda"])
+    monkeypatch.setitem(runners.TILE_TOKENS, "cpu", runners.TILE_TOKENS["cuda"])
 
     def launches(length, n, sweep=hw.patch, **options):
         prompts, found = torch.randint(2, 200, (2 * n, length)).tolist(), []

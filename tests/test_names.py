@@ -15,7 +15,7 @@ from headwater.lenses import direct_attribution
 from headwater.likelihood import framed, profile, statistics
 from headwater.models.effective_embedding import KINDS
 from headwater.models.sites import SITES
-from headwater.patching import activation_patching, axes, metrics, prompts, replacements, summaries
+from headwater.patching import activation_patching, edits, metrics, prompts, replacements, summaries
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways import attention_saliency, interventions, modes
 from headwater.questions import asking, sources, states
@@ -29,12 +29,12 @@ TAKEN = {
         "direction": prompts.DIRECTIONS,
         "values": both_runs.KINDS,
         "method": activation_patching.METHODS,
-        "over": axes.AXES,
-        "spans": axes.SPANS,
+        "over": edits.AXES,
+        "spans": activation_patching.SPANS,
     },
     hw.patching.Sweep.plot: {"value": summaries.MEASURES, "normalize": summaries.NORMALIZE},
     hw.patching.Sweep.claim: {"match": summaries.MATCH},
-    hw.knockout: {"variant": VARIANTS, "over": axes.AXES},
+    hw.knockout: {"variant": VARIANTS, "over": edits.AXES},
     hw.ablate: {"values": both_runs.KINDS},
     hw.edit: {"values": both_runs.KINDS},
     hw.edges: {

@@ -11,7 +11,7 @@ from headwater.errors import InterventionError
 from headwater.models.sites import SITES
 from headwater.patching import walk
 from headwater.patching.edits import Edit, Variant, Variants
-from headwater.patching.walk_runner import noop_runs
+from headwater.patching.runners import noop_runs
 from tests.own_models import own_model
 from tests.tiny import tiny_model, tiny_tokenizer
 

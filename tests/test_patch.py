@@ -614,7 +614,7 @@ def test_the_batch_size_changes_nothing(models, batch_size):
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped_and_gives_the_same_table(models, tmp_path, monkeypatch):
     from headwater.patching import plan
-    from headwater.patching.walk_runner import WalkRunner
+    from headwater.patching.runners import WalkRunner
 
     monkeypatch.setattr(plan, "WAVE_TOKENS", 60)
     model = models("gpt2")

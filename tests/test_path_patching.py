@@ -166,15 +166,15 @@ def test_positions_apart_and_roles_equal_runs_with_the_change_there():
 def test_a_killed_run_goes_on_with_the_layers_that_are_missing(tmp_path, monkeypatch):
     ends, options = (["embed", "head 0"], ["q 1", "mlp 2", "logits"]), {"through": "mlps", "out": tmp_path / "run"}
     whole = patched(model_of("gpt2"), *ends, through="mlps")
-    seen, measure = [], path_patching._Measuring._stage
+    seen, measure = [], path_patching.PathRequest._stage
 
-    def dies(self, item):
+    def dies(self, pairs, item):
         seen.append(item[1])
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return measure(self, item)
+        return measure(self, pairs, item)
 
-    monkeypatch.setattr(path_patching._Measuring, "_stage", dies)
+    monkeypatch.setattr(path_patching.PathRequest, "_stage", dies)
     with pytest.raises(KeyboardInterrupt):
         patched(model_of("gpt2"), *ends, **options)
     again = patched(model_of("gpt2"), *ends, **options)

@@ -12,11 +12,9 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.sites import SITES, Site, Stage, register_site
-from headwater.patching import writing
-from headwater.patching.edits import Edit
+from headwater.patching.edits import Edit, EditedRows, ReplacementValues, TokenSpanEdit, write_patterns
 from headwater.patching.metrics import METRICS
 from headwater.patching.replacements import VALUES, Replacement
-from headwater.patching.writing import EditedRows, ReplacementValues, TokenSpanEdit, write_patterns
 from tests.tiny import tiny_model
 
 CLEAN, CORRUPTED = [[5, 33, 12, 40, 7, 21]], [[5, 33, 12, 44, 7, 21]]
@@ -232,7 +230,7 @@ def write_one(held, stretch, example, columns, values, site, layer):
 @pytest.mark.parametrize("at_once", [1 << 22, 40])
 @pytest.mark.parametrize("changed", [False, True])
 def test_patterns_written_together_are_those_written_one_by_one(changed, at_once, monkeypatch):
-    monkeypatch.setattr(writing, "PATTERNS_AT_ONCE", at_once)
+    monkeypatch.setattr("headwater.patching.edits.PATTERNS_AT_ONCE", at_once)
     site, layer, lengths, starts = SITES["pattern"], 1, [7, 9, 7], [2, 5, 3, 2]
     examples, width, before = [0, 1, 2, 2], 5, 5
     columns = torch.full((4, before + width), -1)

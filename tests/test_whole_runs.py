@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.patching import whole_runs
+from headwater.patching import runners
 from headwater.patching.tile import FoldedRows
 from tests.random_models import random_model
 from tests.same_table import assert_same_table
@@ -35,13 +35,13 @@ def models():
 @pytest.fixture
 def forwards(monkeypatch):
     """How many rows each forward of edited prompts had."""
-    rows, plain = [], whole_runs.run_variants
+    rows, plain = [], runners.run_variants
 
     def counted(model, prompts, *args):
         rows.append(len(prompts))
         return plain(model, prompts, *args)
 
-    monkeypatch.setattr(whole_runs, "run_variants", counted)
+    monkeypatch.setattr(runners, "run_variants", counted)
     return rows
 
 
@@ -104,7 +104,7 @@ def test_a_run_has_half_of_its_rows_where_memory_runs_out(models, forwards, monk
     options = {"sites": "resid_pre", "metric": hw.logit_difference(5, 9), **QUIET}
     expected = hw.patch(model, clean, corrupted, **options)
     assert forwards == [20]
-    counted = whole_runs.run_variants
+    counted = runners.run_variants
 
     def too_large(model, prompts, *args):
         if len(prompts) > 6:
@@ -112,7 +112,7 @@ def test_a_run_has_half_of_its_rows_where_memory_runs_out(models, forwards, monk
         return counted(model, prompts, *args)
 
     forwards.clear()
-    monkeypatch.setattr(whole_runs, "run_variants", too_large)
+    monkeypatch.setattr(runners, "run_variants", too_large)
     assert_same_table(hw.patch(model, clean, corrupted, **options).table, expected.table, CLOSE)
     assert forwards == [5, 5, 5, 5]
 

@@ -67,11 +67,11 @@ if TYPE_CHECKING:
     from headwater.models.positions import characters as characters
     from headwater.models.positions import last_token_of as last_token_of
     from headwater.models.positions import occurrence as occurrence
-    from headwater.patching.activation_patching import ablate as ablate
     from headwater.patching.activation_patching import patch as patch
     from headwater.patching.changes import add as add
     from headwater.patching.changes import noise as noise
     from headwater.patching.changes import scale as scale
+    from headwater.patching.components import ablate as ablate
     from headwater.patching.edge_knockout import Edges as Edges
     from headwater.patching.edge_knockout import knocked_out_states as knocked_out_states
     from headwater.patching.edge_knockout import knockout as knockout

@@ -31,7 +31,7 @@ from numpy import ndarray
 from headwater.causes.prompts import PairedPrompts
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Place
-from headwater.patching.activation_patching import ablate
+from headwater.patching.components import ablate
 from headwater.patching.metrics import Metric, logit_difference
 from headwater.stats.resample import Bootstrap, interval
 

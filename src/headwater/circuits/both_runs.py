@@ -50,7 +50,7 @@ from headwater.models.weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference
 from headwater.patching.replacements import Mean, Replacement, Resample, ValueName, Zero, capture
-from headwater.patching.walk_runner import CannotStepError, WalkRunner
+from headwater.patching.runners import CannotStepError, WalkRunner
 
 
 class HeadShares:
@@ -179,12 +179,13 @@ class Exchanged:
 
     Args:
         model: the model.
+        graph: the model's.
         source: the kind of values, with its prompts.
         weights: the model's, opened once for all pairs.
     """
 
-    def __init__(self, model: HookedModel, source: Replacement, weights: LoadedWeights):
-        self.model, self.source, self.graph = model, source, Graph.of(model.shape)
+    def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
+        self.model, self.source, self.graph = model, source, graph
         self._weights = weights
         self._mean: Tensor | None = None
 
@@ -248,13 +249,13 @@ class BothRuns:
 
     Args:
         plan: pairs of prompts and metrics.
+        graph: the model's, whose columns are made once for all pairs.
         example: which pair.
         weights: the model's, opened once for all pairs.
         exchanged: what represents the other run, where that is not a run of the other prompt.
         sloped: whether gradients in the base run will be taken: at `sloped_names`.
 
     Attributes:
-        graph: the model's.
         wave: the recorded runs: the base run is row 0, the other row 1.
         start: the first position at which the prompts differ.
         stop: the position after the last that is read.
@@ -267,17 +268,17 @@ class BothRuns:
     def __init__(
         self,
         plan: Plan,
+        graph: Graph,
         example: int,
         weights: LoadedWeights,
         exchanged: Exchanged | None = None,
         sloped: bool = False,
     ):
-        self.exchanged = exchanged
+        self.exchanged, self.graph = exchanged, graph
         self.plan, self.example, self.model, self.weights = plan, example, plan.model, weights
         # Where later tokens are read every position changes: there is no beginning to keep.
         if self.model.looks_ahead:
             raise ModelError(f"The edges of {self.model.name} cannot be computed: its attention reads later tokens.")
-        self.graph = Graph.of(plan.model.shape)
         if sloped:
             refuse_without_gradients(self.model)
         try:
@@ -298,11 +299,11 @@ class BothRuns:
         """The first position at which senders differ from what they are exchanged for."""
         if self.exchanged is not None:
             return 0
-        assert self.plan.other is not None
-        lengths = {len(side[self.example]) for side in (self.plan.base, self.plan.other)}
+        assert self.plan.pair.other is not None
+        lengths = {len(side[self.example]) for side in (self.plan.pair.base, self.plan.pair.other)}
         if len({length > original_length(self.model.rotary_by_length) for length in lengths}) == 2:
             return 0  # equal tokens are turned otherwise
-        return first_difference(self.plan.base[self.example], self.plan.other[self.example])
+        return first_difference(self.plan.pair.base[self.example], self.plan.pair.other[self.example])
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""
@@ -348,5 +349,5 @@ class BothRuns:
                 changes[first : first + len(some)] = some
                 first += len(some)
             return changes
-        outside = self.exchanged.of(self.example, len(self.plan.base[self.example]))
+        outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
         return outside[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))

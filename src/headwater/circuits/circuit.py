@@ -152,8 +152,7 @@ class Circuit:
             RunFolderError: the file cannot be written.
         """
         file, graph = checked_path("path", path), self.graph
-        sizes = [graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)]
-        about = {"graph": sizes, "seen": self.seen, "model": self.model, SEAL: self._hash()}
+        about = {"graph": graph.sizes, "seen": self.seen, "model": self.model, SEAL: self._hash()}
         table = pa.Table.from_pandas(self.table, preserve_index=False)
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), METADATA: json.dumps(about).encode()})
         make_folder(file.parent)
@@ -171,8 +170,7 @@ class Circuit:
         try:
             table = pq.read_table(file)
             about = json.loads(table.schema.metadata[METADATA])
-            layers, heads, kv_heads, parallel = map(int, about["graph"])
-            graph = Graph(layers, heads, kv_heads, bool(parallel))
+            graph = Graph.of_sizes(about["graph"])
             edges = [graph.edge_named(name) for name in table["edge"].to_pylist()]
             seen = tuple(tuple(int(i) for i in ids) for ids in about["seen"])
             effects = np.asarray(table["effect"].to_numpy(), dtype=np.float64)

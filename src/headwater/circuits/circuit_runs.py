@@ -67,8 +67,7 @@ class CircuitRuns(ByMetric, Result):
     @property
     def circuits(self) -> dict[str, Circuit]:
         """The circuits, by name, with the prompts that chose each; effects are not kept."""
-        layers, heads, kv_heads, parallel = self.sizes
-        graph = Graph(layers, heads, kv_heads, bool(parallel))
+        graph = Graph.of_sizes(self.sizes)
         names = dict.fromkeys(self.table["circuit"])
         edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
         chosen_on = self.run.options.get("discovery", {})
@@ -300,10 +299,8 @@ def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
     """Run a lineup on all pairs, a pair in a piece."""
     values, baselines = measured(outcome, [circuit.edges for circuit in lineup.all], run)
     members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in lineup.named.items()]
-    graph = lineup.graph
-    sizes = graph.n_layers, graph.n_heads, graph.n_kv_heads, int(graph.parallel)
     table = tabulated(outcome.metrics, lineup, values, baselines)
-    return CircuitRuns(table, run.record, lineup.shapes, pd.concat(members, ignore_index=True), sizes)
+    return CircuitRuns(table, run.record, lineup.shapes, pd.concat(members, ignore_index=True), lineup.graph.sizes)
 
 
 def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tensor, Tensor]:

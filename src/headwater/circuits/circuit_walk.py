@@ -25,7 +25,7 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse_other_kinds
 from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers, refuse_heads_that_meet
 from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
-from headwater.circuits.pairs import changed_tokens, metrics_at_logits
+from headwater.circuits.pairs import changed_tokens, metrics_at_logits, say_how_long
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
@@ -35,7 +35,6 @@ from headwater.models.sites import SITES
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_seed
 from headwater.patching.edits import CellTable
-from headwater.patching.measure import say_how_long
 from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, first_difference, prompt_options, read_pairs
@@ -130,7 +129,7 @@ class Outcome:
     @property
     def _changed(self) -> Indices:
         """By pair, how many tokens are run from the first on that differs from what lies outside."""
-        base, other = self.plan.base, self.plan.other
+        base, other = self.plan.pair.base, self.plan.pair.other
         assert other is not None
         exchanged = self.source is not None
         return changed_tokens(self.plan, lambda i: 0 if exchanged else first_difference(base[i], other[i]))
@@ -141,7 +140,7 @@ class Outcome:
         return tuple(metric.name for metric in self.plan.metrics)
 
     def __len__(self) -> int:
-        return len(self.plan.base)
+        return len(self.plan.pair.base)
 
 
 class CircuitRunner:
@@ -158,7 +157,7 @@ class CircuitRunner:
         self.graph = Graph.of(self.plan.model.shape)
         self._weights = LoadedWeights(self.plan.model, fingerprint)
         source = outcome.source
-        self._exchanged = None if source is None else Exchanged(self.plan.model, source, self._weights)
+        self._exchanged = None if source is None else Exchanged(self.plan.model, self.graph, source, self._weights)
         self._shares: list[HeadShares] = []
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
         self._is_checked = False
@@ -179,7 +178,7 @@ class CircuitRunner:
         if example not in self._walks:
             if len(self._walks) >= self.keep:
                 self._walks.popitem()  # the last one, so that the first ones serve every round
-            runs = BothRuns(self.plan, example, self._weights)
+            runs = BothRuns(self.plan, self.graph, example, self._weights)
             if not self._shares:
                 layers = range(self.graph.n_layers)
                 self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
@@ -300,7 +299,7 @@ def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
 
 def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged) -> ComplementRun:
     """Return what a kind of values has at the senders of an example."""
-    sent = exchanged.of(runs.example, len(runs.plan.base[runs.example]))[:, : runs.stop]
+    sent = exchanged.of(runs.example, len(runs.plan.pair.base[runs.example]))[:, : runs.stop]
     n_heads, parallel = runs.graph.n_heads, runs.wave.blocks.parallel
     entering, middle, heads, mlps = [sent[0]], [], [], []
     for layer, share in enumerate(shares):

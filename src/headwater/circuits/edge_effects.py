@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from headwater.circuits.pairs import (
     plan_of,
     runs_of,
     runs_of_senders,
+    say_how_long,
     source_in,
 )
 from headwater.circuits.result import EdgeEffects
@@ -49,7 +51,6 @@ from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.edits import ReplacementSpec
-from headwater.patching.measure import say_how_long
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts
@@ -160,11 +161,10 @@ def edges(
         **options_of(plan, source),
     }
 
-    def work(run: Run) -> EdgeEffects:
-        return _Measuring(request, run).result()
-
     drawn_by = how.seed if by == "screened" else None
-    return run_or_resume(EdgeEffects, "edges", model, options, work, out=out, seed=drawn_by, progress=progress)
+    return run_or_resume(
+        EdgeEffects, "edges", model, options, request.measure, out=out, seed=drawn_by, progress=progress
+    )
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,41 @@ class How:
         return tuple((step + first) / self.steps for step in range(self.steps))
 
 
+def refuse_without_path(source: Replacement, method: str) -> None:
+    """Refuse gradients on the way between two embeddings where what senders are exchanged for has none."""
+    if method == "eap-ig" and source.inputs.kind in ("zero", "mean"):
+        raise InputError(
+            f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
+            f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
+        )
+
+
+def _refuse_what_does_not_fit(request: EdgeRequest) -> None:
+    """Refuse what would not fit in memory: the numbers of all edges."""
+    advice = "Give fewer pairs, fewer senders= or receivers=."
+    numbers = (5 if request.how.ranks_twice else 3) * 4 * int(np.prod(request.size))
+    what = f"What {len(request.chosen):,} edges of {len(request.plan.pair.base):,} pairs come to"
+    refuse_too_large(what, numbers, torch.device("cpu"), advice)
+
+
+def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
+    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
+    plan, how, graph, n_edges = request.plan, request.how, request.graph, len(request.chosen)
+    what, advice = f"{n_edges:,} edges of {len(plan.pair.base):,} pairs", "Fewer pairs or shorter prompts take less."
+    exact, runs, whole = runs_of(graph, graph.stage[request.chosen]) * len(request.places), 0.0, 0
+    if how.method == "exact":
+        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
+    if how.method in ("sublayer", "screened"):
+        runs = runs_of_senders(graph, request.chosen) * len(request.places)
+    if how.method == "screened":
+        runs, advice = runs + exact * min(1.0, (how.verify + DRAWN) / n_edges), "With a smaller verify= it takes less."
+    if how.method != "exact":
+        what = f"Estimates of {what}"
+        whole = 1 + len(how.shares) * (1 + len(plan.metrics))
+    tokens = runs * changed_tokens(plan, request.source.since).sum() + whole * sum(map(len, plan.pair.base))
+    say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
+
+
 @dataclass(frozen=True, eq=False)
 class EdgeRequest:
     """Which edges of which pairs, resolved to tokens and numbers."""
@@ -218,115 +253,71 @@ class EdgeRequest:
     @property
     def size(self) -> tuple[int, int, int, int]:
         """The axes of the result: example, position, edge, metric."""
-        return len(self.plan.base), len(self.places), len(self.chosen), len(self.plan.metrics)
+        return len(self.plan.pair.base), len(self.places), len(self.chosen), len(self.plan.metrics)
 
-
-def refuse_without_path(source: Replacement, method: str) -> None:
-    """Refuse gradients on the way between two embeddings where what senders are exchanged for has none."""
-    if method == "eap-ig" and source.inputs.kind in ("zero", "mean"):
-        raise InputError(
-            f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
-            f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
-        )
-
-
-def _refuse_what_does_not_fit(request: EdgeRequest) -> None:
-    """Refuse what would not fit in memory: the numbers of all edges."""
-    advice = "Give fewer pairs, fewer senders= or receivers=."
-    numbers = (5 if request.how.ranks_twice else 3) * 4 * int(np.prod(request.size))
-    what = f"What {len(request.chosen):,} edges of {len(request.plan.base):,} pairs come to"
-    refuse_too_large(what, numbers, torch.device("cpu"), advice)
-
-
-def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
-    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
-    plan, how, graph, n_edges = request.plan, request.how, request.graph, len(request.chosen)
-    what, advice = f"{n_edges:,} edges of {len(plan.base):,} pairs", "Fewer pairs or shorter prompts take less."
-    exact, runs, whole = runs_of(graph, graph.stage[request.chosen]) * len(request.places), 0.0, 0
-    if how.method == "exact":
-        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
-    if how.method in ("sublayer", "screened"):
-        runs = runs_of_senders(graph, request.chosen) * len(request.places)
-    if how.method == "screened":
-        runs, advice = runs + exact * min(1.0, (how.verify + DRAWN) / n_edges), "With a smaller verify= it takes less."
-    if how.method != "exact":
-        what = f"Estimates of {what}"
-        whole = 1 + len(how.shares) * (1 + len(plan.metrics))
-    tokens = runs * changed_tokens(plan, request.source.since).sum() + whole * sum(map(len, plan.base))
-    say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
-
-
-class _Measuring:
-    """Measures the edges of a plan, an example and a receiver's layer in a piece."""
-
-    def __init__(self, request: EdgeRequest, run: Run):
-        self.request, self.plan, self.graph, self.run = request, request.plan, request.graph, run
-        sloped = request.how.shares == (0.0,) and request.how.method != "exact"
-        self.pairs = Pairs(request.plan, request.source, run.record.fingerprint, sloped)
-
-    def result(self) -> EdgeEffects:
-        """Measure all, and lay it out."""
-        request, how = self.request, self.request.how
-        n_examples, n_edges = request.size[0], request.size[2]
-        estimates, sampled = torch.full(request.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
+    def measure(self, run: Run) -> EdgeEffects:
+        """Measure all, an example and a receiver's layer in a piece, and lay it out."""
+        how, n_examples, n_edges = self.how, self.size[0], self.size[2]
+        sloped = how.shares == (0.0,) and how.method != "exact"
+        pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint, sloped)
+        estimates, sampled = torch.full(self.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
         recomputed = torch.full((n_edges,), how.method == "exact")
-        baselines = self.pairs.baselines(self.run, recomputed=how.method in ("exact", "screened"))
+        baselines = pairs.baselines(run, recomputed=how.method in ("exact", "screened"))
         if how.method != "exact":
-            with self.run.bar("estimates", "pair", n_examples) as bar:
-                pieces = list(self.run.pieces("estimates", range(n_examples), self._estimates, bar))
+            with run.bar("estimates", "pair", n_examples) as bar:
+                pieces = list(run.pieces("estimates", range(n_examples), partial(self._estimates, pairs), bar))
                 estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
         if how.method == "screened":
-            kinds = self.graph.receivers.kind[self.graph.receiver[request.chosen]]
+            kinds = self.graph.receivers.kind[self.graph.receiver[self.chosen]]
             # First-order estimates are ranked beside the sublayer's as if they were further metrics.
             ranked_by = torch.stack([torch.cat(list(piece.values()), -1) for piece in pieces])
             strengths = strength(np.nan_to_num(ranked_by.double().numpy()))
             strongest, drawn = strongest_and_drawn(strengths, kinds, how.verify, how.seed)
             sampled, recomputed = torch.from_numpy(drawn), torch.from_numpy(strongest | drawn)
-        shape = self.plan.model.shape
         return EdgeEffects(
-            self.run.record,
-            self._effects(recomputed),
+            run.record,
+            self._effects(run, pairs, recomputed),
             estimates,
             torch.stack([piece["baselines"] for piece in baselines]),
-            torch.from_numpy(request.chosen),
+            torch.from_numpy(self.chosen),
             sampled,
             tuple(metric.name for metric in self.plan.metrics),
-            (shape.n_layers, shape.n_heads, shape.n_kv_heads, int(shape.parallel_blocks)),
-            request.places.positions,
-            request.places.roles,
+            self.graph.sizes,
+            self.places.positions,
+            self.places.roles,
         )
 
-    def _effects(self, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
+    def _effects(self, run: Run, pairs: Pairs, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
         """Return the exact effects of some of the edges, NaN for the others; a layer of a pair is a piece."""
-        n_examples = self.request.size[0]
-        effects, cells = torch.full(self.request.size, torch.nan), recomputed.nonzero()[:, 0]
-        edges = self.request.chosen[cells.numpy()]
+        n_examples = self.size[0]
+        effects, cells = torch.full(self.size, torch.nan), recomputed.nonzero()[:, 0]
+        edges = self.chosen[cells.numpy()]
         stages = self.graph.stage[edges]
         items = [(example, edges[stages == stage]) for example in range(n_examples) for stage in np.unique(stages)]
         if items:
-            with self.run.bar("edges", "edge", n_examples * len(edges)) as bar:
-                pieces = self.run.pieces("layer", items, self._layer, bar, lambda item: len(item[1]))
+            with run.bar("edges", "edge", n_examples * len(edges)) as bar:
+                pieces = run.pieces("layer", items, partial(self._layer, pairs), bar, lambda item: len(item[1]))
                 for (example, of_layer), piece in zip(items, pieces, strict=True):
-                    effects[example][:, np.searchsorted(self.request.chosen, of_layer)] = piece["effects"].float()
+                    effects[example][:, np.searchsorted(self.chosen, of_layer)] = piece["effects"].float()
         return effects
 
-    def _layer(self, item: tuple[int, Indices]) -> dict[str, Tensor]:
+    def _layer(self, pairs: Pairs, item: tuple[int, Indices]) -> dict[str, Tensor]:
         """Return the effects of edges to the receivers of one layer, `position edge metric`."""
-        (example, edges), places = item, self.request.places
+        (example, edges), places = item, self.places
         with torch.no_grad(), self.plan.model.lock:
-            runs = self.pairs.runs(example)
+            runs = pairs.runs(example)
             effects = places.zeros(example, len(edges), len(self.plan.metrics))
             for number, place in places.of(runs):
-                effects[number] = self.pairs.exact(runs, place, self.request.how.through).effects(
+                effects[number] = pairs.exact(runs, place, self.how.through).effects(
                     int(self.graph.stage[edges[0]]), edges
                 )
         return {"effects": effects}
 
-    def _estimates(self, example: int) -> dict[str, Tensor]:
+    def _estimates(self, pairs: Pairs, example: int) -> dict[str, Tensor]:
         """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
-        edges, how, places = self.request.chosen, self.request.how, self.request.places
+        edges, how, places = self.chosen, self.how, self.places
         with torch.no_grad(), self.plan.model.lock:
-            runs = self.pairs.runs(example)
+            runs = pairs.runs(example)
             estimates = places.zeros(example, len(edges), len(self.plan.metrics))
             numbered = list(places.of(runs))
             # Nothing read feels any sender here: no gradient is needed to say 0.
@@ -339,7 +330,7 @@ class _Measuring:
             if how.method in ("eap", "eap-ig"):
                 return {"estimates": first_order}
             for number, place in numbered:
-                exact = self.pairs.exact(runs, place, self.request.how.through)
+                exact = pairs.exact(runs, place, self.how.through)
                 for stage in np.unique(self.graph.stage[edges]):
                     of_layer = np.flatnonzero(self.graph.stage[edges] == stage)
                     estimates[number, of_layer] = sublayer_scores(slopes, exact, int(stage), edges[of_layer])

@@ -157,7 +157,7 @@ class Slopes:
 
         hooks: list[Hook] = [(first, replace_hook(begin))]
         hooks += [(name, replace_hook(partial(fork, name=name))) for name in sloped_names(runs.model)[1:]]
-        prompt = runs.plan.base[runs.example]
+        prompt = runs.plan.pair.base[runs.example]
         batch = Batch.of([list(prompt.ids)] * len(self.shares), 0)
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
         answers = runs.plan.only_answers

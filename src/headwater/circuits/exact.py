@@ -46,7 +46,7 @@ from headwater.models.edits import Hook, replace_hook
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.patching.edits import LOGITS
-from headwater.patching.whole_runs import TILE_TOKENS
+from headwater.patching.runners import TILE_TOKENS
 
 MOST_ROWS = 1 << 20
 """Rows at once, whatever was requested."""

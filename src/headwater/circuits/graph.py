@@ -83,6 +83,17 @@ class Graph:
         """Return the graph of a model."""
         return cls(shape.n_layers, shape.n_heads, shape.n_kv_heads, shape.parallel_blocks)
 
+    @classmethod
+    def of_sizes(cls, sizes: Iterable[int]) -> Graph:
+        """Return the graph whose `sizes` these are."""
+        layers, heads, kv_heads, parallel = map(int, sizes)
+        return cls(layers, heads, kv_heads, bool(parallel))
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Layers, query heads, key-value heads, and 1 where blocks are parallel: what files keep of it."""
+        return self.n_layers, self.n_heads, self.n_kv_heads, int(self.parallel)
+
     @property
     def n_edges(self) -> int:
         """How many edges there are."""

@@ -9,13 +9,18 @@ Roles are named as everywhere (`models.positions`): each prompt of a pair is res
 token here, since what a sender adds at a position is exchanged for what it adds at the same position of the other run;
 a role must therefore be the same tokens of both.
 
-How many whole runs of the model edges, paths and circuits compute as much as, for `headwater.patching.measure`: an
-edge counts for half its receiver's layer and those after it, a circuit for all layers. It is half to twice of what is
-computed, and more of circuits that leave layers out.
+How long work takes, roughly, said before anything that takes over a minute:
+
+    seconds = 2 · parameters of the blocks · tokens / rate
+
+of so many tokens as whole runs of the model would have; a gradient counts as a run. The rate is that of one product of
+the size of an MLP's, measured on the model's device. An edge counts for half its receiver's layer and those after it, a
+circuit for all layers: half to twice of what is computed, and more of circuits that leave layers out.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +55,7 @@ from headwater.patching.prompts import (
     spans_by_role,
 )
 from headwater.patching.replacements import Replacement, build_replacement
+from headwater.progress import say, spelled_time
 from headwater.runs.analysis import Run
 
 
@@ -100,8 +106,12 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
     """Resolve `over=` (None or `position`) and `positions=` (a mapping for roles), of a plan's prompts."""
     if over is not None:
         checked_name("over", over, ("position",))
-    others = plan.other if plan.other is not None else (None,) * len(plan.base)
-    pairs, n, base_side = list(zip(plan.base, others, strict=True)), len(plan.base), int(not plan.pair.base_is_clean)
+    others = plan.pair.other if plan.pair.other is not None else (None,) * len(plan.pair.base)
+    pairs, n, base_side = (
+        list(zip(plan.pair.base, others, strict=True)),
+        len(plan.pair.base),
+        int(not plan.pair.base_is_clean),
+    )
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
@@ -211,27 +221,28 @@ class Pairs:
 
     Args:
         plan: the pairs.
+        graph: the model's.
         source: what senders' outputs are exchanged for.
         fingerprint: of the model's weights as they are.
         sloped: whether gradients in the base runs will be taken.
     """
 
-    def __init__(self, plan: Plan, source: Replacement, fingerprint: str, sloped: bool = False):
+    def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str, sloped: bool = False):
         self._sloped = sloped
         self._weights = LoadedWeights(plan.model, fingerprint)
-        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, source, self._weights)
-        self.plan, self.graph = plan, Graph.of(plan.model.shape)
+        self._exchanged = None if source.takes_other_run else Exchanged(plan.model, graph, source, self._weights)
+        self.plan, self.graph = plan, graph
         self._runs: BothRuns | None = None
 
     def __len__(self) -> int:
-        return len(self.plan.base)
+        return len(self.plan.pair.base)
 
     def runs(self, example: int) -> BothRuns:
         """Return the two runs of a pair, made now unless they are the last ones."""
         if self._runs is None or self._runs.example != example:
             # Freed before the next pair's runs are made: both at once would be twice the memory.
             self._runs = None
-            self._runs = BothRuns(self.plan, example, self._weights, self._exchanged, self._sloped)
+            self._runs = BothRuns(self.plan, self.graph, example, self._weights, self._exchanged, self._sloped)
         return self._runs
 
     def tile(self, runs: BothRuns, place: Place) -> int | None:
@@ -270,3 +281,48 @@ class Pairs:
                 floor = torch.maximum(exact.rounding(), floor)
             clean, corrupted = (base, other) if self.plan.pair.base_is_clean else (other, base)
         return {"baselines": torch.stack([clean, corrupted, floor], -1)}
+
+
+PATIENCE = 60.0
+"""Seconds from which on it is said how long a run takes."""
+WORTH_TIMING = 1e11
+"""Fewer operations than these are not timed: no device takes a minute for them."""
+ROWS = 1024
+
+
+def say_how_long(
+    model: HookedModel, what: str, tokens: float, advice: str, *, hours: float | None = None, progress: bool = True
+) -> None:
+    """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
+
+    Args:
+        model: on whose device.
+        what: what is requested, such as "32,491 edges of 3 pairs".
+        tokens: so many as whole runs of the model have that compute as much.
+        advice: what would be less.
+        hours: what the caller allows.
+        progress: whether anything is said.
+    """
+    # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
+    work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    if hours is None and (work < WORTH_TIMING or not progress):
+        return
+    needed = work / rate(model)
+    if hours is not None and needed > 3600 * hours:
+        raise InputError(f"{what} would take about {spelled_time(needed)}; hours={hours:g} were allowed. {advice}")
+    if needed > PATIENCE:
+        say(progress, f"{what} take about {spelled_time(needed)}. {advice}")
+
+
+def rate(model: HookedModel) -> float:
+    """Return the multiplications and additions a second of a product of matrices on the model's device."""
+    width, inner = model.shape.d_model, model.shape.d_mlp
+    a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
+    best = 0.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        # Read back: a GPU returns from the product before it is done.
+        float((a @ b)[0, 0])
+        # The best of three: the first includes loading the kernel.
+        best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
+    return best

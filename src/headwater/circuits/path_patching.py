@@ -51,6 +51,7 @@ from headwater.circuits.pairs import (
     places_in,
     plan_of,
     runs_of,
+    say_how_long,
     source_in,
 )
 from headwater.circuits.result import ByMetric
@@ -64,7 +65,6 @@ from headwater.models.positions import Where
 from headwater.models.sites import SITES
 from headwater.options import checked_count, checked_name, checked_seed, has_no_order, is_one, shown
 from headwater.patching.edits import ReplacementSpec
-from headwater.patching.measure import say_how_long
 from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts
@@ -359,10 +359,7 @@ def path_patch(
         **options_of(plan, source),
     }
 
-    def work(run: Run) -> PathEffects:
-        return _Measuring(request, run).result()
-
-    return run_or_resume(PathEffects, "path_patch", model, options, work, out=out, progress=progress)
+    return run_or_resume(PathEffects, "path_patch", model, options, request.measure, out=out, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,6 +374,52 @@ class PathRequest:
     through: str
     places: Places
 
+    def measure(self, run: Run) -> PathEffects:
+        """Measure all, those of a pair whose first receiver lies in one layer in a piece, and lay it out."""
+        pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint)
+        layers = [first_layer(self.graph, one) for one in self.receivers.values()]
+        stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
+        baselines = torch.stack([piece["baselines"] for piece in pairs.baselines(run)])
+        items = [(example, stage) for example in range(len(pairs)) for stage in stages]
+        size = (len(pairs), len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
+        effects = torch.full(size, torch.nan, dtype=torch.float64)
+
+        def count(item: tuple[int, list[int]]) -> int:
+            return len(item[1]) * len(self.senders)
+
+        with run.bar("paths", "path", sum(map(count, items))) as bar:
+            pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
+            for (example, stage), piece in zip(items, pieces, strict=True):
+                effects[example][:, :, stage] = piece["effects"]
+        table = tabulated(
+            effects,
+            baselines,
+            (tuple(self.senders), tuple(self.receivers)),
+            tuple(metric.name for metric in self.plan.metrics),
+            self.places,
+            run.record.options,
+        )
+        return PathEffects(table, run.record)
+
+    def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
+        """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
+        example, stage = item
+        senders, receivers = list(self.senders.values()), [list(self.receivers.values())[i] for i in stage]
+        with torch.no_grad(), self.plan.model.lock:
+            runs = pairs.runs(example)
+            found = self._nothing(example, senders, receivers)
+            for number, place in self.places.of(runs):
+                paths = Paths(runs, place, self.through, pairs.tile(runs, place))
+                found[number] = paths.effects(senders, receivers)
+        return {"effects": found}
+
+    def _nothing(self, example: int, senders: list[Indices], receivers: list[Indices]) -> Tensor:
+        """Return 0 where a path leads at a place of the example, NaN elsewhere."""
+        leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
+        found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
+        found[:, ~leads] = torch.nan
+        return found
+
 
 def _say_how_long(request: PathRequest, progress: bool) -> None:
     """Say how long paths take, if it is over a minute."""
@@ -388,69 +431,11 @@ def _say_how_long(request: PathRequest, progress: bool) -> None:
         if has_path(graph, sent, received)
     ]
     tokens = runs_of(graph, np.array(ends)) * len(request.places) * changed_tokens(plan, request.source.since).sum()
-    what, advice = f"{len(ends):,} paths of {len(plan.base):,} pairs", "Fewer senders=, receivers= or pairs take less."
+    what, advice = (
+        f"{len(ends):,} paths of {len(plan.pair.base):,} pairs",
+        "Fewer senders=, receivers= or pairs take less.",
+    )
     say_how_long(plan.model, what, tokens, advice, progress=progress)
-
-
-class _Measuring:
-    """Measures paths, those of a pair whose first receiver lies in one layer in a piece."""
-
-    def __init__(self, request: PathRequest, run: Run):
-        self.request, self.run = request, run
-        self.pairs = Pairs(request.plan, request.source, run.record.fingerprint)
-        layers = [first_layer(request.graph, one) for one in request.receivers.values()]
-        self.stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
-
-    def result(self) -> PathEffects:
-        """Measure all, and lay it out."""
-        request = self.request
-        baselines = torch.stack([piece["baselines"] for piece in self.pairs.baselines(self.run)])
-        items = [(example, stage) for example in range(len(self.pairs)) for stage in self.stages]
-        size = (
-            len(self.pairs),
-            len(request.places),
-            len(request.senders),
-            len(request.receivers),
-            len(request.plan.metrics),
-        )
-        effects = torch.full(size, torch.nan, dtype=torch.float64)
-
-        def count(item: tuple[int, list[int]]) -> int:
-            return len(item[1]) * len(request.senders)
-
-        with self.run.bar("paths", "path", sum(map(count, items))) as bar:
-            pieces = self.run.pieces("layer", items, self._stage, bar, count)
-            for (example, stage), piece in zip(items, pieces, strict=True):
-                effects[example][:, :, stage] = piece["effects"]
-        table = tabulated(
-            effects,
-            baselines,
-            (tuple(request.senders), tuple(request.receivers)),
-            tuple(metric.name for metric in request.plan.metrics),
-            request.places,
-            self.run.record.options,
-        )
-        return PathEffects(table, self.run.record)
-
-    def _stage(self, item: tuple[int, list[int]]) -> dict[str, Tensor]:
-        """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
-        example, stage = item
-        request = self.request
-        senders, receivers = list(request.senders.values()), [list(request.receivers.values())[i] for i in stage]
-        with torch.no_grad(), request.plan.model.lock:
-            runs = self.pairs.runs(example)
-            found = self._nothing(example, senders, receivers)
-            for number, place in request.places.of(runs):
-                paths = Paths(runs, place, request.through, self.pairs.tile(runs, place))
-                found[number] = paths.effects(senders, receivers)
-        return {"effects": found}
-
-    def _nothing(self, example: int, senders: list[Indices], receivers: list[Indices]) -> Tensor:
-        """Return 0 where a path leads at a place of the example, NaN elsewhere."""
-        leads = torch.tensor([[has_path(self.request.graph, s, r) for r in receivers] for s in senders])
-        found = self.request.places.zeros(example, *leads.shape, len(self.request.plan.metrics))
-        found[:, ~leads] = torch.nan
-        return found
 
 
 # The exact effect of exchanging what some senders tell some receivers, directly or through the MLPs between them.

@@ -106,8 +106,7 @@ class EdgeEffects(ByMetric, Result):
     @property
     def graph(self) -> Graph:
         """The graph whose edges these are."""
-        layers, heads, kv_heads, parallel = self.sizes
-        return Graph(layers, heads, kv_heads, bool(parallel))
+        return Graph.of_sizes(self.sizes)
 
     @cached_property
     def table(self) -> pd.DataFrame:  # type: ignore[override]

@@ -259,8 +259,7 @@ class CircuitSearch(Result):
     @property
     def circuit(self) -> Circuit:
         """The edges that are left, with the effects that decided them and the prompts of the search."""
-        layers, heads, kv_heads, parallel = self.sizes
-        graph = Graph(layers, heads, kv_heads, bool(parallel))
+        graph = Graph.of_sizes(self.sizes)
         in_order = self.table.iloc[::-1]  # edges are tried from the last to the first
         left = np.flatnonzero(in_order["decision"].isin([DECISIONS[KEPT], DECISIONS[NOT_TRIED]]).to_numpy())
         effects = dict(zip(left.tolist(), in_order["effect"].to_numpy()[left].tolist(), strict=True))

@@ -293,7 +293,8 @@ def circuit(
 
 def _window(text: str | None) -> Any:
     """Read a window, before a model is loaded."""
-    from headwater.patching.axes import AXES, windows_of
+    from headwater.patching.activation_patching import windows_of
+    from headwater.patching.edits import AXES
 
     window = int(text) if text is not None and text.isdigit() else text
     windows_of(window, AXES)

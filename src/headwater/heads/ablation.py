@@ -40,8 +40,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import parts_of_kind
 from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_number, checked_repeats, checked_seed, one_or_several
-from headwater.patching.activation_patching import ablate
-from headwater.patching.components import read_sets
+from headwater.patching.components import ablate, read_sets
 from headwater.patching.edits import ReplacementSpec
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs

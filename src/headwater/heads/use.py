@@ -39,7 +39,7 @@ from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.relations import TokenRelation
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_name, checked_repeats, shown
-from headwater.patching.activation_patching import ablate
+from headwater.patching.components import ablate
 from headwater.patching.metrics import Metric
 from headwater.progress import progress_bar
 from headwater.stats.resample import Bootstrap, percentile_interval

@@ -12,15 +12,22 @@ a site is written into the other.
 so that 0 means no effect and 1 is all the way to the other run. The corrupted run is that of another prompt, or that of
 the clean one with noise at its embeddings (causal tracing). Values may also be zero, a mean over prompts (ablation), or
 another prompt's (resampling).
+
+A sweep runs over axes: layers, positions, heads, keys, features, one by one or in windows. Positions are numbers, or
+named by role (`models.positions`): then a step on their axis is a role, all of whose tokens are edited together, or one
+of its tokens. So are the keys of a pattern. A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at
+the ends. A cumulative window covers everything up to i. An axis that the sweep does not run over is covered whole by
+every cell.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
 
 import pandas as pd
 
@@ -29,34 +36,43 @@ from headwater.errors import InputError
 from headwater.models.families import ModelShape
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
-from headwater.models.positions import Where, is_all
+from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
-from headwater.options import checked_flag, checked_name, checked_seed, resolve_indices, shown
+from headwater.options import checked_count, checked_name, checked_seed, one_or_several, resolve_indices, shown
 from headwater.patching.attribution import AttributionRunner
-from headwater.patching.axes import (
+from headwater.patching.components import patch_together
+from headwater.patching.edits import (
+    AXES,
     AxisName,
-    AxisStep,
-    SpansName,
-    SweepSpec,
-    Window,
-    covered,
-    materialize,
+    CellTable,
+    CellTemplate,
+    Edit,
+    ReplacementSpec,
+    refuse_too_many_cells,
+)
+from headwater.patching.metrics import Measures, as_metrics
+from headwater.patching.plan import Plan, check_call, recorded_roles
+from headwater.patching.prompts import (
+    DIRECTIONS,
+    AlignedSpan,
+    DirectionName,
+    PromptPair,
+    Prompts,
+    read_prompt_pair,
     seen_positions,
 )
-from headwater.patching.components import ActivationNode, read_nodes, read_sets, set_name
-from headwater.patching.edits import CellTable, CellTemplate, ReplacementSpec, refuse_too_many_cells
-from headwater.patching.measure import ENGINES, run_sweep
-from headwater.patching.metrics import Measures, Metric, as_metrics
-from headwater.patching.plan import Plan, check_call, recorded_roles
-from headwater.patching.prompts import DIRECTIONS, AlignedSpan, DirectionName, PromptPair, Prompts, read_prompt_pair
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
-from headwater.patching.sweep import Sweep
+from headwater.patching.summaries import ROLES
+from headwater.patching.sweep import ENGINES, Sweep, run_sweep
 
+T = TypeVar("T")
+SpansName: TypeAlias = Literal["together", "token by token"]
+SPANS = get_args(SpansName)
+Window: TypeAlias = SupportsIndex | str | Mapping[str, SupportsIndex | str] | None
+"""A size, "cumulative", or these by axis; alone it means the layers."""
 METHODS = ("exact", "attribution")
 MOST_FEATURES = 4096
 """A dictionary of more features is swept exactly over those that were chosen only."""
-Steps: TypeAlias = Mapping[str, list[AxisStep]]
-"""By axis."""
 
 
 @checked_call
@@ -294,151 +310,252 @@ def _cells(
     )
 
 
-# Edits of several components at once, as one cell: ablation of sets, and nodes patched together.
-#
-# Effects do not add up: what two heads do together is measured together. Knockout of whole circuits (Wang et al. 2023;
-# Chan et al. 2022, resampling; Li and Janson 2024, on which values to take): for each set and prompt, one run in which
-# every component of the set is replaced at once, in all layers where it has some. `complement` replaces everything else
-# instead: what is left is what the set does alone.
-#
-# effect = metric of the edited run - metric of the run as it is
-#
-# All sets go down the layers together, in the walk of `headwater.patching.walk`; what a run computes after the first
-# replaced component is computed anew from there, so that later components of the set are replaced in the run as it then
-# is.
+@dataclass(frozen=True)
+class AxisStep:
+    """One place on one axis: its label in the table and what it covers (None: all)."""
+
+    label: int | None
+    covers: tuple[int, ...] | None
+    role: str | None = None
+    """What the positions are in their prompt."""
 
 
-@checked_call
-def ablate(
-    model: HookedModel,
-    prompts: Prompts,
-    corrupted: Prompts | ReplacementSpec | None = None,
-    *,
-    metric: Measures,
-    heads: object = None,
-    mlps: object = None,
-    neurons: object = None,
-    features: object = None,
-    sets: Mapping[str, Any] | Any = None,
-    complement: bool = False,
-    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any] = "zero",
-    dataset: Prompts | None = None,
-    positions: Where = "all",
-    seed: int = 0,
-    batch_size: int | None = None,
-    engine: Literal["auto", "whole runs"] = "auto",
-    progress: bool = True,
-    out: str | Path | None = None,
-) -> Sweep:
-    """Ablate sets of components, each set as one.
+Steps: TypeAlias = Mapping[str, list[AxisStep]]
+"""By axis."""
 
-    effect = metric of the ablated run - metric of the plain run, in units of the metric.
+
+@dataclass(frozen=True)
+class SweepSpec:
+    """Which cells were requested, of whatever site."""
+
+    over: str | Iterable[str] | None
+    layers: Iterable[int] | int | None
+    positions: Where
+    heads: Any
+    window: Window
+    spans: SpansName = "together"
+    """Whether the tokens of a role are edited together, or each by itself."""
+    from_layer: Iterable[int] | int | None = None
+    """The layers that values come from; None is the layer that is written."""
+    keys: Where = "all"
+    """Of a pattern, the tokens that are attended to."""
+
+    def __post_init__(self) -> None:
+        checked_name("spans", self.spans, SPANS)
+        if self.spans != SPANS[0] and not (self.by_role or self.keys_by_role):
+            raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
+
+    @property
+    def by_role(self) -> bool:
+        """Whether positions are named by role."""
+        return isinstance(self.positions, Mapping)
+
+    @property
+    def keys_by_role(self) -> bool:
+        """Whether keys are named by role."""
+        return isinstance(self.keys, Mapping)
+
+    def source_layers(self, model: HookedModel) -> tuple[int | None, ...]:
+        """Return the layers that values come from, in turn; None is the layer that is written."""
+        if self.from_layer is None:
+            return (None,)
+        return resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
+
+    def axes(self, site: Site) -> tuple[str, ...]:
+        """Return the axes that run; roles are distinguished unless `over` leaves positions out."""
+        named = {"position": self.by_role, "key": self.keys_by_role and site.has_keys}
+        by_role = [axis for axis, is_named in named.items() if is_named and axis not in site.default_axes]
+        return axes_of(self.over, (*site.default_axes, *by_role), site.swept_axes, f"The site {site.name}")
+
+    def windows(self, site: Site) -> dict[str, int | str]:
+        """Return the window of each axis that has one; positions and keys by role have no order, and so none."""
+        windows = windows_of(self.window, self.axes(site))
+        for axis, by_role in (("position", self.by_role), ("key", self.keys_by_role)):
+            if by_role and axis in windows:
+                raise InputError(f"A window of {axis}s needs {axis}s in a row; roles have none. Name a span as a role.")
+        return windows
+
+    def steps(
+        self,
+        model: HookedModel,
+        site: Site,
+        prompt: Prompt,
+        spans: Mapping[str, AlignedSpan],
+        keys: Mapping[str, AlignedSpan],
+    ) -> dict[str, list[AxisStep]]:
+        """Return the steps of each axis of a site, in one prompt; `spans` and `keys` are its positions and keys."""
+        axes, windows, shape = self.axes(site), self.windows(site), model.shape
+        # A dictionary may leave tokens out, such as the first, on which it was not trained.
+        at = seen_positions(site, prompt, positions_in(spans))
+        seen = {role: tuple(p for p in span.base if p in at) for role, span in spans.items()}
+        among: dict[str, Sequence[int]] = {
+            "layer": layers_of(self.layers, site, model),
+            "position": at,
+            "head": resolve_indices(self.heads, site.n_heads(shape), "head") if site.has_heads else (),
+            "key": positions_in(keys),
+            "feature": site.units or (),
+        }
+        total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
+        total["feature"] = site.width(shape, len(prompt)) if site.units else 0
+        by_axis = {
+            axis: axis_steps(among[axis], axis in axes, windows.get(axis), len(among[axis]) == total.get(axis))
+            for axis in site.swept_axes
+        }
+        if self.by_role:
+            by_axis["position"] = role_steps({r: p for r, p in seen.items() if p}, "position" in axes, self.spans)
+        if self.keys_by_role and site.has_keys:
+            by_axis["key"] = role_steps({r: span.base for r, span in keys.items()}, "key" in axes, self.spans)
+        return by_axis
+
+    def templates(
+        self, site: Site, steps: Mapping[str, list[AxisStep]], replacement: Replacement, since: int, model: HookedModel
+    ) -> Iterator[CellTemplate]:
+        """Yield what is edited of one site, once for each layer that values come from and each draw.
+
+        Args:
+            site: where.
+            steps: on each axis.
+            replacement: what is written.
+            since: before this position the values of a layer are those of the run itself.
+            model: the model.
+        """
+        windows = self.windows(site)
+        values = {"values": replacement.label} if replacement.label else {}
+        draws = range(replacement.samples or 1)
+        for from_layer, sample, step in product(self.source_layers(model), draws, grid(steps)):
+            covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
+            runs = layer_runs(covers["layer"] or ())
+            at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
+            # Before the first difference both runs are equal layer by layer; another layer's values differ everywhere.
+            first = since if from_layer is None else 0
+            edits = tuple(Edit(site, run, at, of, to, units, first, from_layer, sample) for run in runs)
+            labels = {"site": site.name} | labels_of(step, windows) | values
+            if from_layer is not None:
+                labels["from_layer"] = from_layer
+            if replacement.samples is not None:
+                labels["sample"] = sample
+            token_at = (labels["position"],) if "position" in labels else (at or ()) if "role" in labels else None
+            if "head" in labels:
+                labels[site.head_column] = labels.pop("head")
+            nested = None
+            if "layer" in windows and len(runs) == 1:
+                others = tuple((step[axis].label, step[axis].role) for axis in steps if axis != "layer")
+                nested = (site.name, *others, runs[0].start, from_layer, sample)
+            yield CellTemplate(labels, edits, nested, token_at)
+
+
+def axes_of(
+    over: str | Iterable[str] | None, default: tuple[str, ...], allowed: Sequence[str], what: str
+) -> tuple[str, ...]:
+    """Return the axes that a sweep runs over; refuse one that does not exist, or that the site has not."""
+    if over is None:
+        return default
+    names = one_or_several(over)
+    for name in names:
+        if checked_name("over", name, AXES) not in allowed:
+            raise InputError(f"{what} has no {name} axis; it has {', '.join(allowed)}.")
+    return tuple(axis for axis in AXES if axis in names)
+
+
+def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
+    """Return the window of each axis that has one, a size or "cumulative"; refuse one of an axis that does not run."""
+    sizes = dict(window) if isinstance(window, Mapping) else {"layer": window} if window is not None else {}
+    by_axis: dict[str, int | str] = {}
+    for axis, size in sizes.items():
+        if axis not in over:
+            raise InputError(f"window={shown(window)} is for the {axis} axis, which this sweep does not run over.")
+        try:
+            is_named = isinstance(size, str) and size == "cumulative"
+            by_axis[axis] = "cumulative" if is_named else checked_count("window", size)
+        except InputError:
+            raise InputError(f"window={shown(size)} is neither a number of {axis}s nor 'cumulative'.") from None
+    return by_axis
+
+
+def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
+    """Return the requested layers of a site; refuse those that the site has not, or that cannot be edited."""
+    wanted, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
+    found = tuple(layer for layer in wanted if layer in has)
+    if not found:
+        raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, has))}.")
+    return site.among(found, model, edited=True)
+
+
+def materialize(value: T) -> T:
+    """Turn an iterator into a tuple, which can be gone through twice."""
+    return cast("T", tuple(value)) if isinstance(value, Iterator) else value
+
+
+def axis_steps(among: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
+    """Return the steps on one axis.
 
     Args:
-        model: the model; it is left as it was.
-        prompts: one prompt, several, or token ids: those whose runs are ablated.
-        corrupted: the other prompt of each pair, for values from the other run; or noise at its embeddings, see
-            `hw.patch`.
-        metric: see `hw.patch`.
-        heads: of one set, the attention heads, as pairs (layer, head). Query heads are counted, also where they share
-            keys and values.
-        mlps: its MLPs, as layers.
-        neurons: its neurons, as pairs (layer, neuron): what the output projection of the MLP reads.
-        features: its features, as `hw.features(...)` or `hw.load_sae(...)` with `.only([...])`, one or several.
-        sets: several sets in place of one: a mapping from names to sets, or a list of sets. A set is a mapping with
-            `heads`, `mlps`, `neurons`, `features`, or a list of heads.
-        complement: replace everything but the set, of the kinds that are named: with `heads` and `mlps` (which may be
-            an empty list) all other heads and all other MLPs.
-        values: what replaces them: see `hw.patch`.
-        dataset: the prompts of `mean` and `resample`; default: the prompts themselves.
-        positions: where; with roles (see `hw.patch`) each set is ablated at each role by itself.
-        seed: of `resample`.
-        batch_size: see `hw.patch`.
-        engine: see `hw.patch`.
-        progress: show a progress bar.
-        out: a folder that keeps finished cells, see `hw.patch`.
-
-    Returns:
-        A sweep whose table has a row per example, set and metric; `set` is the set's name, or what it holds.
-
-    Raises:
-        InputError: there is no such component, one is named twice, a set is empty, or another option cannot be used.
+        among: the indices that take part.
+        swept: whether the sweep runs over the axis; otherwise one step covers all of them.
+        window: size of the window, or "cumulative".
+        is_all: whether `among` is everything there is, so that a step covering it can say None.
     """
-    checked_name("engine", engine, list(ENGINES))
-    batch_size, seed = check_call(model, batch_size), checked_seed(seed)
-    complement, metrics = checked_flag("complement", complement), as_metrics(metric)
-    # What is ablated is the clean run.
-    pair = read_prompt_pair(model, prompts, corrupted, "noise", positions=positions)
-    one = {"heads": heads, "mlps": mlps, "neurons": neurons, "features": features}
-    chosen = read_sets(model, one, sets, complement)
-    sites = tuple(dict.fromkeys(part.site for component_set in chosen for part in component_set.parts))
-    edited = pair.spans(positions)
-    replacement = build_replacement(model, values, dataset, pair, sites, seed, positions=positions)
-    matched = pair.matched(edited, sites)
-    refuse_too_many_cells(sum(map(len, edited)) * len(chosen) * len(metrics) * (replacement.samples or 1) * pair.draws)
+    if not swept:
+        return [AxisStep(None, None if is_all else tuple(among))]
+    if window is None:
+        return [AxisStep(i, (i,)) for i in among]
+    if window == "cumulative":
+        return [AxisStep(i, tuple(j for j in among if j <= i)) for i in among]
+    size = int(window)
+    return [AxisStep(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
 
-    site_label = {"site": "complement" if complement else "ablation"}
-    values_label = {"values": replacement.label} if replacement.label else {}
-    by_role = isinstance(positions, Mapping)
-    rows = []
-    for example, prompt in enumerate(pair.base):
-        i = example // pair.draws
-        # Tokens before the first difference are equal only where both prompts have them at the same positions.
-        since = replacement.since(example) if matched[i] is None else 0
-        for role, span in edited[i].items():
-            seen = {site.name: seen_positions(site, prompt, span.base) for site in sites}
-            at = {name: None if len(found) == len(prompt) else found for name, found in seen.items()}
-            for component_set, sample in product(chosen, range(replacement.samples or 1)):
-                labels: dict[str, Any] = site_label | values_label | ({"role": role} if by_role else {})
-                labels |= {"set": component_set.name}
-                labels |= {} if replacement.samples is None else {"sample": sample}
-                edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
-                # A list per cell, unlike a sweep's: sets and roles make few cells of each prompt.
-                rows.append((example, [CellTemplate(labels, tuple(edits))]))
-    plan = Plan(model, pair, CellTable.of(rows), metrics, replacement, batch_size, matched=matched)
-    options = {
-        "sets": [component_set.described() for component_set in chosen],
-        "complement": complement,
-        "positions": recorded_roles(edited),
+
+def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:
+    """Return the roles of a prompt as steps on the axis of positions; or, not swept over, as one.
+
+    Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
+    """
+    if not swept:
+        return [AxisStep(None, tuple(sorted({p for at in roles.values() for p in at})), " + ".join(roles))]
+    if spans == SPANS[0]:
+        return [AxisStep(at[0] if len(at) == 1 else None, at, role) for role, at in roles.items()]
+    return [
+        AxisStep(position, (position,), f"{role}[{i}]" if len(at) > 1 else role)
+        for role, at in roles.items()
+        for i, position in enumerate(at)
+    ]
+
+
+def grid(axes: Mapping[str, list[AxisStep]]) -> list[dict[str, AxisStep]]:
+    """Combine the steps on each axis; layers run fastest, so that nested cells are adjacent."""
+    order = [axis for axis in ("position", "key", "head", "feature", "layer") if axis in axes]
+    return [dict(zip(order, combination, strict=True)) for combination in product(*(axes[axis] for axis in order))]
+
+
+def layer_runs(covered: Sequence[int]) -> list[range]:
+    """Return layers as ranges without gaps."""
+    runs: list[range] = []
+    for layer in covered:
+        if runs and runs[-1].stop == layer:
+            runs[-1] = range(runs[-1].start, layer + 1)
+        else:
+            runs.append(range(layer, layer + 1))
+    return runs
+
+
+def labels_of(step: Mapping[str, AxisStep], windows: Mapping[str, int | str]) -> dict[str, Any]:
+    """Return the coordinates of a cell as the table shows them."""
+    labels: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
+    labels |= {
+        column: step[axis].role for column, axis in ROLES.items() if axis in step and step[axis].role is not None
     }
-    return run_sweep("ablate", plan, options, engine=engine, seed=seed, progress=progress, out=out)
+    if windows:
+        sizes = [str(size) if axis == "layer" else f"{axis} {size}" for axis, size in windows.items()]
+        labels["window"] = ", ".join(sizes)
+    return labels
 
 
-def joint_template(
-    nodes: Sequence[ActivationNode], example: int, replacement: Replacement, sample: int = 0
-) -> CellTemplate:
-    """Return what is edited where nodes of one example are replaced together."""
-    labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
-    labels |= {"values": replacement.label} if replacement.label else {}
-    labels |= {} if replacement.samples is None else {"sample": sample}
-    since = replacement.since(example)
-    return CellTemplate(labels, tuple(node.edit(since, sample) for node in nodes))
+def positions_in(spans: Mapping[str, AlignedSpan]) -> list[int]:
+    """Return every position of the edited prompt that is meant."""
+    return sorted({position for span in spans.values() for position in span.base})
 
 
-def patch_together(
-    model: HookedModel,
-    clean: Any,
-    corrupted: Any,
-    nodes: object,
-    *,
-    metrics: tuple[Metric, ...],
-    direction: str,
-    values: Any,
-    dataset: Prompts | None,
-    seed: int,
-    batch_size: int | None,
-    engine: str,
-    progress: bool,
-    out: str | Path | None,
-) -> Sweep:
-    """Patch several nodes at once: what `hw.patch(..., together=)` does, whose options these are, checked."""
-    pair = read_prompt_pair(model, clean, corrupted, direction)
-    read = read_nodes(model, nodes, pair.prompts)
-    sites = sites_named(list(dict.fromkeys(node.site for node in read)), model)
-    replacement = build_replacement(model, values, dataset, pair, sites, seed)
-    draws = range(replacement.samples or 1)
-    examples = range(len(pair.base))
-    cells = CellTable.of((i, [joint_template(read, i, replacement, sample) for sample in draws]) for i in examples)
-    plan = Plan(model, pair, cells, metrics, replacement, batch_size)
-    options = {"together": [node.described() for node in read]}
-    return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
+def covered(steps: Sequence[AxisStep], length: int) -> tuple[int, ...] | str:
+    """Return the positions that the steps of an axis cover together."""
+    positions = sorted({position for step in steps for position in step.covers or ()})
+    return "all" if any(step.covers is None for step in steps) or len(positions) == length else tuple(positions)

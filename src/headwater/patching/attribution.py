@@ -27,7 +27,7 @@ from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
 from headwater.patching.edits import LOGITS, CellTable, Edit, Indices
 from headwater.patching.plan import Group, Measured, Plan, Readout, Reads, columns_of, read_run
-from headwater.patching.whole_runs import Runner, other_run, state_names, values_written, written_into
+from headwater.patching.runners import Runner, other_run, state_names, values_written, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""

@@ -24,7 +24,7 @@ from headwater.models.memory import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown
-from headwater.patching.edits import Place, ReplacementSpec
+from headwater.patching.edits import EditedRows, Place, ReplacementSpec
 from headwater.patching.prompts import draw
 from headwater.patching.replacements import (
     VALUES,
@@ -34,7 +34,6 @@ from headwater.patching.replacements import (
     ValueRequest,
     checked_tensor,
 )
-from headwater.patching.writing import EditedRows
 
 RTOL, ATOL = 1e-3, 1e-5
 """How far a function's result for a row may differ when other rows are beside it: more than rounding does."""
@@ -351,14 +350,10 @@ class Noise(_Changing):
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Add what was drawn."""
         assert other is not None
-        return add_noise(activation, other, self.inputs.arguments)
-
-
-def add_noise(activation: Tensor, drawn: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Add draws to rows, in units of 1 or of the standard deviation of each row's entries."""
-    # Divided by n: the spread of these entries themselves, not an estimate from them.
-    unit = 1.0 if arguments["absolute"] else activation.float().std(-1, unbiased=False, keepdim=True)
-    return activation + (arguments["std"] * unit * drawn).to(activation.dtype)
+        arguments = self.inputs.arguments
+        # Divided by n: the spread of each row's entries themselves, not an estimate from them.
+        unit = 1.0 if arguments["absolute"] else activation.float().std(-1, unbiased=False, keepdim=True)
+        return activation + (arguments["std"] * unit * other).to(activation.dtype)
 
 
 def _number(option: str, value: object) -> float:

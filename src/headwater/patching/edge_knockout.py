@@ -33,8 +33,7 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, positions_of
 from headwater.models.sites import STATES, SiteName, sites_named
 from headwater.options import checked_name, resolve_indices, shown
-from headwater.patching.axes import (
-    AxisName,
+from headwater.patching.activation_patching import (
     Window,
     axes_of,
     axis_steps,
@@ -44,12 +43,11 @@ from headwater.patching.axes import (
     materialize,
     windows_of,
 )
-from headwater.patching.edits import CellTable, CellTemplate, Edit
-from headwater.patching.measure import ENGINES, collect_states, run_sweep
+from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit
 from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Measured, Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, read_prompts
-from headwater.patching.sweep import Sweep
+from headwater.patching.sweep import ENGINES, Sweep, collect_states, run_sweep
 
 VariantName: TypeAlias = Literal["mask", "zero"]
 VARIANTS = get_args(VariantName)

@@ -21,9 +21,9 @@ from headwater.models.positions import Prompt, Where, is_all, positions_of
 from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
-from headwater.patching.axes import materialize, seen_positions
-from headwater.patching.edits import Edit, ReplacementSpec
-from headwater.patching.prompts import PromptPair, read_prompts
+from headwater.patching.activation_patching import materialize
+from headwater.patching.edits import Edit, ReplacementSpec, ReplacementValues
+from headwater.patching.prompts import PromptPair, read_prompts, seen_positions
 from headwater.patching.replacements import (
     VALUES,
     TensorLike,
@@ -33,8 +33,7 @@ from headwater.patching.replacements import (
     compute_values,
     replacement_spec,
 )
-from headwater.patching.whole_runs import written_into
-from headwater.patching.writing import ReplacementValues
+from headwater.patching.runners import written_into
 from headwater.runs.identity import digest
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a sweep edits and reads: edits, the table of cells that they make, and the variants of runs that are measured.
+"""What a sweep edits and reads: edits, the table of cells, the variants of runs, and how edits are written.
 
     Edit          writes an activation at a site, over layers, positions, heads; or severs attention edges
     CellTemplate  the edits of a cell with its labels, shared by all examples that have the same
@@ -6,29 +6,40 @@
     Variant       what is run for a cell: its edits, from where on it is recomputed, and what is read afterwards
     Variants      the variants of one walk down the layers
 
-Both engines, whole runs and the walk, take the same variants and write them by `headwater.patching.writing`.
+Both engines, whole runs and the walk, take the same variants and write them by `write_tokens` and `write_patterns`.
+
+A row is the vector of one token or, where a site has heads, of one head at one token; of a pattern, the weights of one
+query of one head. Values are either fixed (another run's activations, a mean, zero) or computed from the activation by
+a function of rows, which is called once for all rows that are written together.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from headwater.kernels.devices import to_device
 from headwater.models.memory import refuse_too_large
 from headwater.models.sites import Site, Stage
 
 LOGITS = "logits"
+AxisName: TypeAlias = Literal["layer", "position", "head", "key", "feature"]
+AXES = get_args(AxisName)
+"""What a sweep may run over."""
 NEVER = 1 << 40
 """A position that no prompt has."""
 CELL_BYTES = 800
 """What a cell takes from its first label to its row of the table."""
+PATTERNS_AT_ONCE = 1 << 22
+"""At most so many attention weights are written at once."""
 
 Indices: TypeAlias = Int[np.ndarray, "_"]
 Place: TypeAlias = tuple[str, int]
@@ -241,16 +252,6 @@ class Variant:
         """Whether a position that is read can see any edit: where not, the effect is 0 and nothing is run."""
         return self.whole is not None or self.first_change <= self.kept[-1]
 
-    def writes_at(self, site: Site | str, layer: int) -> list[Edit]:
-        """Return the edits that write at a site of a layer."""
-        name = site if isinstance(site, str) else site.name
-        return [edit for edit in self.edits if edit.writes and edit.site.name == name and layer in edit.layers]
-
-    def severs_in(self, layer: int, after_softmax: bool) -> list[Edit]:
-        """Return the edits that sever edges of a layer, before the softmax or after it."""
-        cuts = (edit for edit in self.edits if not edit.writes and edit.after_softmax == after_softmax)
-        return [edit for edit in cuts if layer in edit.layers]
-
 
 @dataclass(frozen=True, eq=False)
 class Variants:
@@ -301,3 +302,285 @@ def refuse_too_many_cells(n_cells: int) -> None:
     """Refuse a sweep whose very list of cells would not fit in memory."""
     advice = "Sweep over fewer axes (over=), layers, heads, positions or prompts."
     refuse_too_large(f"The list of this sweep's {n_cells:,} cells", n_cells * CELL_BYTES, torch.device("cpu"), advice)
+
+
+@dataclass(frozen=True, eq=False)
+class EditedRows:
+    """Which rows of an activation are changed together: a number each, on the activation's device."""
+
+    site: str
+    layer: int
+    example: Int[Tensor, " row"]
+    """Which of the prompts."""
+    position: Int[Tensor, " row"]
+    """Which token of it; of a pattern, the query."""
+    head: Int[Tensor, " row"] | None
+    """Which head, for sites that have heads: key-value heads for `k` and `v`."""
+    sample: Int[Tensor, " row"]
+    """Which draw, of values drawn several times; else 0."""
+
+    def __len__(self) -> int:
+        return len(self.example)
+
+    def part(self, chosen: Tensor) -> EditedRows:
+        """Return some of the rows."""
+        head = None if self.head is None else self.head[chosen]
+        at = (self.example[chosen], self.position[chosen], head, self.sample[chosen])
+        return EditedRows(self.site, self.layer, *at)
+
+
+Change: TypeAlias = Callable[[Tensor, Tensor | None, EditedRows], Tensor]
+"""Makes rows of rows: takes what is there, `row width`, what the other run has there, and which rows they are."""
+
+
+@dataclass(frozen=True)
+class ReplacementValues:
+    """What `Edit` writes at the examples of a group."""
+
+    by_site: Mapping[Place, Tensor]
+    """By site and layer, `example position ...`: what is written, or what a change is given as the other run's."""
+    change: Change | None = None
+    """Computes what is written from what is there; None where `by_site` is written as it is."""
+    examples: Sequence[int] = ()
+    """The numbers by which changes know the examples of the group."""
+    lengths: Sequence[int] = ()
+    """The tokens of each example's prompt, for changes."""
+    samples: int = 1
+    """How many draws of an example follow one another on the first axis of `by_site`."""
+
+    def taken(self, site: Site, layer: int, example: Tensor, sample: Tensor, *at: Tensor) -> Tensor | None:
+        """Return what `by_site` has at some rows, if anything."""
+        value = self.by_site.get((site.name, layer))
+        # Draws of an example follow one another, so that one index finds both.
+        return None if value is None else value[example * self.samples + sample, *at]
+
+    def known(self, example: Tensor) -> Tensor:
+        """Return the numbers by which changes know some examples of the group."""
+        return to_device(torch.tensor(self.examples), example.device)[example]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSpanEdit:
+    """An edit, and the adjacent tokens of one or more examples that it acts on, as an activation holds them."""
+
+    edit: Edit
+    example: Indices
+    """Which examples of the group."""
+    start: int
+    """The position of the first token."""
+    length: int
+    offset: Indices
+    """Where each example's first token lies among the tokens of the activation; of patterns, which row is its."""
+
+    @property
+    def positions(self) -> Int[np.ndarray, " position"]:
+        """The edited positions, of those that lie here."""
+        if self.edit.positions is None:
+            return np.arange(self.start, self.start + self.length)
+        # Positions before a row are the recorded run's, and those after it are read by nothing.
+        here = range(self.start, self.start + self.length)
+        return np.array([position for position in self.edit.positions if position in here], dtype=np.int64)
+
+    def part(self, chosen: Bool[np.ndarray, " example"]) -> TokenSpanEdit:
+        """Return the same for some of the examples."""
+        return TokenSpanEdit(self.edit, self.example[chosen], self.start, self.length, self.offset[chosen])
+
+
+def write_tokens(
+    activation: Shaped[Tensor, "token ..."],
+    stretches: Sequence[TokenSpanEdit],
+    values: ReplacementValues,
+    site: Site,
+    layer: int,
+) -> None:
+    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
+
+    What a site reads through a dictionary is read and written for all rows at once.
+    """
+    # One gather and one scatter for all edits of a kind: a launch for each edit would cost more than its rows.
+    groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
+    for stretch in stretches:
+        edit = stretch.edit
+        # Where all heads are written the index has no heads: the two cannot be one scatter.
+        groups.setdefault((edit.source_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
+    for (source, _, whole), group in groups.items():
+        tokens, *at = _indices(group, activation.device)
+        if not len(tokens):
+            continue
+        heads, units = at[3:], None if whole else _units(group, activation.device)
+        if values.change is None and whole and not site.has_units:  # fixed values: what is there need not be read
+            example, position, sample, *_ = at
+            taken = values.taken(site, source, example, sample, position, *heads)
+            assert taken is not None
+            activation[tokens, *heads] = taken
+            continue
+        edited = partial(_edited, values=values, site=site, layer=layer, source=source, at=at, units=units)
+        activation[tokens, *heads] = site.written(activation[tokens, *heads], edited)
+
+
+def _edited(
+    current: Tensor,
+    values: ReplacementValues,
+    site: Site,
+    layer: int,
+    source: int,
+    at: Sequence[Tensor],
+    units: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return rows as edits leave them.
+
+    Args:
+        current: `row (head) width`, what is there; a copy, which may be written into.
+        values: what is written.
+        site: of the rows.
+        layer: of the rows.
+        source: the layer of the values.
+        at: example, position, sample and, where heads are chosen, head of each row.
+        units: row and entry of what is written, where that is not all.
+    """
+    example, position, sample, *heads = at
+    if values.change is None and units is not None:
+        row, unit = units
+        # Of a large layer only the chosen neurons are fetched, not rows of all.
+        new = values.taken(site, source, example[row], sample[row], position[row], unit)
+        assert new is not None
+        current[row, unit] = new.to(current)
+        return current
+    taken = values.taken(site, source, example, sample, position, *heads)
+    if values.change is not None:
+        # A change is given whole rows, also where only some of their entries are kept of it.
+        taken = _changed(current, taken, values, site, layer, [values.known(example), position, sample], heads)
+    assert taken is not None
+    if units is None:
+        return taken.to(current)
+    current[units] = taken[units].to(current)
+    return current
+
+
+def _changed(
+    current: Tensor,
+    other: Tensor | None,
+    values: ReplacementValues,
+    site: Site,
+    layer: int,
+    at: Sequence[Tensor],
+    heads: Sequence[Tensor],
+) -> Tensor:
+    """Return what a change makes of rows, or of all heads of tokens, `row (head) width`."""
+    assert values.change is not None
+    if heads or not site.has_heads:
+        return values.change(current, other, _rows(site, layer, at, heads))
+    n_heads = current.shape[1]
+    # A change sees a row a head: the head's number is part of where it is.
+    every = [torch.arange(n_heads, device=current.device).repeat(len(current))]
+    rows = _rows(site, layer, [index.repeat_interleave(n_heads) for index in at], every)
+    changed = values.change(current.flatten(0, 1), None if other is None else other.flatten(0, 1), rows)
+    return changed.unflatten(0, current.shape[:2])
+
+
+def write_patterns(
+    activation: Float[Tensor, "row head position key"],
+    stretches: Sequence[TokenSpanEdit],
+    columns: Int[Tensor, "row key"],
+    values: ReplacementValues,
+    site: Site,
+    layer: int,
+) -> None:
+    """Write edits into patterns of padded rows, whose key axes hold the positions `columns`, in place.
+
+    An offset of a stretch numbers the row. `columns` is -1 where a key belongs to no position of its row. A change is
+    given the weights of all keys of the prompt in order, 0 where there is none. Rows are written together; edits of one
+    row act in turn, each on what the one before it has left.
+    """
+    turns: Counter[int] = Counter()
+    together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
+    for stretch in stretches:
+        source, row = stretch.edit.source_of(layer), int(stretch.offset[0])
+        # A change is given rows of one number of keys, those of the prompt, without padding.
+        for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
+            part = stretch if example is None else stretch.part(stretch.example == example)
+            length = 0 if example is None else values.lengths[example]
+            together.setdefault((turns[row], source, length), []).append(part)
+        turns[row] += 1
+    # By turns: a later edit of a row must find what the one before it has left.
+    for (_, source, length), group in sorted(together.items(), key=lambda one: one[0]):
+        index = _pattern_rows(group, activation.shape[1])
+        keys = _chosen_keys(group, activation.shape[-1])
+        most = max(1, PATTERNS_AT_ONCE // activation.shape[-1])
+        for start in range(0, index.shape[1], most):
+            of_stretch, row, head, query, *at = to_device(index[:, start : start + most], activation.device)
+            named = columns[row]
+            example, sample, position = at
+            taken = values.taken(site, source, example, sample, head, position)
+            current = activation[row, head, query]
+            if values.change is not None:
+                # Keys of no position are put into one column past the prompt's, which is cut off.
+                place = named.where(named >= 0, length)
+                ordered = current.new_zeros(len(current), length + 1).scatter(1, place, current)[:, :length]
+                other = None if taken is None else taken[:, :length].contiguous()
+                rows = _rows(site, layer, [values.known(example), position, sample], [head])
+                taken = values.change(ordered.contiguous(), other, rows)
+            assert taken is not None
+            # Values lie in the order of the prompt's positions, the pattern's keys recorded ones first.
+            written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
+            if keys is not None:
+                chosen = to_device(keys, activation.device)[of_stretch[:, None], named]
+                written = torch.where(chosen, written, current)
+            activation[row, head, query] = written
+
+
+def _pattern_rows(stretches: Sequence[TokenSpanEdit], n_heads: int) -> Int[np.ndarray, "7 row"]:
+    """Return stretch, row, head, query, example, sample and position of each query and head that is written."""
+    parts = []
+    for number, stretch in enumerate(stretches):
+        positions, heads = stretch.positions, stretch.edit.heads
+        listed = np.arange(n_heads) if heads is None else np.array(heads, dtype=np.int64)
+        shape = (len(stretch.example), len(listed), len(positions))
+        row, example = (one[:, None, None] for one in (stretch.offset, stretch.example))
+        at = (number, row, listed[:, None], positions - stretch.start, example, stretch.edit.sample, positions)
+        parts.append(np.stack([np.broadcast_to(one, shape).reshape(-1) for one in at]))
+    return np.concatenate(parts, 1)
+
+
+def _chosen_keys(stretches: Sequence[TokenSpanEdit], n_keys: int) -> Bool[np.ndarray, "_ key"] | None:
+    """Say by stretch which keys are written, and last whether what is not a key of the row is; None where all are."""
+    if all(stretch.edit.keys is None for stretch in stretches):
+        return None
+    chosen = np.zeros((len(stretches), n_keys + 1), dtype=bool)
+    for of_stretch, stretch in zip(chosen, stretches, strict=True):
+        keys = stretch.edit.keys
+        of_stretch[slice(None) if keys is None else [key for key in keys if key < n_keys]] = True
+    return chosen
+
+
+def _indices(stretches: Sequence[TokenSpanEdit], device: torch.device) -> list[Tensor]:
+    """Return token, example, position, sample and, where heads are chosen, head of each row."""
+    parts = []
+    for stretch in stretches:
+        positions, heads = stretch.positions, stretch.edit.heads
+        # Offset less start: added to a position it gives the token's place in the activation.
+        of_example = np.stack([stretch.offset - stretch.start, stretch.example])[:, :, None, None]
+        shape = (len(stretch.example), len(positions), 1 if heads is None else len(heads))
+        shift, example = np.broadcast_to(of_example, (2, *shape))
+        position = np.broadcast_to(positions[:, None], shape)
+        index = [position + shift, example, position, np.full(shape, stretch.edit.sample)]
+        index += [] if heads is None else [np.broadcast_to(np.array(heads, dtype=np.int64), shape)]
+        parts.append(np.stack(index).reshape(len(index), -1))
+    return list(to_device(parts[0] if len(parts) == 1 else np.concatenate(parts, 1), device))
+
+
+def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return, of the entries that are written, the number of the row among those of `_indices`, and which it is."""
+    rows, units, before = [], [], 0
+    for stretch in stretches:
+        length, chosen = len(stretch.example) * len(stretch.positions), np.array(stretch.edit.units)
+        rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
+        units.append(np.tile(chosen, length))
+        before += length
+    written, unit = (to_device(np.concatenate(one), device) for one in (rows, units))
+    return written, unit
+
+
+def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> EditedRows:
+    example, position, sample = at
+    return EditedRows(site.name, layer, example, position, heads[0] if heads else None, sample)

@@ -22,7 +22,7 @@ from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.edits import Hook
 from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.positions import Prompt, Where, positions_of
+from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, shown
@@ -83,24 +83,14 @@ class Plan:
             if metric.site != LOGITS:
                 sites_named(metric.site, self.model)
 
-    @property
-    def base(self) -> tuple[Prompt, ...]:
-        """By example: the prompt whose run is edited."""
-        return self.pair.base
-
-    @property
-    def other(self) -> tuple[Prompt, ...] | None:
-        """By example: the other prompt of the pair."""
-        return self.pair.other
-
     @cached_property
     def spans(self) -> tuple[tuple[AlignedSpan, ...], ...]:
         """By example and metric: the positions it reads, in both prompts."""
         # The noisy run is of the same text: names fall on the same tokens.
-        others = self.other if self.other is not None and self.pair.corruption is None else [None] * len(self.base)
+        others = self.pair.others or [None] * len(self.pair.base)
         side, draws = 0 if self.pair.base_is_clean else 1, self.pair.draws
-        by_metric = [aligned_spans(metric.at, self.base, others, side, draws) for metric in self.metrics]
-        return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.base)
+        by_metric = [aligned_spans(metric.at, self.pair.base, others, side, draws) for metric in self.metrics]
+        return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.pair.base)
 
     @cached_property
     def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
@@ -112,7 +102,7 @@ class Plan:
         """By example: every position that is read, ascending."""
         n, draws = len(self.pair.prompts), self.pair.draws
         by_example = []
-        for i, (prompt, kept) in enumerate(zip(self.base, self.kept, strict=True)):
+        for i, (prompt, kept) in enumerate(zip(self.pair.base, self.kept, strict=True)):
             states = positions_of(self.states_at, prompt, i // draws, n) if self.states else ()
             by_example.append(tuple(sorted({p for at in (*kept, states) for p in at})))
         return tuple(by_example)
@@ -194,9 +184,9 @@ class Group:
 
     def __init__(self, plan: Plan, examples: range):
         self.plan, self.examples = plan, examples
-        self.lengths = [len(plan.base[i]) for i in examples]
+        self.lengths = [len(plan.pair.base[i]) for i in examples]
         self.kept: Kept = [plan.positions[i] for i in examples]
-        self.other_kept: Kept = [plan.other_positions[i] for i in examples] if plan.other is not None else []
+        self.other_kept: Kept = [plan.other_positions[i] for i in examples] if plan.pair.other is not None else []
         self.cells = plan.cells.part(plan.cells.among(examples))
         edits = [edit for template in self.cells.used for edit in template.edits]
         self.edits: list[Edit] = edits
@@ -296,7 +286,7 @@ def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
 
 def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
-    per_example = np.bincount(plan.cells.example, tokens_of(plan), len(plan.base)).astype(np.int64).tolist()
+    per_example = np.bincount(plan.cells.example, tokens_of(plan), len(plan.pair.base)).astype(np.int64).tolist()
     edits = [edit for template in plan.cells.used for edit in template.edits if edit.writes]
     written = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
     shape = plan.model.shape
@@ -304,8 +294,8 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     recorded = len(written) * (2 if plan.replacement is not None else 1) + 2 * shape.n_layers
     groups: list[list[int]] = []
     width, tokens = 0, 0
-    for example, prompt in enumerate(plan.base):
-        longer = max(len(prompt), len(plan.other[example]) if plan.other is not None else 0)
+    for example, prompt in enumerate(plan.pair.base):
+        longer = max(len(prompt), len(plan.pair.other[example]) if plan.pair.other is not None else 0)
         wider = max(width, longer)
         fits = groups and (len(groups[-1]) + 1) * wider * shape.d_model * recorded <= GROUP_FLOATS
         if not (fits and tokens + per_example[example] <= WAVE_TOKENS):
@@ -339,7 +329,7 @@ def _cut(plan: Plan, cells: range) -> Iterator[range]:
 def tokens_of(plan: Plan) -> Int[np.ndarray, " cell"]:
     """Count the tokens of each cell's row."""
     ahead = plan.model.looks_ahead
-    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.base, plan.positions, strict=True)])
+    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.pair.base, plan.positions, strict=True)])
     tokens = stop[plan.cells.example]
     # A cell whose first change lies after all that is read has no tokens, and no run.
     return tokens if ahead else (tokens - plan.cells.first_position).clip(0)
@@ -503,7 +493,11 @@ class Readout:
                 clean_values = torch.stack([self._clean[reading][i].detach() for i in who])
                 clean = self._metric_positions(m, clean_values, who)
             # Before the metric counts: one that mixes rows would give each cell a share of its tile's other cells.
-            self._check_metric(metric, values, answers, clean)
+            # Once per sweep, as the check runs the metric on some rows again.
+            if metric.name not in self.plan.checked:
+                with torch.no_grad():
+                    metric.refuse_misread(values.detach(), answers, clean)
+                self.plan.checked.add(metric.name)
             # float64 from here on: effects are differences of nearly equal numbers.
             measured[torch.from_numpy(rows)] = metric.measure(values, answers, clean).double().cpu()
             self._refuse_no_number(metric, values, measured, rows, who)
@@ -531,14 +525,6 @@ class Readout:
                 reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
                 table[torch.from_numpy(reading_cells), m] = baseline[reading][torch.from_numpy(rows[reading_cells]), m]
         return table
-
-    def _check_metric(self, metric: Metric, values: Tensor, answers: list[Tensor], clean: Tensor | None) -> None:
-        """Check once per sweep that a metric treats each row by itself, and reads what is there."""
-        # Once per sweep, as the check runs the metric on some rows again.
-        if metric.name not in self.plan.checked:
-            with torch.no_grad():
-                metric.refuse_misread(values.detach(), answers, clean)
-            self.plan.checked.add(metric.name)
 
     def _refuse_no_number(
         self, metric: Metric, values: Tensor, measured: Tensor, rows: Indices, owners: Indices

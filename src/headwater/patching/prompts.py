@@ -154,27 +154,12 @@ def aligned_positions(
     return by_prompt[0]
 
 
-def aligned_span(
-    where: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int = 0
-) -> AlignedSpan:
-    """Return the positions a name represents in each prompt of a pair: in prompts of one length, the same ones."""
-    if other is None or len(base) == len(other):
-        at = aligned_positions(where, base, other, example, n, base_side)
-        return AlignedSpan(at, at)
-    sides = (base_side, 1 - base_side)
-    a, b = (positions_of(where, p, example, n, side) for p, side in zip((base, other), sides, strict=True))
-    if len(a) != len(b):
-        raise InputError(
-            f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {example}, which are of "
-            f"{len(base)} and {len(other)} tokens: name as many in each."
-        )
-    return AlignedSpan(a, b)
-
-
 def aligned_spans(
     where: object, base: Sequence[Prompt], other: Sequence[Prompt | None], base_side: int = 0, draws: int = 1
 ) -> list[AlignedSpan]:
-    """Return by pair what a name represents (`aligned_span`); once for all pairs of the same lengths where they decide.
+    """Return by pair the positions a name represents in each prompt: in prompts of one length, the same ones.
+
+    They are found once for all pairs of the same lengths where these decide.
 
     Args:
         where: the name.
@@ -185,12 +170,20 @@ def aligned_spans(
     """
     alike: dict[tuple[int, int | None], AlignedSpan] = {}
     spans, shared, n = [], hangs_on_length(where), len(base) // draws
-    for i, pair in enumerate(zip(base, other, strict=True)):
-        lengths = len(pair[0]), None if pair[1] is None else len(pair[1])
-        span = alike.get(lengths) if shared else None
-        if span is None:
-            span = alike[lengths] = aligned_span(where, *pair, i // draws, n, base_side)
-        spans.append(span)
+    for number, (here, there) in enumerate(zip(base, other, strict=True)):
+        i, lengths = number // draws, (len(here), None if there is None else len(there))
+        if not shared or lengths not in alike:
+            if there is None or len(here) == len(there):
+                a = b = aligned_positions(where, here, there, i, n, base_side)
+            else:
+                a, b = positions_of(where, here, i, n, base_side), positions_of(where, there, i, n, 1 - base_side)
+            if len(a) != len(b):
+                raise InputError(
+                    f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {i}, which are of "
+                    f"{len(here)} and {lengths[1]} tokens: name as many in each."
+                )
+            alike[lengths] = AlignedSpan(a, b)
+        spans.append(alike[lengths])
     return spans
 
 
@@ -263,6 +256,18 @@ def _role_spot(
             else str(absent)
         )
     return AlignedSpan(a if a is not None else b or (), b if b is not None else a or ())
+
+
+def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
+    """Return positions without those at which a site is not edited; refuse where no other was named."""
+    left_out = site.left_out(prompt.ids) if site.leaves_out else frozenset()
+    kept = tuple(position for position in positions if position not in left_out)
+    if not kept:
+        raise InputError(
+            f"{site.name} can be edited at none of the positions {list(positions)} of the prompt that begins with "
+            f"{''.join(prompt.strings[:8])!r}: its dictionary was trained without such tokens. Name other positions."
+        )
+    return kept
 
 
 def first_difference(a: Prompt, b: Prompt) -> int:
@@ -350,12 +355,6 @@ class PromptPair:
         """The runs that there are."""
         return ("base",) if self.other is None else ("base", "other")
 
-    def of(self, side: Side) -> tuple[Prompt, ...]:
-        """By example: the prompt of one side."""
-        found = self.base if side == "base" else self.other
-        assert found is not None
-        return found
-
     def is_clean(self, side: Side) -> bool:
         """Whether a side is the clean runs."""
         return (side == "base") == self.base_is_clean
@@ -371,7 +370,8 @@ class PromptPair:
     def batch(self, model: HookedModel, examples: range, *sides: Side) -> Batch:
         """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
         # Sides one after the other, as `Group.corrupting` and the recorded halves count on.
-        ids = [self.of(side)[i].ids for side in sides for i in examples]
+        prompts = {"base": self.base, "other": self.other or ()}
+        ids = [prompts[side][i].ids for side in sides for i in examples]
         batch = Batch.of(ids, pad_id(model.tokenizer))
         if self.other is None:
             return batch.named(examples)

@@ -35,9 +35,8 @@ from headwater.models.positions import Prompt, Where, roles_of
 from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_seed, shown
-from headwater.patching.edits import Place, ReplacementSpec
+from headwater.patching.edits import EditedRows, Place, ReplacementSpec, ReplacementValues
 from headwater.patching.prompts import BATCH, PromptPair, Prompts, read_prompts
-from headwater.patching.writing import EditedRows, ReplacementValues
 from headwater.registry import Registry
 
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
@@ -366,8 +365,10 @@ class Mean(_OfDataset):
             # One less per prompt: its first token is left out of the sum.
             count += len(numbers) if by_position else sum(lengths) - len(numbers)
             for place, activation in values.items():
-                added = activation.double().sum(0) if by_position else _sum_over_tokens(activation, lengths)
-                sums[place] = sums[place] + added if place in sums else added
+                each = activation.double()
+                if not by_position:
+                    each = torch.stack([one[1:length].sum(0) for one, length in zip(each, lengths, strict=True)])
+                sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
         self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
 
 
@@ -471,11 +472,6 @@ def resample(prompts: Prompts, seed: int = 0, *, positions: Where | None = None)
     """
     given = {"prompts": prompts, "seed": checked_seed(seed)}
     return ReplacementSpec("resample", given if positions is None else given | {"positions": positions})
-
-
-def _sum_over_tokens(activation: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Add up an activation, `prompt position ...`, over all tokens but each prompt's first."""
-    return torch.stack([activation[i, 1:length].double().sum(0) for i, length in enumerate(lengths)]).sum(0)
 
 
 def capture(

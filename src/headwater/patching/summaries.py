@@ -10,7 +10,7 @@ are taken. What is made of these numbers is `headwater.stats.claims`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
@@ -26,7 +26,6 @@ from pandas.api.types import is_numeric_dtype
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
 from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
-from headwater.patching.axes import tokens_by_role
 from headwater.patching.prompts import places_among
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
@@ -40,11 +39,18 @@ NormalizeName: TypeAlias = Literal["mean of ratios", "ratio of means"]
 NORMALIZE = get_args(NormalizeName)
 MeasureName: TypeAlias = Literal["effect", "normalized_effect"]
 MEASURES = get_args(MeasureName)
+ROLES = {"role": "position", "key_role": "key"}
+"""By the column of a sweep that names roles: the column of the tokens that they are of."""
 SMALL_GAP = 0.1
 """Of the median gap: below this share a pair is named."""
 RESAMPLES = 2000
 LISTED = 12
 """Values of a column that a message names."""
+
+
+def tokens_by_role(columns: Iterable[str]) -> set[str]:
+    """Return the columns of tokens, of those of a sweep, in whose place roles are shown."""
+    return {ROLES[column] for column in columns if column in ROLES}
 
 
 def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:

@@ -1,30 +1,44 @@
-"""What a sweep found: a row per example, cell and metric, and what is made of them: means, grids, claims, figures.
+"""A sweep: how its cells are measured, and what was found, a row per example, cell and metric.
 
 effect            = metric of the edited run - metric of the run that was edited
 normalized_effect = effect / (metric of the other run - metric of the run that was edited)
+
+1. Examples are taken in groups of so many recorded numbers; a group's cells are cut into waves (`plan.waves`).
+2. For each group, the runner makes the unedited runs of both prompts of each pair, and the metrics on both.
+3. For each wave, the runner measures its cells; with `out=` a wave is a piece of the run's folder.
+4. Where the model's blocks cannot be stepped through, whole runs take over, and it is said.
+5. The numbers become the table of a `Sweep`: means, grids, claims and figures are made of it.
+
+When memory runs out, half of a group's examples are taken at a time from then on.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
+from headwater.models.memory import in_halves
 from headwater.options import checked_kind
 from headwater.patching.attribution import AttributionRunner
-from headwater.patching.axes import AXES, tokens_by_role
-from headwater.patching.plan import Measured, Plan
+from headwater.patching.edits import AXES
+from headwater.patching.plan import Measured, Plan, waves
 from headwater.patching.prompts import DIRECTIONS
+from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
+from headwater.patching.runners import CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import (
     MeasureName,
     NormalizeName,
     PlaceboOptions,
     Swept,
+    agreement,
     chosen_rows,
     claim_on,
     edited_run,
@@ -36,7 +50,10 @@ from headwater.patching.summaries import (
     strongest,
     strongest_first,
     summarize,
+    tokens_by_role,
 )
+from headwater.progress import progress_bar
+from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size
@@ -45,6 +62,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+ENGINES: Mapping[str, type[Runner]] = {"auto": WalkRunner, "whole runs": WholeRuns}
+"""What measures cells, by the option `engine`: a walk down the layers where the model allows it, or whole runs."""
 COORDINATES = (
     *("site", "layer", "position", "role", "token", "head", "kv_head", "key", "key_role", "feature"),
     *("window", "set", "from_layer", "values", "sample", "metric"),
@@ -52,6 +71,130 @@ COORDINATES = (
 """The columns that name a cell, as far as a sweep has them."""
 NOT_AXES = ("token", "window", "values")
 """Those of them that say more of a cell, and that no grid runs over."""
+
+
+def run_sweep(
+    analysis: str,
+    plan: Plan,
+    options: Mapping[str, Any],
+    *,
+    engine: str,
+    runner: type[Runner] | None = None,
+    finish: Callable[[Plan, Measured], None] = lambda plan, measured: None,
+    seed: int = 0,
+    progress: bool,
+    out: str | Path | None,
+) -> Sweep:
+    """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
+
+    Args:
+        analysis: the name of the call, for the record.
+        plan: what is measured.
+        options: what decides the result beside prompts, metrics and values, which are taken from the plan.
+        engine: as the caller gave it.
+        runner: what measures; default: that of the engine.
+        finish: a last look at what was measured, which it may change or refuse.
+        seed: of the call.
+        progress: show a bar.
+        out: the folder.
+    """
+    replacement, runner = plan.replacement, runner or ENGINES[engine]
+    options = {**options, **plan.pair.described(replacement.inputs.dataset if replacement is not None else None)}
+    if replacement is not None:
+        options |= {"direction": plan.pair.direction, "values": replacement.described}
+        options |= {"mean_over": replacement.mean_over}
+    # Only where it was chosen: by default a folder is the same run whichever engine the model allows.
+    options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
+
+    def work(run: Run) -> Sweep:
+        measured = measure(plan, run, runner)
+        finish(plan, measured)
+        strings = tuple(prompt.strings for prompt in plan.pair.prompts)
+        return Sweep(tabulate(plan, measured), run.record, strings, measured.engine)
+
+    return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
+
+
+def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
+    """Measure the cells of a sweep, a wave in a piece."""
+    measured = Measured.empty(len(plan.cells), len(plan.metrics))
+    measuring = _Measuring(plan, runner)
+    planned, outcome = list(waves(plan)), NOT_WRITTEN
+
+    def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
+        parts = [part.tables() for _, part in measuring.parts(*wave)]
+        tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        outcome = plan.replacement.outcome if plan.replacement is not None else CHANGED
+        return tables | {"whole": torch.tensor(measuring.runner is WholeRuns), "outcome": torch.tensor(outcome)}
+
+    with run.bar("cells", "cell", len(plan.cells)) as bar:
+        pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
+        for (_, cells), piece in zip(planned, pieces, strict=True):
+            for name, table in measured.tables().items():
+                table[cells.start : cells.stop] = piece[name]
+            # A piece of an interrupted run says which engine it took: the rest goes on with it.
+            if bool(piece["whole"]):
+                measuring.runner = WholeRuns
+            outcome = max(outcome, int(piece.get("outcome", CHANGED)))
+    if plan.replacement is not None:
+        # At the end: a piece may change nothing by chance, all of them together do not.
+        refuse_values_that_change_nothing(plan.replacement, outcome)
+    measured.engine = measuring.runner.name
+    return measured
+
+
+def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
+    """Yield the states that a plan asks for, before and after the edits, some cells at a time."""
+    measuring = _Measuring(plan, WalkRunner)
+    with progress_bar(progress, len(plan.cells), desc="prompts", unit="prompt") as bar:
+        for examples, cells in waves(plan):
+            yield from measuring.parts(examples, cells)
+            bar.update(len(cells))
+
+
+class _Measuring:
+    """Measures waves one after another, keeping the runs of the current group."""
+
+    def __init__(self, plan: Plan, runner: type[Runner]):
+        self.plan, self.runner = plan, runner
+        self._most = len(plan.pair.base)
+        self._current: tuple[range, Runner] | None = None
+
+    def parts(self, examples: range, cells: range) -> list[tuple[range, Measured]]:
+        """Measure the cells of one wave; when memory runs out, for half of the examples at a time from now on."""
+        measured: list[tuple[range, Measured]] = []
+
+        def do(part: range) -> None:
+            cells_of_part = self.plan.cells.among(part)
+            # A wave may begin or end within the cells of these examples.
+            if shared := range(max(cells_of_part.start, cells.start), min(cells_of_part.stop, cells.stop)):
+                measured.append((shared, self._runner_of(part).measure(shared)))
+
+        most = min(self._most, len(examples))
+        # A graph cannot be made in inference mode, also not by enable_grad inside of it.
+        with torch.inference_mode(not self.runner.needs_graph), self.plan.model.lock:
+            for start in range(0, len(examples), most):
+                parts = in_halves(examples[start : start + most], do)
+                self._most = most // len(parts) if len(parts) > 1 else self._most
+        return measured
+
+    def _runner_of(self, examples: range) -> Runner:
+        """Return the runs of a group, made now unless they are the last ones."""
+        if self._current is None or self._current[0] != examples or not isinstance(self._current[1], self.runner):
+            # Freed before the next group's runs are made: both at once would be twice the memory.
+            self._current = None
+            try:
+                self._current = examples, self.runner(self.plan, examples)
+            except CannotStepError as error:
+                self.runner = WholeRuns
+                warnings.warn(
+                    f"{self.plan.model.name} is swept with whole runs, many cells in each, because {error}. Results "
+                    "are the same; it takes longer.",
+                    stacklevel=7,
+                )
+        if self._current is None:
+            self._current = examples, self.runner(self.plan, examples)
+        return self._current[1]
 
 
 @dataclass(frozen=True, repr=False)
@@ -281,8 +424,6 @@ class Sweep(Result):
         Raises:
             InputError: the sweeps do not have the same cells.
         """
-        from headwater.patching.summaries import agreement
-
         return agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
 
 
@@ -307,7 +448,7 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     columns["metric"] = [metric.name for metric in plan.metrics] * n_cells
     effect = measured.values - measured.unedited
     columns["effect"] = effect.flatten().numpy()
-    if plan.other is not None:
+    if plan.pair.other is not None:
         gap = measured.other - measured.unedited
         # + 0.0 makes 0 of -0. Equal runs have no gap to be a share of: NaN.
         normalized = torch.where(gap.abs() > 1e-9, effect / gap + 0.0, torch.nan)
@@ -315,7 +456,7 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     edited, other = measured.unedited, measured.other
     clean, corrupted = (edited, other) if plan.pair.base_is_clean else (other, edited)
     columns["clean"] = clean.flatten().numpy()
-    if plan.other is not None:
+    if plan.pair.other is not None:
         columns["corrupted"] = corrupted.flatten().numpy()
     if not bool(measured.edges.isnan().all()):
         columns["edges"] = np.repeat(measured.edges.numpy(), n_metrics).astype(np.int64)
@@ -324,7 +465,7 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
 
 def _tokens(plan: Plan, n_metrics: int) -> list[str | None]:
     """Return the tokens that the table shows of each cell, once for every metric."""
-    strings = [prompt.strings for prompt in plan.base]
+    strings = [prompt.strings for prompt in plan.pair.base]
     shown = [
         None if template.token_at is None else "".join([strings[example][place] for place in template.token_at])
         for example, template in plan.cells

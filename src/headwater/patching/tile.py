@@ -335,7 +335,14 @@ class Masks:
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
         """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
         rows, changes = tile.rows, self.variants.changes
-        cutting = {number: changes[number].severs_in(layer, zero) for number in np.unique(rows.which)}
+        cutting = {
+            number: [
+                edit
+                for edit in changes[number].edits
+                if not edit.writes and edit.after_softmax == zero and layer in edit.layers
+            ]
+            for number in np.unique(rows.which)
+        }
         severed: Tensor | None = None
         # The n-th cuts of all rows at once: one by one a severed head took 18 to 20 launches.
         for turn in range(max(map(len, cutting.values()))):

@@ -34,9 +34,21 @@ from headwater.models.blocks import Blocks, Recording
 from headwater.models.edits import Hook, TrustedHook, replace_hook
 from headwater.models.memory import Items, in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
-from headwater.patching.edits import LOGITS, Deliver, Edit, Indices, Place, Reading, Variants, padded_kept
+from headwater.patching.edits import (
+    LOGITS,
+    Deliver,
+    Edit,
+    Indices,
+    Place,
+    Reading,
+    ReplacementValues,
+    TokenSpanEdit,
+    Variants,
+    padded_kept,
+    write_patterns,
+    write_tokens,
+)
 from headwater.patching.tile import FoldedRows, Masks, RowTable, Tile, rows_of, tiled
-from headwater.patching.writing import ReplacementValues, TokenSpanEdit, write_patterns, write_tokens
 
 
 class NotFiniteError(Exception):
@@ -300,9 +312,11 @@ class Walk:
                 continue
             # Rows of one change begin and end at the same positions.
             start, length = int(rows.start[rows_of_change[0]]), int(rows.length[rows_of_change[0]])
-            for edit in self.variants.changes[number].writes_at(site, layer):
-                spans.append(TokenSpanEdit(edit, rows.example[rows_of_change], start, length, offset[rows_of_change]))
-                self._note(rows.variant[rows_of_change], edit, layer)
+            for edit in self.variants.changes[number].edits:
+                if edit.writes and edit.site.name == site.name and layer in edit.layers:
+                    at = rows.example[rows_of_change], start, length, offset[rows_of_change]
+                    spans.append(TokenSpanEdit(edit, *at))
+                    self._note(rows.variant[rows_of_change], edit, layer)
         return spans
 
     def _recorded(self, stage: Stage, layer: int) -> Tensor:

@@ -9,8 +9,7 @@ import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
 from headwater.figures.sweep import LABELS, panel_axes, panels_of, title_of
-from headwater.patching.axes import ROLES
-from headwater.patching.summaries import MEASURES
+from headwater.patching.summaries import MEASURES, ROLES
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import VIEWS, View
 from headwater.views.page import interactive, packed, picture

@@ -1,0 +1,561 @@
+"""What measures the cells of a group of examples: a walk down the layers, or whole runs of the prompts.
+
+    WalkRunner    one recorded run of both prompts, then all variants of a wave in one walk down the layers
+    WholeRuns     ordinary forwards of whole prompts, with hooks that make the edits of each row or keep what is read
+
+The second is what the walk must equal, and serves every model. A third `Runner` takes gradients and runs no variant
+(`headwater.patching.attribution`). A cell that no read position can see has effect 0, without a run; in the walk so has
+one whose edit writes what the run has there already. That is looked up number by number, not inferred from the tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headwater.errors import InterventionError, NumericsError, first_line
+from headwater.kernels.devices import to_device, to_device_many
+from headwater.models.blocks import Blocks, Recording, cannot_step
+from headwater.models.bridge_check import edges_are_cut, not_finite, rounding
+from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.models.hooked import HookedModel
+from headwater.models.memory import in_halves, is_out_of_memory
+from headwater.models.sites import SITES, Stage, hook_name, main_site, taken_as_recorded
+from headwater.models.tokens import Batch
+from headwater.patching.edits import (
+    LOGITS,
+    Deliver,
+    Edit,
+    Indices,
+    Place,
+    Reading,
+    ReplacementValues,
+    TokenSpanEdit,
+    Variant,
+    Variants,
+    write_patterns,
+    write_tokens,
+)
+from headwater.patching.plan import Group, Kept, Measured, Plan, Readout, Reads, columns_of, read_run
+from headwater.patching.prompts import Side
+from headwater.patching.replacements import ValueRequest, capture, compute_values
+from headwater.patching.walk import NotFiniteError, Walk, not_walked
+
+TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
+"""Tokens of a model of the width `WIDTH` given to a sublayer at once; halved when memory runs out."""
+
+
+WIDTH = 768
+
+
+TILE_WEIGHTS = 1 << 20
+"""At most so many attention weights in a tile that is larger for being of a narrow model."""
+
+
+def tile_tokens(model: HookedModel, length: int) -> int:
+    """Return how many tokens are given to a sublayer at once: of a narrow model more, as a cache holds more of them."""
+    usual = TILE_TOKENS.get(model.device.type, TILE_TOKENS["cpu"])
+    # The same number of bytes, until attention weights, which do not shrink with the width, are the larger part.
+    narrow = usual * WIDTH // model.shape.d_model
+    return max(usual, min(narrow, TILE_WEIGHTS // (length * model.shape.n_heads)))
+
+
+class Runner(ABC):
+    """The runs of a group of examples: made unedited at once, then edited for any of the group's cells.
+
+    Use inside the model's lock, and inside `torch.inference_mode()` unless it needs a graph.
+    """
+
+    name: ClassVar[str]
+    needs_graph: ClassVar[bool]
+
+    @abstractmethod
+    def __init__(self, plan: Plan, examples: range):
+        """Make the unedited runs."""
+
+    @abstractmethod
+    def measure(self, cells: range) -> Measured:
+        """Measure some of the group's cells."""
+
+
+class CannotStepError(Exception):
+    """A model's blocks cannot be stepped through, or what comes of it is not to be trusted; the text is why."""
+
+
+class WalkRunner(Runner):
+    """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
+
+    Args:
+        plan: the sweep.
+        examples: whose runs are made.
+        also: further activations to record of both sides, by hook name.
+        gradients_at: where gradients will be taken, by hook name; the first comes before the others.
+
+    Raises:
+        CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
+            logits must be those of the plain run.
+    """
+
+    name: ClassVar[str] = "wavefront"
+    needs_graph: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), gradients_at: Sequence[str] = ()):
+        self.plan = plan
+        if reason := cannot_step(plan.model):
+            raise CannotStepError(reason)
+        self.group, self.blocks = Group(plan, examples), Blocks(plan.model)
+        if reason := not_walked(self.group.edits):
+            raise CannotStepError(reason)
+        self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
+        self._answers: Tensor | None = None
+        if (answers := plan.only_answers) is not None:
+            self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
+        # Both sides are one batch: weights are read once for the two runs.
+        self._sides = plan.pair.sides
+        names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
+        batch = self.group.batch(*self._sides)
+        # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
+        self._record(batch, names, gradients_at)
+        if not plan.model.steps_checked:
+            if reason := self._distrust(batch):
+                raise CannotStepError(reason)
+            plan.model.steps_checked = True
+            # From now on steps record, too, or a start is shared: a first call gives the bits of a second.
+            if self.blocks.has_own_steps or self.blocks.common_start(batch, names):
+                self._record(batch, names, gradients_at)
+
+    def _record(self, batch: Batch, names: Sequence[str], gradients_at: Sequence[str]) -> None:
+        """Run both sides without edits, and keep what edits write and what is read of the runs."""
+        plan, n = self.plan, len(self.group.examples)
+        before = self.group.corrupting(*self._sides)
+        # Whole logits serve the check of the first call alone; later only the positions that are read are unembedded.
+        unembed = not plan.model.steps_checked
+        in_two = None if before or gradients_at or unembed else self.blocks.record_in_two(batch, names)
+        self.recording: Recording = in_two or self.blocks.record(batch, names, before, gradients_at, unembed=unembed)
+        others = {name: activation[n:] for name, activation in self.recording.activations.items()}
+        self.values = values_written(self.group, others)
+        base = self._read(self.recording.activations, "base", self.group.kept)
+        other = self._read(others, "other", self.group.other_kept) if plan.pair.other is not None else None
+        self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
+
+    def measure(self, cells: range) -> Measured:
+        """Measure some of the group's cells, all in one walk."""
+        return self.readout.collect(cells, self.run)
+
+    def run(self, variants: Variants, deliver: Deliver) -> None:
+        """Deliver what is read of variants of the group's runs, all in one walk."""
+        tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
+        answers = None if self._answers is None else self._answers.repeat(len(self._sides), 1)
+        # Pairs that differ in one token enter the first layer alike everywhere else: 10 of its 12 cells need no run.
+        variants = replace(variants, noop=noop_runs(variants, self._same))
+        walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
+        try:
+            walk.run()
+        except NotFiniteError as found:
+            self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
+        # Remembered where memory ran out, so that the next wave does not try the large tile again.
+        self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
+
+    @cached_property
+    def _same(self) -> dict[Place, Bool[np.ndarray, "example position *head"]]:
+        """By place, where what edits write is what is there in the unedited runs, wherever something is the same."""
+        values, equal = self.values, dict[Place, Tensor]()
+        # What a change leaves is known only once the run is there to be changed.
+        if values.change is not None or values.samples != 1:
+            return {}
+        for (name, layer), written in values.by_site.items():
+            site = self.group.sites[name]
+            current = self.recording.activations.get(site.hook_name(layer))
+            if current is not None and not (site.has_keys or site.has_units):
+                current = site.read(current[: len(self.group.examples)])
+                if current.shape == written.shape:
+                    # Exactly equal, not close: what is not run must be what would have come out, to the bit.
+                    equal[name, layer] = (current == written).all(-1)
+        if not equal:
+            return {}
+        # One copy for all places: each copy waits for the device.
+        fetched = torch.cat([one.flatten() for one in equal.values()]).cpu()
+        parts = fetched.split([one.numel() for one in equal.values()])
+        by_place = {place: one.view(equal[place].shape).numpy() for place, one in zip(equal, parts, strict=True)}
+        return {place: same for place, same in by_place.items() if same.any()}
+
+    def _distrust(self, batch: Batch) -> str | None:
+        """Run the longest prompt, then send it through the blocks; say why that is not to be trusted, if it is not."""
+        n_layers, lengths = self.plan.model.shape.n_layers, batch.lengths.tolist()
+        # The longest has no padding: its last column is its last token, whose logits the run has.
+        longest = lengths.index(max(lengths))
+        last = lengths[longest] - 1
+        names, before = self._joined_names(), self.group.corrupting(*self._sides, rows=[longest])
+        recording = self.blocks.record(batch.rows(longest, longest + 1), names, before)
+        # Some attention keeps a state of its own (recurrent layers), or shares keys between layers.
+        if set(recording.keys) != set(range(n_layers)):
+            return "its attention does not hand its keys and values to a cache"
+        logits = recording.last_logits
+        assert logits is not None
+        expected, answers = logits[0].float(), None
+        tolerance = rounding(logits.dtype) * float(expected.abs().max())
+        if self._answers is not None:
+            answers = self._answers[longest % len(self.group.examples)][None]
+            expected = expected[answers[0]]
+        read_logits: list[Tensor] = []
+        # From the middle on, so that recorded keys before a row are tried too; looking ahead, there are none.
+        middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
+        variants = Variants.one(Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole), 0)
+        tile = self._tile or tile_tokens(self.plan.model, last + 1)
+        try:
+            Walk(
+                self.blocks,
+                recording,
+                variants,
+                ReplacementValues({}),
+                lambda *read: read_logits.append(read[-1][0, 0]),
+                tile,
+                answers,
+            ).run()
+        except NotFiniteError:
+            return "stepping through its blocks gives NaN or infinity where the model does not"
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            # Says nothing about the steps: the caller tries half of the examples.
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                raise
+            return f"its blocks cannot be called one by one ({type(error).__name__}: {first_line(error)[:120]})"
+        difference = float((read_logits[0].detach().float() - expected).abs().max())
+        return (
+            f"stepping through its blocks changes its logits by {difference:.1e}"
+            # Written so that NaN counts as different.
+            if not difference <= tolerance
+            else None
+        )
+
+    def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
+        """Say in which layer an edited run went wrong, by making it once more as a whole run."""
+        model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
+        before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
+        # For what the model's own checks say of it.
+        model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
+        token = int(batch.tokens[0, position])
+        raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
+
+    def _joined_names(self) -> list[str]:
+        """Name the activations of the base run with which rows start."""
+        names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
+        variants = [Variant(template.edits, (0,), ()) for template in self.group.cells.used if template.edits]
+        for layer, entered in sorted({(variant.first_layer, variant.stage) for variant in variants}):
+            sites = [main_site(stage) for stage in taken_as_recorded(entered, self.blocks.parallel)]
+            # A model without MLPs has nothing recorded of one.
+            there = [site for site in sites if site.absent(self.plan.model.shape) is None]
+            names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]
+        return names
+
+    def _read(self, activations: Mapping[str, Tensor], side: Side, kept: Kept) -> Reads:
+        """Read one side of the recorded run, whose logits were not computed."""
+        group, n_layers = self.group, self.plan.model.shape.n_layers
+        read = read_run(group, kept, activations)
+        if (LOGITS, n_layers) in group.readings:
+            residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
+            read[LOGITS, n_layers] = self._logits_at(residual, kept)
+            # All examples in one look: each look waits for the device.
+            if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
+                for i, logits in enumerate(read[LOGITS, n_layers]):
+                    self._refuse_not_finite(logits, side, i, kept)
+        return read
+
+    def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
+        """Return the logits of each example at its positions, `kept d_vocab_or_answer`, of many examples at once."""
+        if self._answers is None:
+            columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
+            return [self.logits(residual[i, places], i) for i, places in enumerate(columns)]
+        listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
+        row, place = to_device(listed, residual.device).unbind(1)
+        logits = self.blocks.logits_of(residual[row, place], self._answers[row])
+        return list(logits.split([len(places) for places in kept]))
+
+    def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
+        """Return the logits of states after the last block, of an example's answers where these suffice."""
+        if self._answers is None:
+            return self.blocks.logits(residual)
+        return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
+
+    def _refuse_not_finite(self, logits: Float[Tensor, "kept width"], side: Side, example: int, kept: Kept) -> None:
+        wrong = ~logits[:, :1].isfinite().all(-1)
+        if bool(wrong.any()):
+            batch, position = self.group.batch(side), kept[example][int(wrong.nonzero()[0])]
+            token = int(batch.tokens[example, position])
+            raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(example), position, token))
+
+
+def noop_runs(
+    variants: Variants, same: Mapping[Place, Bool[np.ndarray, "example position *head"]]
+) -> Bool[np.ndarray, " _"]:
+    """Say which runs are as if nothing were edited, given where that is so by place."""
+    is_noop = np.zeros(len(variants), dtype=bool)
+    order = np.argsort(variants.which, kind="stable")
+    ends = np.searchsorted(variants.which[order], np.arange(len(variants.changes)), side="right")
+    for runs, change in zip(np.split(order, ends[:-1]), variants.changes, strict=True):
+        places = [(edit, layer) for edit in change.edits for layer in edit.layers] if same else []
+        # Every edit writes the values of its own layers, at places where some are the same.
+        if places and all(
+            edit.writes and edit.units is None and edit.source_of(layer) == layer and (edit.site.name, layer) in same
+            for edit, layer in places
+        ):
+            for number, (edit, layer) in enumerate(places):
+                there = same[edit.site.name, layer]
+                there = there if edit.positions is None else there[:, list(edit.positions)]
+                there = there if edit.heads is None else there[:, :, list(edit.heads)]
+                is_same = there[variants.example[runs]].reshape(len(runs), -1).all(1)
+                is_noop[runs] = is_same if number == 0 else is_noop[runs] & is_same
+    follows = variants.trunk >= 0
+    # Nested cells share their trunk's run: neither it nor what follows it can be left out by itself.
+    is_noop[follows] = False
+    is_noop[variants.trunk[follows]] = False
+    return is_noop
+
+
+class WholeRuns(Runner):
+    """One forward of each side, then forwards of whole prompts, a cell in each row."""
+
+    name: ClassVar[str] = "whole runs"
+    needs_graph: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan, examples: range):
+        self.plan, self.group = plan, Group(plan, examples)
+        group, model = self.group, plan.model
+        self._prompts = group.batch("base")
+        before = group.corrupting("base")
+        captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
+        base = read_run(group, group.kept, *captured)
+        # Which keys a query sees depends on its position: the longest prompt has every query there is.
+        longest = self._prompts.rows(group.longest, group.longest + 1)
+        visible = visible_keys(model, longest, group.severed_layers) if group.severed_layers else {}
+        others, other = other_run(group)
+        self.values = values_written(group, others)
+        self.readout = Readout(group, base, other, visible)
+        length = max(group.lengths)
+        self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
+        """How many rows a forward has: as many tokens as a tile of the walk."""
+
+    def measure(self, cells: range) -> Measured:
+        """Measure some of the group's cells, many in each forward."""
+        return self.readout.collect(cells, self.run)
+
+    def run(self, variants: Variants, deliver: Deliver) -> None:
+        """Deliver what is read of variants of the group's runs, `at_once` of them in a forward.
+
+        Rows of a forward read the same positions of as deep a layer, so that no logits are made that nobody reads.
+        """
+        alike: dict[tuple[object, ...], list[int]] = {}
+        keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
+        for index in np.flatnonzero(variants.each(lambda change: change.can_change_output)).tolist():
+            alike.setdefault(keys[variants.which[index]], []).append(index)
+        for indices in alike.values():
+            # Rows of one length side by side need no padding.
+            indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
+            while indices:
+                rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]
+                parts = in_halves(rows, lambda part: self._forward(variants, part, deliver))
+                self.at_once = max(1, self.at_once // len(parts))
+
+    def _forward(self, variants: Variants, indices: Indices, deliver: Deliver) -> None:
+        """Deliver what is read of some variants, made in one forward."""
+        examples, changes = variants.example[indices].tolist(), [variants[index] for index in indices.tolist()]
+        before = self.group.corrupting("base", rows=examples)
+        prompts = self._prompts.take(examples)
+        for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
+            deliver(reading, indices[list(read)], torch.stack(list(read.values())))
+
+
+def state_names(group: Group) -> list[str]:
+    """Name the activations that something reads."""
+    return [SITES[site].hook_name(layer) for site, layer in group.readings if site != LOGITS]
+
+
+def _value_names(group: Group) -> dict[Place, str]:
+    """Name the other run's activations that values are made of."""
+    source = group.plan.replacement
+    if source is None or not source.takes_other_run:
+        return {}
+    return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.sources}
+
+
+def other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
+    """Run the other prompt of each pair, and keep what values are made of."""
+    plan = group.plan
+    if plan.pair.other is None:
+        return {}, None
+    names = [*state_names(group), *_value_names(group).values()]
+    kept, before = columns_of(group.other_kept), group.corrupting("other")
+    activations, logits = capture(plan.model, group.batch("other"), names, kept, before)
+    return activations, read_run(group, group.other_kept, activations, logits)
+
+
+def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
+    """Return what edits write, given the other run's activations."""
+    plan = group.plan
+    if plan.replacement is None:
+        return ReplacementValues({})
+    names, sites = _value_names(group), group.sites
+    other = {
+        place: sites[place[0]].read(group.aligned_with_base(others[name], sites[place[0]]))
+        for place, name in names.items()
+    }
+    wanted = ValueRequest(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
+    return compute_values(plan.replacement, wanted, group.lengths)
+
+
+def run_variants(
+    model: HookedModel,
+    prompts: Batch,
+    variants: Sequence[Variant],
+    examples: Sequence[int],
+    values: ReplacementValues,
+    before: Sequence[Hook] = (),
+) -> dict[Reading, dict[int, Tensor]]:
+    """Run prompts with hooks, each row with the edits of its variant; return by reading and row, `kept width`.
+
+    `examples` is which of the group each row is, `before` are hooks that act before the edits.
+    """
+    n_layers = model.shape.n_layers
+    stop = max(deepest(variant) for variant in variants)
+    readings = sorted({reading for variant in variants for reading in variant.readings})
+    rows = {reading: [i for i, v in enumerate(variants) if reading in v.readings] for reading in readings}
+    read: dict[Reading, dict[int, Tensor]] = {reading: {} for reading in rows}
+
+    def take(activation: Tensor, hook: object, reading: Reading) -> None:
+        # Cloned: a view would hold the whole activation, which a later hook might also write into.
+        read[reading] = {row: activation[row, list(variants[row].kept)].clone() for row in rows[reading]}
+
+    # Noise that makes the corrupted run comes first: edits act on that run.
+    hooks = [*before, *_edits(variants, examples, values, stop)]
+    for site, layer in rows:
+        if site != LOGITS:
+            hooks.append((SITES[site].hook_name(layer), read_hook(partial(take, reading=(site, layer)))))
+    # Only these go through W_U: in a large vocabulary it is the costliest product of a short prompt.
+    columns = sorted({position for variant in variants for position in variant.kept})
+    wants_logits = (LOGITS, n_layers) in rows
+    # Layers below the deepest reading are not run.
+    stop_at = None if wants_logits or stop == n_layers else stop
+    out = model.run(prompts, hooks, keep=columns if stop_at is None else None, stop_at=stop_at)
+    if wants_logits:
+        at = {position: column for column, position in enumerate(columns)}
+        for row in rows[LOGITS, n_layers]:
+            read[LOGITS, n_layers][row] = out[row, [at[position] for position in variants[row].kept]]
+    return read
+
+
+def deepest(variant: Variant) -> int:
+    """Return how many layers of the model what is read of a variant needs."""
+    return max(layer + (site != LOGITS) for site, layer in variant.readings)
+
+
+def visible_keys(model: HookedModel, prompt: Batch, layers: Collection[int]) -> dict[int, Bool[Tensor, "query key"]]:
+    """Return which keys each query sees at these layers, read off the masked scores of one run."""
+    visible: dict[int, Tensor] = {}
+
+    def look(scores: Tensor, hook: object, layer: int) -> None:
+        # Half of the least: a masked score is finfo.min and a little, or -inf in models of TransformerLens's own.
+        visible[layer] = scores[0, 0] > torch.finfo(scores.dtype).min / 2
+
+    hooks = [(hook_name("attn_scores", layer), read_hook(partial(look, layer=layer))) for layer in layers]
+    # Read off, not derived: windows of layers that slide, and chunks, are what the model itself masks.
+    model.run(prompt, hooks, stop_at=max(layers) + 1)
+    return visible
+
+
+def _edits(variants: Sequence[Variant], examples: Sequence[int], values: ReplacementValues, stop: int) -> list[Hook]:
+    """Return the hooks that make the edits of each row's variant in the layers before one."""
+    written: dict[Place, list[tuple[int, Edit]]] = {}
+    severed: dict[tuple[int, bool], list[tuple[int, Edit]]] = {}
+    for row, variant in enumerate(variants):
+        for edit in variant.edits:
+            # Not beyond the last layer that runs: hooks there would never fire.
+            for layer in range(edit.layers.start, min(edit.layers.stop, stop)):
+                if edit.writes:
+                    written.setdefault((edit.site.name, layer), []).append((row, edit))
+                else:
+                    severed.setdefault((layer, edit.after_softmax), []).append((row, edit))
+    hooks: list[Hook] = []
+    for (layer, zero), cuts in severed.items():
+        hooks += _cutting(cuts, layer, zero)
+    for (_, layer), row_edits in written.items():
+        edits = [(edit, examples[row]) for row, edit in row_edits]
+        act = partial(written_into, edits=edits, values=values, layer=layer, rows=[row for row, _ in row_edits])
+        hooks.append((row_edits[0][1].site.hook_name(layer), replace_hook(act)))
+    return hooks
+
+
+def _cutting(cuts: Sequence[tuple[int, Edit]], layer: int, zero: bool) -> list[Hook]:
+    """Return the hooks that sever the edges of some rows in a layer, after the softmax or before it."""
+    pattern = main_site(Stage.PATTERN).hook_name(layer)
+    if zero:
+        return [(pattern, replace_hook(lambda weights, hook: weights.masked_fill(_severed(weights, cuts), 0.0)))]
+    masked = replace_hook(partial(_mask, cuts=cuts, where=f"layer {layer}"))
+    return [
+        (hook_name("attn_scores", layer), masked),
+        # Attention in transformers' own code may ignore edited scores: the pattern says whether they were cut.
+        (pattern, read_hook(lambda weights, hook: edges_are_cut(weights, _severed(weights, cuts), pattern))),
+    ]
+
+
+def written_into(
+    activation: Tensor,
+    hook: object,
+    edits: Sequence[tuple[Edit, int]],
+    values: ReplacementValues,
+    layer: int,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Return an activation of whole prompts, `batch position ...`, with edits of these rows written.
+
+    With each edit comes the example whose values it writes. Without `rows`, the edits are those of every row in turn.
+    """
+    # A copy, as TransformerLens's cache may hold this tensor; contiguous, so that flatten is a view to write into.
+    edited = activation.clone(memory_format=torch.contiguous_format)
+    site, length = edits[0][0].site, edited.shape[2 if edits[0][0].site.has_keys else 1]
+    # Padding is not edited: a change would be given rows that no prompt has.
+    lengths = [values.lengths[example] if values.lengths else length for _, example in edits]
+    rows, apart = range(len(edits)) if rows is None else rows, 1 if site.has_keys else length
+    stretches = [
+        TokenSpanEdit(edit, np.array([example]), 0, held, np.array([row * apart]))
+        for (edit, example), held, row in zip(edits, lengths, rows, strict=True)
+    ]
+    if not site.has_keys:
+        write_tokens(edited.flatten(0, 1), stretches, values, site, layer)
+        return edited
+    of_row, keys = np.zeros(len(edited), dtype=np.int64), np.arange(edited.shape[-1])
+    of_row[list(rows)] = lengths
+    columns = to_device(np.where(keys < of_row[:, None], keys, -1), edited.device)
+    write_patterns(edited, stretches, columns, values, site, layer)
+    return edited
+
+
+def _mask(scores: Tensor, hook: object, cuts: Sequence[tuple[int, Edit]], where: str) -> Tensor:
+    least, severed = torch.finfo(scores.dtype).min, _severed(scores, cuts)
+    visible = scores > least / 2
+    # A row of finfo.min alone attends to every key alike, future ones too; one that saw none before is left alone.
+    blind = visible.any(-1) & ~(visible & ~severed).any(-1)
+    if bool(blind.any()):
+        token = int(blind.nonzero()[0][-1])
+        raise InterventionError(
+            f"Knocking out these edges leaves token {token} no key to attend to in {where}. Leave it at least one key, "
+            "or use variant='zero'."
+        )
+    return scores.masked_fill(severed, least)
+
+
+def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "row head query key"]:
+    """Say which edges are severed, of attention scores or weights of whole prompts."""
+    severed = torch.zeros_like(scores, dtype=torch.bool)
+    for row, cut in cuts:
+        edges = cut.edges[: scores.shape[-2], : scores.shape[-1]].to(scores.device)
+        heads: Any = slice(None) if cut.heads is None else list(cut.heads)
+        # |=, since several cuts may meet in one row and head.
+        severed[row, heads, : len(edges), : edges.shape[1]] |= edges
+    return severed
