@@ -6,8 +6,6 @@ How a colour is seen without one kind of cone: Machado, Oliveira & Fernandes (20
 import numpy as np
 import pytest
 
-from headwater.figures.head_map import mark_of
-from headwater.heads.categories import labels
 from tests.looking import Look
 from tests.viewed import viewed
 
@@ -82,8 +80,3 @@ def test_texts_stand_out_from_the_paper(page):
         assert contrast(page.evaluate(INK, name), paper) >= 4.5, name
     for name in ("--ink", "--faint"):
         assert contrast(page.evaluate(INK, name), lift) >= 4.5, name
-
-
-def test_every_category_of_heads_has_a_mark_of_its_own():
-    shapes = [mark_of(label)[1] for label in labels()]
-    assert len(set(shapes)) >= len(shapes) - 1  # unclassified heads are small dots

@@ -1,17 +1,25 @@
 """A question set has one colour and mark, whatever figure it stands in and with whatever other sets."""
 
+from itertools import combinations
+
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 import headwater as hw
 from headwater.colors import SETS, looks_of_sets, places_of_sets
 from headwater.detection.detection import Detection
+from headwater.figures.head_map import mark_of
 from headwater.figures.pathway_curves import look_of
+from headwater.heads.categories import labels
+from headwater.heads.patterns import BEHAVIOURS
 from headwater.questions.sources import WORLD_SETS
 from headwater.runs.record import RunRecord
 from tests.made_up import made_up_saliency
+from tests.test_browser_colours import SEEN, lab
 
 RUN = RunRecord("detect", "tiny", "0", "float32", "cpu", {})
 
@@ -51,3 +59,18 @@ def test_sets_of_ones_own_take_what_is_free_and_no_two_of_six_look_alike():
     assert places_of_sets(["NQ-open", "HotpotQA"]) == {"NQ-open": 3, "HotpotQA": 2}
     assert sorted(places_of_sets([*"abcd", "natural", "NQ"]).values()) == list(range(len(SETS)))
     assert len(places_of_sets(map(str, range(20)))) == 20
+
+
+@pytest.mark.parametrize(
+    "colours",
+    [
+        [mark_of(label)[0] for label in labels()],
+        [behaviour.color for behaviour in BEHAVIOURS.values()],
+        [color for color, _ in SETS],
+    ],
+    ids=["categories of heads", "behaviours of heads", "question sets"],
+)
+@pytest.mark.parametrize("seen", SEEN)
+def test_marks_differ_in_colour_for_colour_blind_readers_too_where_they_are_too_small_for_shapes(colours, seen):
+    drawn = lab(255 * np.array([to_rgb(color) for color in colours]), SEEN[seen])
+    assert min(np.linalg.norm(one - other) for one, other in combinations(drawn, 2)) > 10

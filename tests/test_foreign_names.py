@@ -80,12 +80,12 @@ def test_a_result_says_where_its_rows_and_tensors_are():
     sweep = hw.patch(model, " the cat", sites="z", layers=[0], values="zero", metric=hw.probability(" a"), **quiet)
     cache = model.cache(" the cat", sites="z", layers=[0], **quiet)
     for result, name, said in (
-        (sweep, "df", r"A Sweep has no 'df': its rows are a pandas table, result\.table\."),
-        (sweep, "to_csv", r"A Sweep has no 'to_csv': its table has, result\.table\.to_csv\."),
+        (sweep, "df", r"This Sweep has no 'df': its rows are a pandas table, result\.table\."),
+        (sweep, "to_csv", r"This Sweep has no 'to_csv': its table has, result\.table\.to_csv\."),
         (sweep, "savefig", r"result\.plot\(\)\.savefig\(path\) writes it"),
-        (sweep, "tabel", r"A Sweep has no 'tabel'\. Did you mean 'table'"),
-        (sweep, "nonsense", r"A Sweep has no 'nonsense'; dir\(\) of it lists its names\."),
-        (cache, "items", r"A Cache has no 'items': a tensor is cache\['resid_post', 3\]"),
+        (sweep, "tabel", r"This Sweep has no 'tabel'\. Did you mean 'table'"),
+        (sweep, "nonsense", r"This Sweep has no 'nonsense'; dir\(\) of it lists its names\."),
+        (cache, "items", r"This Cache has no 'items': a tensor is cache\['resid_post', 3\]"),
     ):
         assert not hasattr(result, name)
         with pytest.raises(AttributeError, match=said):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 INK = "#262626"
 FAINT = "#8a8a8a"
 BLUE, ORANGE, GREEN, RED = "#2b6cb8", "#f08c1a", "#2f9e55", "#d1352f"
-PURPLE, PINK, BROWN = "#7d47b3", "#e377a8", "#8c5a3c"
+PURPLE, PINK, BROWN = "#642d9c", "#e377a8", "#8c5a3c"
 SETS = ((BLUE, "o"), (GREEN, "s"), (PURPLE, "^"), (PINK, "D"), (BROWN, "v"), (ORANGE, "P"))
 """The colours and marks of question sets; the first four as published."""
 OF_KNOWN = {

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headwater.axes import Pattern, Tokens
 from headwater.calls import checked_call
-from headwater.colors import PURPLE, SETS
+from headwater.colors import INK, SETS
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import load_relations, word_tokens
 from headwater.kernels.devices import to_device
@@ -341,7 +341,7 @@ for _name, _behaviour in {
     "delimiter": Behaviour("earlier punctuation and line breaks", _delimiter, *SETS[3]),
     "duplicate_token": Behaviour("earlier positions with the same token", _duplicate, *SETS[2]),
     "induction": Behaviour("what followed earlier positions with the same token", _induction, *SETS[1]),
-    "successor": Behaviour("earlier tokens that follow theirs in a series", _successor, PURPLE, "*"),
+    "successor": Behaviour("earlier tokens that follow theirs in a series", _successor, INK, "*"),
 }.items():
     BEHAVIOURS.add(_name, _behaviour)
 

@@ -289,7 +289,9 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
     """Return the token id of an answer for each prompt."""
     tokens = _each(answer, n_examples)
     if len(tokens) != n_examples:
-        raise InputError(f"{len(tokens)} answer tokens were given for {n_examples} prompts.")
+        raise InputError(
+            f"{len(tokens)} answers for {n_examples} prompts: give one for all, or a list with one for each."
+        )
     ids = [_token_id(one, tokenizer) for one in tokens]
     outside = [i for i in ids if not 0 <= i < d_vocab]
     if outside:

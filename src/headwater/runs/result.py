@@ -190,8 +190,8 @@ class Result:
                 return object.__getattribute__(self, name)
             place = kind if kind in TABLES else "result"
             if place == "result" and hasattr(pd.DataFrame, name):
-                raise UnknownNameError(f"A {kind} has no {name!r}: its table has, result.table.{name}.")
-            raise UnknownNameError(missing(f"A {kind}", place, name, dir(self)))
+                raise UnknownNameError(f"This {kind} has no {name!r}: its table has, result.table.{name}.")
+            raise UnknownNameError(missing(f"This {kind}", place, name, dir(self)))
 
     def __getitem__(self, column: Any) -> Any:
         try:
