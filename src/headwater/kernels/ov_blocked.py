@@ -221,7 +221,9 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Te
     hits = torch.zeros(2, len(triples), dtype=torch.bool)
     # Triples of one head and source side by side: they share y and its logits, which cost most.
     by_row = (triples.head * len(maps.x) + triples.source).argsort(stable=True)
-    for part in by_row.split(max(1, factor_numbers(maps) // maps.x.shape[1])):
+    step = max(1, factor_numbers(maps) // maps.x.shape[1])
+    for start in range(0, len(triples), step):
+        part = by_row[start : start + step]
         hits[:, part] = _settle(maps, triples[part], k[part]).cpu()
     return hits
 
@@ -238,13 +240,14 @@ def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[T
     place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
     # ROUNDING also on a GPU: callers hold `full_float32`, so that these products never meet tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
-    alive = torch.arange(len(triples), device=k.device)
+    alive, live, of_live = torch.arange(len(triples), device=k.device), torch.arange(len(y), device=k.device), row
     # Tokens certainly above, certainly below, and with what is too near to call: fewer than k of these is a hit.
     counts = torch.zeros(4, len(triples), device=k.device)
     start = 0
     while start < maps.d_vocab and len(alive):
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
-        live, of_live = row[alive].unique_consecutive(return_inverse=True)
+        if start:  # before that all rows are live, which the host need not wait for
+            live, of_live = row[alive].unique_consecutive(return_inverse=True)
         logits = _logits_of_rows(y[live], columns_of(maps, order[start:stop]).float())
         above, below = _count_rows(logits, of_live, own[alive], margin[alive])
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
