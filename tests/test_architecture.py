@@ -39,9 +39,9 @@ figures
 views
 world
 planted
+__init__
 demo
 cli
-__init__
 __main__
 """
 RANK = {room: tier for tier, rooms in enumerate(TIERS.split("\n")) for room in rooms.split()}

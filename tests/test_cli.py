@@ -42,9 +42,9 @@ def test_heads_prints_a_summary_and_writes_figure_and_tables(run, checkpoint, su
     assert code == 0
     head_map = HeadMap.load(tmp_path / "out")
     counts = label_counts(head_map.categories)
-    assert f"{12 - counts['unclassified']} of 12 heads classified, controlled rule" in printed
+    assert f"{12 - counts['unclassified']} of 12 heads are classified under the controlled rule" in printed
     assert "facts" in printed
-    assert "Left out, too few pairs of single tokens: cities" in printed
+    assert "Too few pairs of single tokens to be scored: cities." in printed
     written = {file.name for file in (tmp_path / "out").iterdir()}
     tables = {
         f"{name}.{kind}" for name in ("table", "categories", "relations", "embeddings") for kind in ("csv", "parquet")
@@ -108,7 +108,7 @@ def test_targets_of_several_tokens_are_told_apart_on_the_command_line(run, check
     seen = []
     monkeypatch.setattr(
         "headwater.heads.relations.relation_coverage",
-        lambda *_, **options: seen.append(options) or pd.DataFrame(),
+        lambda *_, **options: seen.append(options) or pd.DataFrame({"usable": []}),
     )
     run("relations", checkpoint("llama"), "--relations", suite, "--distinguishing", "--json")
     assert seen == [{"multi_token": "distinguishing"}]

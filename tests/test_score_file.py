@@ -177,8 +177,8 @@ def test_the_command_prints_csv_or_writes_a_folder(run, checkpoint, model, tmp_p
     assert table["text"].tolist() == [0, 1, 2, 3, 4]
     assert table["note"].tolist() == expected["note"].tolist()
     np.testing.assert_allclose(table["loss"], expected["loss"])
-    assert "4 of 5 texts scored" in said
-    assert f"1 × {EMPTY}" in said
+    assert "4 of 5 texts have scores" in said
+    assert f"Not scored: 1 ({EMPTY})" in said
     code, printed, _ = run("score", checkpoint("llama"), file, "--out", tmp_path / "out", "--json", "--quiet")
     summary = json.loads(printed)
     assert (code, summary["windowed"], summary["not_scored"]) == (0, 1, {EMPTY: 1})

@@ -45,8 +45,8 @@ def test_knockout_of_a_named_token_gives_the_curve_over_layers(checkpoint, capsy
         "--window", "2", "--metric", "log-probability", "--token", " Paris", "--quiet",
     )  # fmt: skip
     assert code == 0, err
-    assert "3 cells" in out
-    assert "strongest effects on log probability" in out
+    assert "of 3 cells the strongest is" in out
+    assert "on log probability" in out
 
 
 PAIR = ("--clean", "The capital of France is", "--corrupted", "The capital of Italy is")
@@ -83,8 +83,9 @@ def test_edges_of_patterns_are_swept_by_key(capsys, monkeypatch):
         "--quiet",
     )  # fmt: skip
     assert code == 0, err
-    assert out.splitlines()[2].split() == ["layer", "key", "mean"]
-    assert all(len(line.split()) == 3 for line in out.strip().splitlines()[2:])
+    rows = [line.split() for line in out.split("strongest\n")[1].strip().splitlines()]
+    assert rows[0] == ["site", "layer", "key", "metric", "examples", "mean"]
+    assert {len(row) for row in rows} == {6}
 
 
 @pytest.mark.parametrize(

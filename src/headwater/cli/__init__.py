@@ -14,9 +14,10 @@ from difflib import get_close_matches
 from typing import Literal
 
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError, UnknownOptionError, UnusedCliTokensError
+from rich.text import Text
 
 from headwater.cli import figures, heads, likelihood, patching, pathways, reproduce
-from headwater.cli.options import RunOptions, plain, screen
+from headwater.cli.options import RunOptions, screen
 from headwater.errors import HeadwaterError
 from headwater.version import __version__
 
@@ -84,9 +85,7 @@ def _run() -> int:
     except KeyboardInterrupt:
         out = given.arguments.get("out") or given.arguments.get("run", RunOptions()).out
         kept = "Nothing was kept; with --out FOLDER a run can be continued."
-        screen.print(
-            f"\nInterrupted. {plain(f'The same command continues from {out}.' if out else kept)}", soft_wrap=True
-        )
+        screen.print(f"\nInterrupted. {f'The same command continues from {out}.' if out else kept}")
         return INTERRUPTED
 
 
@@ -111,9 +110,9 @@ def _problem(error: CycloptsError) -> str:
 
 def _note(message: Warning | str, *_: object, **__: object) -> None:
     """Show a warning as a line, without the place in the code that it came from."""
-    screen.print(f"[bold]Note:[/] {plain(str(message))}", soft_wrap=True)
+    screen.print(Text("Note:", "bold"), str(message))
 
 
 def _fail(message: str, exit_code: int = CANNOT_BE_USED) -> int:
-    screen.print(f"[bold red]Error:[/] {plain(message)}", soft_wrap=True)
+    screen.print(Text("Error:", "bold red"), message)
     return exit_code

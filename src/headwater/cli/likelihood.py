@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 
-from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, RunOptions, is_endpoint, is_main, plain, screen
+import headwater as hw
+from headwater.cli.options import ANY_TEXT, ENDPOINT, Flag, Load, Model, RunOptions, is_endpoint, is_main, screen, show
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
-    from headwater.likelihood.profile import DepthProfile
     from headwater.questions.labels import EndpointJudge
 
 Data = Annotated[
@@ -72,11 +71,9 @@ def memorization(
 
     **Examples**
 
-    `headwater memorization`
-
-    `headwater memorization meta-llama/Llama-2-7b-chat-hf --data depthqa --context chat --out runs/depth`
-
-    `headwater memorization gpt2 --data questions.json --judge label`
+    - `headwater memorization`
+    - `headwater memorization meta-llama/Llama-2-7b-chat-hf --data depthqa --context chat --out runs/depth`
+    - `headwater memorization gpt2 --data questions.json --judge label`
 
     Args:
         span: What is scored: the "question", the accepted "answer" given the question, the "model_answer" given the
@@ -93,22 +90,16 @@ def memorization(
         seed: Of shuffling and of the bootstrap.
         batch_size: Texts in one run of the model.
     """
-    from headwater.likelihood.graph import load_depth_graph
-    from headwater.likelihood.profile import memorization as measure
-
-    graph, scorer = load_depth_graph(data, predictions=predictions), read_judge(judge)
-    profile = measure(
+    graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
+    profile = hw.memorization(
         load.model(model), graph, span=span, context=context, aggregate=aggregate, layers=_layers(layers), k=k,
         answers=answers, judge=scorer, predecessors=predecessors, max_new_tokens=max_new_tokens, controls=controls,
-        seed=seed, batch_size=batch_size, progress=run.progress, out=run.out,
+        seed=seed, batch_size=batch_size, **run.kept(),
     )  # fmt: skip
-    if not is_main():
-        return
     files = run.write(profile, "depth_profile")
-    if run.out is not None:
+    if run.out is not None and is_main():
         files += _further_files(profile, run.out)
-    text = "\n\n".join(profile.report())
-    run.report(profile.findings() | {"files": files}, lambda _, console: console.print(plain(text)))
+    run.finish(profile, files)
 
 
 def read_judge(given: str | None) -> str | EndpointJudge | None:
@@ -129,7 +120,7 @@ def _layers(text: str) -> Any:
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
 
 
-def _further_files(profile: DepthProfile, out: Path) -> list[str]:
+def _further_files(profile: hw.DepthProfile, out: Path) -> list[str]:
     """Write the figures by token and by layer, and the report."""
     from headwater.demo.page import write_report
     from headwater.figures.depth_profile import layer_curves
@@ -177,14 +168,11 @@ def score(
 
     **Examples**
 
-    `headwater score texts.txt`
-
-    `headwater score gpt2 texts.txt > scores.csv`
-
-    `headwater score gpt2 texts.jsonl --field passage --k 0.2 --out runs/scores --json`
-
-    `headwater score EleutherAI/pythia-2.8b texts.jsonl --reference EleutherAI/pythia-70m --prefix unseen.txt
-    --token-counts counts.json --maximum-entropy 2`
+    - `headwater score texts.txt`
+    - `headwater score gpt2 texts.txt > scores.csv`
+    - `headwater score gpt2 texts.jsonl --field passage --k 0.2 --out runs/scores --json`
+    - `headwater score EleutherAI/pythia-2.8b texts.jsonl --reference EleutherAI/pythia-70m --prefix unseen.txt
+      --token-counts counts.json --maximum-entropy 2`
 
     Args:
         model: The model by name, as in --model gpt2. Default: the embedded model.
@@ -208,7 +196,6 @@ def score(
     name, file = (given[0] if len(given) == 2 else model), Path(given[-1])
     from headwater.data.rows import check_readable
     from headwater.data.strict_json import parse_json
-    from headwater.likelihood.files import score_file
     from headwater.likelihood.scores import checked_shares
 
     check_readable(file, "texts")
@@ -218,11 +205,11 @@ def score(
         counts: Any = parse_json(_text(token_counts)) if token_counts is not None else None
     except ValueError as error:
         raise InputError(f"{token_counts} is not a JSON list of numbers ({error}).") from None
-    scored = score_file(
+    scored = hw.score_file(
         load.model(name), file, field=field, k=k, reference=load.model(reference) if reference is not None else None,
         lowercase=lowercase, prefix=unseen, token_counts=counts, maximum_entropy=maximum_entropy,
         gradient_norm=gradient_norm, long=long, stride=stride, precision=precision, batch_size=batch_size,
-        progress=run.progress, out=run.out,
+        **run.kept(),
     )  # fmt: skip
     if not is_main():
         return
@@ -232,9 +219,9 @@ def score(
         files = [str(run.out / name) for name in ("table.parquet", "table.csv")]
     elif not run.as_json:
         scored.table.to_csv(sys.stdout, index=False, lineterminator="\n")
-        _show(scored.findings(), screen)
+        show(scored.report(), screen)
         return
-    run.report(scored.findings() | {"files": files}, _show)
+    run.finish(scored, files)
 
 
 def _text(file: Path) -> str:
@@ -245,12 +232,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError(f"{file} is not UTF-8 text. Save the file as UTF-8.") from None
-
-
-def _show(summary: dict[str, Any], console: Console) -> None:
-    console.print(
-        f"[bold]{plain(summary['model'])}[/]: {summary['scored']:,} of {summary['texts']:,} texts scored, "
-        f"{summary['tokens']:,} tokens; {summary['windowed']:,} texts were read in windows"
-    )
-    for note, count in summary["not_scored"].items():
-        console.print(f"  not scored: {count:,} × {note}")

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+import headwater as hw
 from headwater.errors import InputError, did_you_mean
-from headwater.waiting import LIBRARIES, announce_if_slow
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel
@@ -52,6 +52,8 @@ ProbeToken = Annotated[
     ],
     Parameter(help="Where probes read; `before_answer` is the token that the exact answer follows."),
 ]  # fmt: skip
+Said: TypeAlias = Mapping[str, Sequence[Any]]
+"""What a command prints: by title, sentences, or the rows of a table."""
 ENDPOINT = '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, with the environment variable that holds its key'
 Extract = Annotated[
     str | None,
@@ -82,6 +84,10 @@ class RunOptions:
         """Return the folder of one of several results."""
         return self.out / name if self.out is not None else None
 
+    def kept(self, part: str = "") -> dict[str, Any]:
+        """Return the options `progress` and `out` of an analysis, or of one of several."""
+        return {"progress": self.progress, "out": self.part(part)}
+
     def write(self, result: Result, figure: str, part: str = "") -> list[str]:
         """Write a result's figure, and its tables as CSV, if there is a folder, or into a part of it."""
         if self.out is None:
@@ -90,9 +96,14 @@ class RunOptions:
 
         return page.write(result, self.out / part, figure)
 
-    def report(self, summary: dict[str, Any], show: Callable[[dict[str, Any], Console], None]) -> None:
-        """Print a summary: as one JSON line, or as `show` prints it, followed by the files written."""
-        report(summary, self.as_json, show)
+    def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
+        """Print what a result reports, and those of its findings that are `tables`."""
+        found = result.findings() | {"files": list(files)}
+        self.report(found, {} if self.as_json else said_of(result) | {name: found[name] for name in tables})
+
+    def report(self, found: dict[str, Any], said: Said) -> None:
+        """Print what was found; see `report`."""
+        report(found, said, self.as_json)
 
 
 @Parameter(name="*")
@@ -108,10 +119,7 @@ class Load:
 
     def model(self, name: str | None) -> HookedModel:
         """Load a model; without a name the one that comes with headwater."""
-        with announce_if_slow(LIBRARIES):
-            from headwater.models.loading import load
-
-        return load(name, **vars(self))
+        return hw.load(name, **vars(self))
 
 
 @Parameter(name="*")
@@ -200,7 +208,11 @@ def is_endpoint(words: list[str]) -> bool:
 # How commands write and report: results and `--json` go to stdout, everything else to stderr.
 
 
-screen = Console(stderr=True, highlight=False)
+AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
+"""What is printed may hold square brackets and colons of its own."""
+FEW = 4
+"""How many of a list are shown in a table."""
+screen = Console(stderr=True, **AS_IT_IS)
 
 
 def is_main() -> bool:
@@ -212,38 +224,59 @@ def is_main() -> bool:
     return processes().is_main
 
 
-def report(summary: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
-    """Print a summary: as one JSON line, or as `show` prints it, followed by the files written."""
+def said_of(result: Result) -> dict[str, Sequence[Any]]:
+    """Return what a result reports, under the name of its model."""
+    return {result.run.model: result.report()}
+
+
+def report(found: dict[str, Any], said: Said, as_json: bool) -> None:
+    """Print what was found: as one JSON line, or as said of it, followed by the files written."""
+    if not is_main():
+        return
     if as_json:
-        line = json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        line = json.dumps(found, ensure_ascii=False).encode("utf-8", "backslashreplace")
         sys.stdout.flush()
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
         return
-    console = Console(highlight=False, soft_wrap=True)
-    show(summary, console)
-    if summary.get("files"):
-        console.print("\nWritten:", *(f"  {plain(line)}" for line in _listed(summary["files"])), sep="\n")
+    console = Console(**AS_IT_IS)
+    for title, lines in (dict(said) | {"Written:": _listed(found.get("files", ()))}).items():
+        if lines:
+            console.print(title, style="bold")
+            show(lines, console)
+            console.print()
+
+
+def show(lines: Sequence[Any], console: Console) -> None:
+    """Print sentences, or rows as a table, without columns of which nothing is known."""
+    if isinstance(lines[0], str):
+        console.print(*lines, sep="\n")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    names = [name for name in lines[0] if any(row[name] is not None for row in lines)]
+    for name in names:
+        widths = [0 if isinstance(row[name], list | tuple) else len(_cell(row[name])) for row in lines]
+        is_number = not any(isinstance(row[name], str | list | tuple) for row in lines)
+        table.add_column(name.replace("_", " "), justify="right" if is_number else "left", min_width=max(widths))
+    for row in lines:
+        table.add_row(*(_cell(row[name]) for name in names))
+    console.print(table, soft_wrap=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value[:FEW])) + ", …" * (len(value) > FEW)
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
 
 
 def _listed(files: Sequence[str]) -> list[str]:
     """The files themselves, or of many only how many each folder has."""
-    if len(files) <= 20:
-        return list(files)
     counts = Counter(str(Path(file).parent) for file in files)
-    return [f"{folder}: {count} {'file' if count == 1 else 'files'}" for folder, count in counts.items()]
-
-
-def columns(left: str, right: str = "") -> Table:
-    """Return a table without lines; the columns named in `right` hold numbers."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for name in filter(None, left.split(",")):
-        table.add_column(name, no_wrap=True)
-    for name in filter(None, right.split(",")):
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def plain(text: str) -> str:
-    """Return text as it is, where rich would read square brackets as markup."""
-    return text.replace("[", "\\[")
+    folders = [f"{folder}: {count} {'file' if count == 1 else 'files'}" for folder, count in counts.items()]
+    return [f"  {line}" for line in (files if len(files) <= 20 else folders)]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from cyclopts import Parameter
-from rich.console import Console
 
+import headwater as hw
 from headwater.cli.options import (
     ANY_TEXT,
     Direction,
@@ -18,18 +18,15 @@ from headwater.cli.options import (
     RunOptions,
     Variant,
     changed,
-    columns,
     is_main,
     position,
+    said_of,
 )
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from headwater.circuits.circuit import Circuit
-    from headwater.circuits.result import EdgeEffects
-    from headwater.patching.sweep import Sweep
 
 Axis = Literal["layer", "position", "head", "key", "feature"]
 Window = Annotated[str | None, Parameter(help='So many layers at once, as 3, or "cumulative". Default: one.')]
@@ -97,10 +94,9 @@ def patch(
 
     **Examples**
 
-    `headwater patch gpt2 --clean "The capital of France is" --corrupted "The capital of Italy is"
-    --tokens " Paris" " Rome" --sites resid_pre`
-
-    `headwater patch gpt2 --pairs pairs.csv --metric kl-divergence --sites z --out runs/patch`
+    - `headwater patch gpt2 --clean "The capital of France is" --corrupted "The capital of Italy is"
+      --tokens " Paris" " Rome" --sites resid_pre`
+    - `headwater patch gpt2 --pairs pairs.csv --metric kl-divergence --sites z --out runs/patch`
 
     Args:
         sites: One or more of resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v, pattern.
@@ -110,15 +106,14 @@ def patch(
         method: `exact`, or `attribution`: effect ≈ (value - activation) · gradient, from two forwards and one backward.
     """
     from headwater.models.sites import sites_called
-    from headwater.patching.activation_patching import patch as sweep
     from headwater.patching.replacements import replacement_spec
 
     prompts, metric, layers = pairs.prompts, measured.read(), _window(window)
     sites_called(list(sites))  # wrong names are refused before a model is loaded
     replacement_spec(values)
-    found = sweep(
+    found = hw.patch(
         load.model(model), prompts, pairs.corrupted, sites=cast(Any, list(sites)), metric=metric, over=over,
-        direction=direction, values=cast(Any, values), window=layers, method=method, progress=run.progress, out=run.out,
+        direction=direction, values=cast(Any, values), window=layers, method=method, **run.kept(),
     )  # fmt: skip
     _report(found, run)
 
@@ -155,14 +150,11 @@ def knockout(
     """
     if not prompt or key is None:
         raise InputError("Give at least one --prompt, and with --key what must not be read.")
-    from headwater.patching.edge_knockout import Edges
-    from headwater.patching.edge_knockout import knockout as sweep
-
     metric, layers = measured.read(), _window(window)
-    block = Edges(position(query), position(key), heads and [position(one) for one in heads])
-    found = sweep(
+    block = hw.Edges(position(query), position(key), heads and [position(one) for one in heads])
+    found = hw.knockout(
         load.model(model), prompt, block=block, metric=metric, window=layers, variant=variant, over=over,
-        progress=run.progress, out=run.out,
+        **run.kept(),
     )  # fmt: skip
     _report(found, run)
 
@@ -189,10 +181,9 @@ def edges(
 
     **Examples**
 
-    `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
-    --tokens " Paris" " Rome"`
-
-    `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
+    - `headwater edges --clean "The capital of France is" --corrupted "The capital of Italy is"
+      --tokens " Paris" " Rome"`
+    - `headwater edges gpt2 --pairs pairs.csv --metric kl-divergence --out runs/edges`
 
     Args:
         senders: Which: names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default:
@@ -204,20 +195,20 @@ def edges(
             them, which are recomputed, all heads frozen (as `hw.path_patch`).
         seed: Of what `screened` draws.
     """
-    from headwater.circuits.edge_effects import edges as measure
     from headwater.runs.result import whole_summary
 
     prompts, metric = pairs.prompts, measured.read()
-    found = measure(
+    found = hw.edges(
         load.model(model), prompts, pairs.corrupted, metric=metric, senders=senders, receivers=receivers,
-        direction=direction, over=over, through=through, seed=seed, hours=hours, progress=run.progress, out=run.out,
-        **vars(measuring),
+        direction=direction, over=over, through=through, seed=seed, hours=hours, **run.kept(), **vars(measuring),
     )  # fmt: skip
     files = run.write(found, "edges")
     if run.out is not None:
         whole_summary(found).to_csv(run.out / "summary.csv", index=False, lineterminator="\n")
         files.append(str(run.out / "summary.csv"))
-    run.report(_edge_summary(found, found.top(SHOWN)) | {"said": found.report(), "files": files}, _show_edges)
+    strongest = found.top(SHOWN)
+    strongest["effect"] = strongest["effect"].fillna(strongest["estimate"])
+    _finish(run, _about(found), strongest, found.report(), files)
 
 
 def circuit(
@@ -240,10 +231,9 @@ def circuit(
 
     **Examples**
 
-    `headwater circuit --clean "The capital of France is" --corrupted "The capital of Italy is"
-    --tokens " Paris" " Rome" --size 20 --out runs/circuit`
-
-    `headwater circuit gpt2 --pairs pairs.csv --tokens " Paris" " Rome" --threshold 0.1 --budget 2000`
+    - `headwater circuit --clean "The capital of France is" --corrupted "The capital of Italy is"
+      --tokens " Paris" " Rome" --size 20 --out runs/circuit`
+    - `headwater circuit gpt2 --pairs pairs.csv --tokens " Paris" " Rome" --threshold 0.1 --budget 2000`
 
     Args:
         size: How many edges the circuit has. Default: 20.
@@ -260,25 +250,19 @@ def circuit(
     prompts, metric = pairs.prompts, measured.read()
     found: Any
     if search.threshold is not None:
-        from headwater.circuits.search import find_circuit
-
-        found = find_circuit(
-            load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, hours=hours,
-            progress=run.progress, out=run.out, **vars(search),
+        found = hw.find_circuit(
+            load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, hours=hours, **run.kept(),
+            **vars(search),
         )  # fmt: skip
         files, chosen, sentences = run.write(found, "search"), found.circuit, found.report()
-        rows = _strongest(chosen)[["edge", "effect"]].dropna().to_dict("records")
         counts = {"pairs": int(found.alone["example"].nunique()), "edges": len(found.table), "method": "greedy search"}
-        summary = {"model": found.run.model, **counts, "metric": found.alone["metric"].iloc[0], "strongest": rows}
+        about = {"model": found.run.model, **counts, "metric": found.alone["metric"].iloc[0]}
     else:
-        from headwater.circuits.edge_effects import edges as measure
-
-        found = measure(
-            load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, hours=hours,
-            progress=run.progress, out=run.out, **vars(measuring),
+        found = hw.edges(
+            load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, hours=hours, **run.kept(),
+            **vars(measuring),
         )  # fmt: skip
-        files, chosen = [], found.circuit(SIZE if size is None else size, by=by)
-        summary = _edge_summary(found, _strongest(chosen))
+        files, chosen, about = [], found.circuit(SIZE if size is None else size, by=by), _about(found)
         sentences = [
             f"Circuit of {len(chosen):,} of {found.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
             "the embedding to the logits.",
@@ -288,7 +272,8 @@ def circuit(
         from headwater.demo.page import write_figure
 
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
-    run.report(summary | {"said": sentences, "files": files}, _show_edges)
+    strongest = chosen.table.dropna(subset=["effect"]).sort_values("effect", key=abs, ascending=False)
+    _finish(run, about, strongest.head(SHOWN), sentences, files)
 
 
 def _window(text: str | None) -> Any:
@@ -301,55 +286,27 @@ def _window(text: str | None) -> Any:
     return window
 
 
-def _strongest(circuit: Circuit) -> pd.DataFrame:
-    return circuit.table.sort_values("effect", key=abs, ascending=False).head(SHOWN)
-
-
-def _edge_summary(found: EdgeEffects, strongest: pd.DataFrame) -> dict[str, object]:
-    rows = []
-    for row in strongest.to_dict("records"):
-        known = [float(row[name]) for name in ("effect", "estimate") if name in row and row[name] == row[name]]
-        rows.append({"edge": row["edge"], "effect": known[0] if known else None})
+def _about(found: hw.EdgeEffects) -> dict[str, object]:
     counts = {"pairs": len(found.baselines), "edges": len(found.chosen), "method": found.method}
-    return {"model": found.run.model, **counts, "metric": found.metrics[0], "strongest": rows}
+    return {"model": found.run.model, **counts, "metric": found.metrics[0]}
 
 
-def _show_edges(found: dict[str, Any], console: Console) -> None:
-    pairs = f"{found['pairs']} pair{'s' * (found['pairs'] != 1)}"
-    console.print(f"{found['model']}: {found['edges']:,} edges, {found['method']}, {pairs}\n", markup=False)
-    table = columns("edge", "effect")
-    for row in found["strongest"]:
-        table.add_row(row["edge"], f"{row['effect']:.4g}")
-    console.print(table)
-    for sentence in found["said"]:
-        console.print(f"\n{sentence}", markup=False)
+def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, said: list[str], files: list[str]) -> None:
+    """Print what was found of edges, and the strongest of them."""
+    from headwater.runs.result import records_of
+
+    found = about | {"strongest": records_of(strongest[["edge", "effect"]]), "said": said, "files": files}
+    title = f"{found['model']}: {found['edges']:,} edges, {found['method']}"
+    run.report(found, {title: said, "strongest": found["strongest"]})
 
 
-def _report(sweep: Sweep, run: RunOptions) -> None:
+def _report(sweep: hw.Sweep, run: RunOptions) -> None:
+    """Write a sweep and print what was found, and its strongest cells."""
     from headwater.runs.result import records_of, whole_summary
 
     summary = whole_summary(sweep)
     felt = summary["mean"].abs().sort_values(ascending=False)
-    strongest = summary.loc[felt[felt > 0].index].head(10)
-    rows = records_of(strongest)
+    rows = records_of(summary.loc[felt[felt > 0].index].head(SHOWN))
     found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
-    run.report(found | {"files": run.write(sweep, "sweep")}, _show)
-
-
-def _show(found: dict[str, Any], console: Console) -> None:
-    rows = found["strongest"]
-    metrics = ", ".join(dict.fromkeys(row["metric"].replace("_", " ") for row in rows))
-    console.print(f"{found['model']}: {found['cells']} cells, the strongest effects on {metrics}\n", markup=False)
-    named = [name for name in rows[0] if any(row[name] is not None for row in rows)] if rows else []
-    varied = [n for n in named if n not in ("site", "metric", "examples") or len({row[n] for row in rows}) > 1]
-    words = [name for name in varied if isinstance(rows[0][name], str)]
-    table = columns(",".join(words), ",".join(name for name in varied if name not in words))
-    for row in rows:
-        table.add_row(*(_cell(row[name]) for name in sorted(varied, key=lambda name: name not in words)))
-    console.print(table)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    files = run.write(sweep, "sweep")
+    run.report(found | {"files": files}, {} if run.as_json else said_of(sweep) | {"strongest": rows})

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
 
+import headwater as hw
 from headwater.cli.options import (
     ANY_TEXT,
     Extract,
@@ -18,15 +18,12 @@ from headwater.cli.options import (
     RunOptions,
     Variant,
     is_main,
-    plain,
     read_extractor,
 )
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
 if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
-    from headwater.questions.answers import AnsweredQuestions
     from headwater.questions.sources import Questions
     from headwater.runs.result import Result
 
@@ -87,13 +84,11 @@ class QuestionOptions(Answering):
     seed: int = 0
     """Of the draw of questions."""
 
-    def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[HookedModel, AnsweredQuestions]:
+    def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[hw.HookedModel, hw.AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
-        from headwater.questions.answers import answer
-
         questions, how = _questions(model, self), self.read()
         loaded = load.model(model)
-        return loaded, answer(loaded, questions, progress=run.progress, out=run.part("answers"), **how)
+        return loaded, hw.answer(loaded, questions, **run.kept("answers"), **how)
 
 
 def pathways(
@@ -118,11 +113,9 @@ def pathways(
 
     **Examples**
 
-    `headwater pathways`
-
-    `headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/popqa`
-
-    `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
+    - `headwater pathways`
+    - `headwater pathways meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/popqa`
+    - `headwater pathways gpt2 --questions triviaqa.json --extract rules --window 9`
 
     Args:
         edges: Who may no longer attend to the exact question tokens: every position `after` them, or the exact tokens
@@ -135,23 +128,18 @@ def pathways(
         saliency: Measure saliency too.
         detection: Fit detectors of wrong answers too.
     """
-    from headwater.detection.detection import detect as run_detection
-    from headwater.pathways.attention_saliency import saliency as run_saliency
-    from headwater.pathways.trace import trace_pathways
-
     loaded, answered = answering.answered(model, load, run)
     found: dict[str, Result] = {"answers": answered}
-    found["pathways"] = traced = trace_pathways(
+    found["pathways"] = traced = hw.trace_pathways(
         loaded, answered, variant=variant, edges=edges, window=window, seeds=seeds, controls=controls,
-        batch_size=answering.batch_size, progress=run.progress, out=run.part("pathways"), **vars(probe),
+        batch_size=answering.batch_size, **run.kept("pathways"), **vars(probe),
     )  # fmt: skip
     if saliency:
-        folder = run.part("saliency")
-        found["saliency"] = run_saliency(loaded, answered, traced.probe, progress=run.progress, out=folder)
+        found["saliency"] = hw.saliency(loaded, answered, traced.probe, **run.kept("saliency"))
     if detection:
-        found["detection"] = run_detection(
-            loaded, answered, variant=variant, seeds=seeds, batch_size=answering.batch_size, progress=run.progress,
-            out=run.part("detection"), **vars(probe),
+        found["detection"] = hw.detect(
+            loaded, answered, variant=variant, seeds=seeds, batch_size=answering.batch_size,
+            **run.kept("detection"), **vars(probe),
         )  # fmt: skip
     _finish(found, run)
 
@@ -186,14 +174,13 @@ def saliency(
             round.
         layers: Which layers are averaged; repeatable. Default: all up to the probe's.
     """
-    from headwater.pathways.attention_saliency import saliency as measure
-    from headwater.probes.linear import Probe, fit_probes
+    from headwater.probes.linear import fit_probes
     from headwater.questions.states import probe_states
     from headwater.runs.folder import processes
 
     loaded, answered = answering.answered(model, load, run)
 
-    def fit() -> Probe:
+    def fit() -> hw.Probe:
         """Fit the probe on all answers together."""
         states = probe_states(loaded, answered, batch_size=answering.batch_size, progress=run.progress, **vars(probe))
         groups = answered.table["question"].tolist()
@@ -201,9 +188,8 @@ def saliency(
         return probes[probes.best if layer is None else layer]
 
     fitted = processes().on_main("the probe", fit)  # one for all: of two machines the last digits differ
-    measured = measure(
-        loaded, answered, fitted, target=target, heads=heads, pairs=pairs, layers=layers, progress=run.progress,
-        out=run.part("saliency"),
+    measured = hw.saliency(
+        loaded, answered, fitted, target=target, heads=heads, pairs=pairs, layers=layers, **run.kept("saliency"),
     )  # fmt: skip
     _finish({"answers": answered, "saliency": measured}, run)
 
@@ -225,27 +211,23 @@ def detect(
 
     **Examples**
 
-    `headwater detect --method probe --method mop`
-
-    `headwater detect meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/detection`
-
-    `headwater detect gpt2 --questions triviaqa.json --extract rules`
+    - `headwater detect --method probe --method mop`
+    - `headwater detect meta-llama/Llama-3.2-1B --questions popqa.jsonl --sample 4000 --out runs/detection`
+    - `headwater detect gpt2 --questions triviaqa.json --extract rules`
 
     Args:
         method: Which detectors: question, p_true, logit_mean, logit_min, probe, random_gate, vanilla_experts, mop, pr
             (`headwater.detection.methods`). Default: all.
         seeds: How many splits into halves, at most 1,000.
     """
-    from headwater.detection.detection import detect as measure
     from headwater.detection.methods import METHODS, check_methods
 
     methods = METHODS if method is None else method
     check_methods(methods)
     loaded, answered = answering.answered(model, load, run)
-    measured = measure(
-        loaded, answered, methods=methods, variant=variant, seeds=seeds,
-        batch_size=answering.batch_size, progress=run.progress, out=run.part("detection"),
-        **vars(probe),
+    measured = hw.detect(
+        loaded, answered, methods=methods, variant=variant, seeds=seeds, batch_size=answering.batch_size,
+        **run.kept("detection"), **vars(probe),
     )  # fmt: skip
     _finish({"answers": answered, "detection": measured}, run)
 
@@ -254,15 +236,13 @@ def _examples(given: str | None) -> list[tuple[str, str]] | None:
     """Return the questions and answers of the file that `--examples` names; an empty list for "none"."""
     if given is None or given == "none":
         return None if given is None else []
-    from headwater.questions.sources import load_questions
-
-    table = load_questions(given).table
+    table = hw.load_questions(given).table
     return [(question, answers[0]) for question, answers in zip(table["question"], table["answers"], strict=True)]
 
 
 def _questions(model: str | None, answering: QuestionOptions) -> Questions:
     """Read the questions, before a large model is loaded in vain."""
-    from headwater.questions.sources import WORLD_SETS, Questions, load_questions
+    from headwater.questions.sources import WORLD_SETS, Questions
 
     if answering.questions is None and not is_embedded(model or BASE):
         raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
@@ -270,7 +250,7 @@ def _questions(model: str | None, answering: QuestionOptions) -> Questions:
     for source in answering.questions or WORLD_SETS:
         of_world = source in WORLD_SETS and not Path(source).exists()
         sample = DEFAULT_SAMPLE if of_world and answering.sample is None else answering.sample
-        read.append(load_questions(source, sample=sample, seed=answering.seed))
+        read.append(hw.load_questions(source, sample=sample, seed=answering.seed))
     return Questions.joined(read)
 
 
@@ -286,10 +266,4 @@ def _finish(found: dict[str, Result], run: RunOptions) -> None:
             files += run.write(result, name, name)
         files.append(str(write_report(found, run.out / "report.md")))
     summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
-    reports = {name: result.report() for name, result in found.items()}
-
-    def show(_: dict[str, Any], console: Console) -> None:
-        for name, lines in reports.items():
-            console.print(f"[bold]{name}[/]", *map(plain, lines), "", sep="\n")
-
-    run.report(summary | {"files": files}, show)
+    run.report(summary | {"files": files}, {name: result.report() for name, result in found.items()})

@@ -9,16 +9,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
-from rich.console import Console
 
+import headwater as hw
 from headwater.cli.figures import drawn
 from headwater.cli.likelihood import Data, Judge, Predecessors, Predictions, read_judge
-from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions, columns, is_main, plain, report
+from headwater.cli.options import AsJson, Flag, Load, ProbeToken, RunOptions, is_main, report
 from headwater.cli.pathways import Answering
 from headwater.errors import InputError
 
 if TYPE_CHECKING:
-    from headwater.reference.published import Reproduction
     from headwater.runs.result import Result
 
 app = App(name="reproduce", sort_key=100, help="Measure published numbers again: published | measured | difference.")
@@ -32,8 +31,6 @@ Published = Annotated[
     ),
 ]
 
-NUMBERS = ("published", "measured", "low", "high", "difference")
-
 
 @app.default
 def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = False) -> None:
@@ -41,9 +38,8 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
 
     **Examples**
 
-    `headwater reproduce --plan`
-
-    `headwater reproduce --plan --runs path/to/runs --json`
+    - `headwater reproduce --plan`
+    - `headwater reproduce --plan --runs path/to/runs --json`
 
     Args:
         plan: List every command, its data, the size of its weights and how many numbers were published; run nothing.
@@ -54,29 +50,26 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
     from headwater.reference.plan import DATA, LIMITS, figure_commands, reproduction_plan
 
     lines = [asdict(line) for line in reproduction_plan(runs)]
-    kinds = {line["analysis"]: figure_commands(line["analysis"], runs) for line in lines}
-    report({"lines": lines, "figures": kinds, "data": DATA, "limits": LIMITS}, as_json, _show_plan)
+    figures = {kind: figure_commands(kind, runs) for kind in LIMITS}
+    found = {"lines": lines, "figures": figures, "data": DATA, "limits": LIMITS}
+    report(found, {kind: _plan_of(kind, found) for kind in figures}, as_json)
 
 
-def _show_plan(found: dict[str, Any], console: Console) -> None:
-    for kind, figures in found["figures"].items():
-        lines = [line for line in found["lines"] if line["analysis"] == kind]
-        console.print(f"[bold]{kind}[/]")
-        for line in lines:
-            measured = f", {line['measured']:,} of them measured" if line["measured"] else ""
-            numbers = f"{line['weights']:.1f} GiB, {line['published']:,} numbers{measured}"
-            console.print(f"  {plain(line['command'])}  [dim]# {numbers}[/]")
-        for one in figures:
-            console.print(f"  {plain(one)}")
-        meanings: dict[str, list[str]] = {what: [] for what in found["data"].values()}
-        for name in dict.fromkeys(one for line in lines for one in line["data"]):
-            meanings[found["data"][name]].append(name)
-        for what, names in meanings.items():
-            if names:
-                console.print(f"  data: {plain(', '.join(names))}: {plain(what)}")
-        for one in found["limits"][kind]:
-            console.print(f"  limit: {plain(one)}")
-        console.print("")
+def _plan_of(kind: str, found: dict[str, Any]) -> list[str]:
+    """Return what the plan says of one analysis."""
+    lines = [line for line in found["lines"] if line["analysis"] == kind]
+    named = dict.fromkeys(name for line in lines for name in line["data"])
+    meanings = {what: [name for name in named if found["data"][name] == what] for what in found["data"].values()}
+    return [
+        *(
+            f"  {one['command']}  # {one['weights']:.1f} GiB, {one['published']:,} numbers"
+            + (f", {one['measured']:,} of them measured" if one["measured"] else "")
+            for one in lines
+        ),
+        *(f"  {one}" for one in found["figures"][kind]),
+        *(f"  data: {', '.join(names)}: {what}" for what, names in meanings.items() if names),
+        *(f"  limit: {one}" for one in found["limits"][kind]),
+    ]
 
 
 @app.command
@@ -96,9 +89,8 @@ def maps(
 
     **Examples**
 
-    `headwater reproduce maps gpt2-xl --datasets MAPS/datasets`
-
-    `headwater reproduce maps path/to/pythia-12b --datasets MAPS/datasets --no-correlations --out runs/maps`
+    - `headwater reproduce maps gpt2-xl --datasets MAPS/datasets`
+    - `headwater reproduce maps path/to/pythia-12b --datasets MAPS/datasets --no-correlations --out runs/maps`
 
     Args:
         datasets: The published relations: a folder of NAME/NAME.json.
@@ -109,16 +101,13 @@ def maps(
         templates: Sentences for the correlations, one a line, each with {source}. Default: headwater's own.
         device: Where a model that is loaded here runs; see `hw.load`. Default: a CUDA device if there is one.
     """
-    from headwater.heads.head_map import HeadMap
     from headwater.heads.validation import TEMPLATES
-    from headwater.reference.maps import reproduce_maps
 
-    found = reproduce_maps(
+    found = hw.reference.reproduce_maps(
         model, datasets, published=published, correlations=correlations, ablations=ablations, multi_token=multi_token,
-        templates=TEMPLATES if templates is None else _lines(templates), device=device, progress=run.progress,
-        out=run.out,
+        templates=TEMPLATES if templates is None else _lines(templates), device=device, **run.kept(),
     )  # fmt: skip
-    _report(found, run, ("heads",), {"heads": HeadMap})
+    _report(found, run, ("heads",), {"heads": hw.HeadMap})
 
 
 @app.command
@@ -154,12 +143,12 @@ def pathways(
         seeds: How many splits into halves.
         controls: Run the controls of `headwater pathways` too.
     """
-    from headwater.reference.pathways import METHODS, PARTS, reproduce_pathways
+    from headwater.reference.pathways import METHODS, PARTS
 
-    found = reproduce_pathways(
+    found = hw.reference.reproduce_pathways(
         load.model(model), questions, published=published, sample=sample or None,
         methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, controls=controls,
-        **answering.read(), progress=run.progress, out=run.out,
+        **answering.read(), **run.kept(),
     )  # fmt: skip
     _report(found, run, ("pathways", "saliency"), PARTS)
 
@@ -186,16 +175,12 @@ def memorization(
     Args:
         batch_size: Texts in one run.
     """
-    from headwater.likelihood.graph import load_depth_graph
-    from headwater.likelihood.profile import DepthProfile
-    from headwater.reference.memorization import reproduce_memorization
-
-    graph, scorer = load_depth_graph(data, predictions=predictions), read_judge(judge)
-    found = reproduce_memorization(
+    graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
+    found = hw.reference.reproduce_memorization(
         load.model(model), graph, published=published, judge=scorer, predecessors=predecessors, batch_size=batch_size,
-        progress=run.progress, out=run.out,
+        **run.kept(),
     )  # fmt: skip
-    _report(found, run, ("memorization",), {"profile": DepthProfile})
+    _report(found, run, ("memorization",), {"profile": hw.DepthProfile})
 
 
 @app.command
@@ -224,12 +209,10 @@ def membership(
             none.
         batch_size: Texts in one run.
     """
-    from headwater.reference.membership import reproduce_membership
-
     other = Load().model(reference) if reference is not None else None
-    found = reproduce_membership(
+    found = hw.reference.reproduce_membership(
         load.model(model), texts, benchmark=benchmark, reference=other, published=published, batch_size=batch_size,
-        progress=run.progress, out=run.out,
+        **run.kept(),
     )  # fmt: skip
     _report(found, run)
 
@@ -243,7 +226,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _report(
-    found: Reproduction,
+    found: hw.reference.Reproduction,
     run: RunOptions,
     figures: Sequence[str] = (),
     parts: Mapping[str, type[Result]] = MappingProxyType({}),
@@ -267,28 +250,9 @@ def _report(
         files += [str(write_report(results, run.out / "report.md"))] if results else []
     if found.table["difference"].notna().any():
         files += run.write(found, "reproduction")
-    summary = found.findings() | {"rows": records_of(found.table), "files": files}
-    run.report(summary | {"notes": [*filter(None, notes), *found.notes]}, _show)
-
-
-def _show(found: dict[str, Any], console: Console) -> None:
-    console.print(
-        f"[bold]{plain(found['model'])}[/] beside {plain(found['published_model'] or 'no published model')}\n"
-    )
-    rows = found["rows"]
-    names = [name for name in rows[0] if name not in ("quantity", *NUMBERS)]
-    for quantity in dict.fromkeys(row["quantity"] for row in rows):
-        table = columns(",".join(names), ",".join(NUMBERS))
-        for row in rows:
-            if row["quantity"] == quantity:
-                table.add_row(*(plain(str(row[name])) for name in names), *(_number(row[name]) for name in NUMBERS))
-        console.print(f"[bold]{quantity}[/]", table, "", sep="\n")
-    for note in found["notes"]:
-        console.print(f"Note: {plain(note)}")
-    console.print(f"Published numbers: {plain(found['source'])}")
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if float(value).is_integer() and abs(value) > 1 else f"{value:.4g}"
+    rows, notes = records_of(found.table), list(filter(None, notes))
+    summary = found.findings() | {"rows": rows, "files": files, "notes": [*notes, *found.notes]}
+    by_quantity = found.table.groupby("quantity", sort=False)
+    quantities = {str(name): records_of(some.drop(columns="quantity")) for name, some in by_quantity}
+    beside = f"{found.run.model} beside {found.published_model or 'no published model'}"
+    run.report(summary, {beside: [*notes, *found.report()]} | quantities)
