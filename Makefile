@@ -36,7 +36,8 @@ test-slow: $(VENV)/ready       ## the checks that take minutes
 test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-browser: $(VENV)/browser  ## the checks of views and documentation in Chromium, which must be on the machine
+# Where the documentation is asked for too, it comes first: the browser looks at it.
+test-browser: $(VENV)/browser $(filter docs,$(MAKECMDGOALS))  ## the checks of views and documentation in Chromium, which must be on the machine
 	$(BIN)/python -m pytest -q -m browser $(call marked,browser)
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
