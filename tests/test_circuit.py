@@ -10,7 +10,7 @@ from headwater.circuits.circuit import checked_circuits, made
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError, RunFolderError
 from tests import chance
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
 SERIAL, PARALLEL = Graph(3, 4, 2, False), Graph(2, 3, 3, True)
@@ -99,7 +99,7 @@ def test_placebos_have_the_shape_of_the_circuit_and_are_never_the_circuit():
 
 @pytest.fixture(scope="module")
 def model():
-    return hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    return tiny_hooked("llama")
 
 
 @pytest.fixture(scope="module")

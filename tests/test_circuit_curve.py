@@ -10,7 +10,7 @@ import torch
 import headwater as hw
 from headwater.planted import circuits
 from tests.circuit_reference import CircuitReference
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model
 
 DISCOVERY = [" the capital of France is", " the dog of Spain is"], [" the capital of Italy is", " the dog of Rome is"]
 HELD_OUT = (
@@ -77,7 +77,7 @@ def strata(names: list[str]) -> Counter:
 
 @pytest.mark.parametrize(("family", "by"), [("gemma2", "size"), ("llama", "signed")])
 def test_the_curve_its_areas_and_its_placebos_are_those_of_plain_runs(family, by):
-    model = hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+    model = tiny_hooked(family)
     edges = hw.edges(model, *DISCOVERY, **QUIET)
     curve = hw.circuit_curve(model, edges, *HELD_OUT, sizes=SIZES, by=by, placebos=PLACEBOS, seed=3, **QUIET)
     naive, order, n = Naive(family, model), ranked(edges, by), edges.graph.n_edges
@@ -145,7 +145,7 @@ def test_the_curve_of_a_planted_circuit_is_known_to_the_last_number():
 
 
 def test_sizes_count_edges_to_the_nearest_and_never_none():
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     edges = hw.edges(model, *DISCOVERY, method="eap", **QUIET)
     n = edges.graph.n_edges
     curve = hw.circuit_curve(model, edges, *HELD_OUT, sizes=(1.6 / n, 0.001), placebos=0, **QUIET)

@@ -8,7 +8,7 @@ from headwater.errors import InputError
 from headwater.heads.weight_maps import decomposed, singular_vectors
 from headwater.models.weights import open_weights
 from tests.planted_heads import implements, plant_relations
-from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_folder, tiny_hooked
 
 
 def test_the_product_of_the_parts_is_the_product_of_the_factors():
@@ -25,7 +25,7 @@ def test_the_product_of_the_parts_is_the_product_of_the_factors():
 @pytest.mark.parametrize("circuit", ["ov", "qk"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "neox"])
 def test_tokens_along_a_vector_are_those_of_the_full_product(family, circuit):
-    model = hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
+    model = tiny_hooked(family)
     weights, (layer, head) = open_weights(model), (2, 3)
     result = singular_vectors(model, layer, head, circuit=circuit, embedding="mlp0", vectors=2, tokens=3)
     factors = weights.layer(layer)
@@ -86,6 +86,6 @@ def test_a_planted_head_writes_its_targets_along_its_singular_vectors():
     ],
 )
 def test_what_cannot_be_used_is_named(change, message):
-    model = hw.load(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    model = tiny_hooked("llama")
     with pytest.raises(InputError, match=message):
         singular_vectors(**{"model": model, "layer": 0, "head": 0} | change)

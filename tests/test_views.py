@@ -53,7 +53,7 @@ def test_a_number_that_does_not_fit_is_an_error():
 
 
 def test_the_page_of_a_sweep_holds_the_effects_of_its_table():
-    spec = spec_in(swept().view())
+    spec = spec_in(viewed("sweep"))
     assert [one["site"] for one in spec["panels"]] == ["z", "resid_pre"]
     for panel in spec["panels"]:
         effect, (down, across) = unpacked(panel["effect"]), panel["axes"]
@@ -67,7 +67,7 @@ def test_the_page_of_a_sweep_holds_the_effects_of_its_table():
 
 def test_the_page_of_evidence_holds_every_number_of_its_table_and_says_which_rows_are_about_a_head():
     found = evident()
-    spec = spec_in(found.view())
+    spec = spec_in(viewed("evidence"))
     values = unpacked(spec["values"])
     for row in found.table.itertuples():
         of_head = [getattr(row, name) for name in spec["columns"]]
@@ -82,7 +82,7 @@ def test_the_page_of_evidence_holds_every_number_of_its_table_and_says_which_row
 
 
 def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
-    spec = spec_in(attended().view())
+    spec = spec_in(viewed("attention"))
     assert [one["name"].split(":")[0] for one in spec["texts"]] == ["0", "1"]
     for example, text in enumerate(spec["texts"]):
         rows, columns = np.tril_indices(len(text["tokens"]))
@@ -97,8 +97,9 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
 
 def test_of_many_texts_a_page_takes_as_many_as_stay_small():
     many = embedded().cache([PAIR[0] * 7] * 9, sites=["pattern"], progress=False)
-    assert 1 < len(spec_in(many.view())["texts"]) < 9
-    assert "texts of 9" in spec_in(many.view())["note"]
+    spec = spec_in(many.view())
+    assert 1 < len(spec["texts"]) < 9
+    assert "texts of 9" in spec["note"]
 
 
 @pytest.mark.parametrize("kind", ["heads", "sweep", "pathways", "memorization", "likelihood", "edges", "evidence"])
@@ -133,7 +134,7 @@ def test_maps_side_by_side_have_the_title_of_their_figure():
 
 
 def test_the_page_of_token_statistics_holds_every_token_of_every_layer():
-    spec = spec_in(read().view())
+    spec = spec_in(viewed("likelihood"))
     assert [one["number"] for one in spec["texts"]] == [0, 1, 2]
     assert spec["texts"][1] | {"tokens": [], "note": "empty text"} == spec["texts"][1]
     rows = read().table.sort_values(["text", "layer", "position"])
@@ -145,7 +146,7 @@ def test_the_page_of_token_statistics_holds_every_token_of_every_layer():
 
 
 def test_the_page_of_pathways_holds_their_curves_and_the_control_of_random_tokens():
-    spec, curves = spec_in(traced().view()), traced().curves
+    spec, curves = spec_in(viewed("pathways")), traced().curves
     splits = spec["choices"][0]["names"]
     assert len(spec["charts"]) == 2 * len(splits)
     for row in curves.itertuples():
@@ -159,7 +160,7 @@ def test_the_page_of_pathways_holds_their_curves_and_the_control_of_random_token
 
 
 def test_the_page_of_memorization_holds_the_values_of_its_boxes_and_the_words_of_its_questions():
-    spec, profile = spec_in(profiled().view()), profiled()
+    spec, profile = spec_in(viewed("memorization")), profiled()
     values = unpacked(spec["values"])
     for number, score in enumerate(spec["scores"]):
         np.testing.assert_array_equal(values[number], profile.depthwise[score].to_numpy(dtype=np.float32))
@@ -215,9 +216,8 @@ def test_another_model_is_refused_for_the_norms():
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_the_same_result_gives_the_same_page_and_reaches_for_nothing(kind):
-    result = SHOWN[kind]()
-    page = result.view().page
-    assert page == result.view().page
+    page = viewed(kind).page
+    assert page == SHOWN[kind]().view().page
     assert "Content-Security-Policy" in page
     assert not re.findall(r'(?:src|href)="(?!data:image/png)', page)
 
@@ -243,9 +243,9 @@ def test_texts_in_a_page_cannot_close_its_script():
     n = len(sweep.tokens[0])
     tokens = [(HOSTILE * n)[:n]] * len(sweep.tokens)
     hostile = replace(sweep, tokens=tokens)
-    page = hostile.view().page
-    assert page.count("<script") == page.count("</script>") == 3
-    assert spec_in(hostile.view())["tokens"][0] == tokens[0]
+    view = hostile.view()
+    assert view.page.count("<script") == view.page.count("</script>") == 3
+    assert spec_in(view)["tokens"][0] == tokens[0]
 
 
 def test_a_notebook_shows_a_small_view_in_a_frame_that_reaches_nothing_over_its_picture():
@@ -254,7 +254,7 @@ def test_a_notebook_shows_a_small_view_in_a_frame_that_reaches_nothing_over_its_
     assert 'sandbox="allow-scripts allow-downloads"' in bundle["text/html"]
     assert bundle["text/html"].index("<img") < bundle["text/html"].index("<iframe")
     assert bundle["image/png"][:4] == b"\x89PNG"
-    assert len(mapped().view().page) <= INLINE
+    assert len(viewed("heads").page) <= INLINE
 
 
 def test_a_result_without_a_view_of_its_own_shows_its_table_in_a_notebook():
@@ -302,7 +302,7 @@ def test_a_cache_without_patterns_and_a_sweep_over_one_axis_show_their_figures()
 
 def test_a_view_is_kept_as_one_file(tmp_path):
     file = swept().save_html(tmp_path / "deep" / "sweep.html")
-    assert file.read_text(encoding="utf-8") == swept().view().page
+    assert file.read_text(encoding="utf-8") == viewed("sweep").page
 
 
 def test_what_cannot_be_viewed_whole_shows_its_table_and_says_why(monkeypatch):
