@@ -52,7 +52,7 @@ ProbeToken = Annotated[
     ],
     Parameter(help="Where probes read; `before_answer` is the token that the exact answer follows."),
 ]  # fmt: skip
-Said: TypeAlias = Mapping[str, Sequence[Any]]
+Sections: TypeAlias = Mapping[str, Sequence[Any]]
 """What a command prints: by title, sentences, or the rows of a table."""
 ENDPOINT = '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, with the environment variable that holds its key'
 Extract = Annotated[
@@ -99,11 +99,11 @@ class RunOptions:
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
         """Print what a result reports, and those of its findings that are `tables`."""
         found = result.findings() | {"files": list(files)}
-        self.report(found, {} if self.as_json else said_of(result) | {name: found[name] for name in tables})
+        self.report(found, {} if self.as_json else report_of(result) | {name: found[name] for name in tables})
 
-    def report(self, found: dict[str, Any], said: Said) -> None:
+    def report(self, found: dict[str, Any], sections: Sections) -> None:
         """Print what was found; see `report`."""
-        report(found, said, self.as_json)
+        report(found, sections, self.as_json)
 
 
 @Parameter(name="*")
@@ -224,13 +224,13 @@ def is_main() -> bool:
     return processes().is_main
 
 
-def said_of(result: Result) -> dict[str, Sequence[Any]]:
+def report_of(result: Result) -> dict[str, Sequence[Any]]:
     """Return what a result reports, under the name of its model."""
     return {result.run.model: result.report()}
 
 
-def report(found: dict[str, Any], said: Said, as_json: bool) -> None:
-    """Print what was found: as one JSON line, or as said of it, followed by the files written."""
+def report(found: dict[str, Any], sections: Sections, as_json: bool) -> None:
+    """Print what was found: as one JSON line, or its sections, followed by the files written."""
     if not is_main():
         return
     if as_json:
@@ -240,7 +240,7 @@ def report(found: dict[str, Any], said: Said, as_json: bool) -> None:
         sys.stdout.buffer.flush()
         return
     console = Console(**AS_IT_IS)
-    for title, lines in (dict(said) | {"Written:": _listed(found.get("files", ()))}).items():
+    for title, lines in (dict(sections) | {"Written:": _listed(found.get("files", ()))}).items():
         if lines:
             console.print(title, style="bold")
             show(lines, console)

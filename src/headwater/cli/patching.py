@@ -20,7 +20,7 @@ from headwater.cli.options import (
     changed,
     is_main,
     position,
-    said_of,
+    report_of,
 )
 from headwater.errors import InputError
 
@@ -309,4 +309,4 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     rows = records_of(summary.loc[felt[felt > 0].index].head(SHOWN))
     found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
     files = run.write(sweep, "sweep")
-    run.report(found | {"files": files}, {} if run.as_json else said_of(sweep) | {"strongest": rows})
+    run.report(found | {"files": files}, {} if run.as_json else report_of(sweep) | {"strongest": rows})
