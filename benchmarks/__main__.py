@@ -16,6 +16,7 @@ from benchmarks import (
     edges,
     experiments,
     generation,
+    growth,
     heads,
     heads_70b,
     knockout,
@@ -43,6 +44,7 @@ SUITES = {
     "saliency": saliency.run,
     "likelihood": likelihood.run,
     "scaling": scaling.run,
+    "growth": growth.run,
     "cache": cache.run,
     "collecting": collecting.run,
     "generation": generation.run,
@@ -54,7 +56,7 @@ SUITES = {
     "real": real.run,
 }
 
-OF_A_MODEL = ("real", "knockout", "saliency", "circuits", "cache", "collecting", "generation")
+OF_A_MODEL = ("real", "knockout", "saliency", "circuits", "cache", "collecting", "generation", "growth")
 """Suites that take `--model`. What the others measure of a pretrained model is in `real`."""
 QUICK = {"edges": edges.quick, "circuits": circuits.quick}
 """Suites that have small models too, to see whether they run and agree."""

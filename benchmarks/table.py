@@ -16,7 +16,8 @@ def results_table(documents: Iterable[Mapping[str, Any]], suites: Iterable[str])
     sections, measured_gpu = [], set()
     for device in sorted({document["device"] for document in documents}):
         here = [document for document in documents if document["device"] == device]
-        rows = {(row["name"], row["peer"]): row for document in here for row in document["rows"]}
+        # Rows without a peer are for the figure in docs/scaling.md.
+        rows = {(row["name"], row["peer"]): row for document in here for row in document["rows"] if row["peer"]}
         sections.append(_section(device, here, rows))
         if not device.endswith("CPU"):
             measured_gpu |= {name.split(":")[0] for name, _ in rows}

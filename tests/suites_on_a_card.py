@@ -20,6 +20,7 @@ from benchmarks import (
     edges,
     experiments,
     generation,
+    growth,
     heads,
     heads_70b,
     knockout,
@@ -118,8 +119,11 @@ class Event:
 def make_small(put):
     """Give the suites small sizes, few rounds, and the device's clock and memory."""
     put(models, "random_gpt2", gpt2)
-    put(scaling, "random_gpt2_with_words", with_words)
+    for suite in (scaling, growth):
+        put(suite, "random_gpt2_with_words", with_words)
     put(scaling, "CASES", ((1, 9, 1), (2, 12, 3)))
+    put(growth, "GRID", {"layers": (2,), "tokens": (6,)})
+    put(growth, "BASE", {"layers": 2, "tokens": 5, "vocabulary": 1100, "prompts": 2})
     put(toys, "toy", toy)
     put(experiments, "WRITTEN", 2)
     put(edges, "SAMPLED", 4)

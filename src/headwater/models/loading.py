@@ -125,6 +125,9 @@ def load(
         raise InputError(f"dtype={shown(dtype)} is not a torch dtype.{near}")
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
+    # A wrong bos= is an error now, and not after the weights were read.
+    if tokenizer is not None and bos is not None:
+        resolve_bos(bos, tokenizer, True)
     name = str(what or BASE) if what is None or is_embedded(what) else None
     source = what if name is None else embedded_folder(name)
     if not isinstance(source, str | Path):
@@ -137,7 +140,7 @@ def load(
         folder = _folder(source, revision)
         config = _config(folder, trust_remote_code)
         tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        if bos is not None:  # a wrong one is an error now, and not after the weights were read
+        if bos is not None:
             resolve_bos(bos, tokenizer, True)
         there = None if device == "auto" else torch.device(device or _default_device())
         if there is not None:
