@@ -15,13 +15,12 @@ import transformers
 from torch import Tensor
 
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
+from benchmarks.models import Chosen, are_equal, block_weights, chosen_model, titled, weights_note
 from benchmarks.peers import installed
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 
 BATCH, LENGTH, ROUNDS = 8, 128, 3
-TOLERANCE = 1e-4
 
 
 def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
@@ -113,9 +112,7 @@ def _row(
 
     found, expected = ours(), peer(model, there)
     agrees = all(
-        bool((mine - theirs).abs().max() < TOLERANCE)
-        for mine, theirs in zip(found, expected, strict=True)
-        if theirs is not None
+        are_equal(chosen, mine, theirs) for mine, theirs in zip(found, expected, strict=True) if theirs is not None
     )
     kept = sum(part.nbytes for part in found if part is not None)
     work = _least_work(model, tokens, kept)

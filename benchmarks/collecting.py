@@ -19,13 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
-from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
+from benchmarks.models import Chosen, are_equal, block_weights, chosen_model, titled, weights_note
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
 
 TEXTS = {"cpu": 320, "cuda": 10_000}
 LONGEST, BATCH, ROUNDS = 512, 16, 2
-TOLERANCE = 1e-4
 SITES = {"resid_post": "hook_resid_post", "z": "attn.hook_z"}
 
 
@@ -85,7 +84,7 @@ def _row(machine: Machine, device: str, model: HookedModel, chosen: Chosen, laye
             return seconds(lambda: work(model, texts, layer, folder), device)  # type: ignore[operator]
 
         taken = [(timed(lens_loop, theirs), timed(collected, ours)) for _ in range(ROUNDS)]
-        agrees = _agree(model, texts, layer, ours, theirs)
+        agrees = _agree(model, chosen, texts, layer, ours, theirs)
     tokens = sum(map(len, texts))
     shape = model.shape
     kept = 4 * tokens * (shape.d_model + shape.n_heads * shape.d_head)
@@ -104,14 +103,11 @@ def _row(machine: Machine, device: str, model: HookedModel, chosen: Chosen, laye
     )
 
 
-def _agree(model: HookedModel, texts: list[list[int]], layer: int, ours: Path, theirs: Path) -> bool:
+def _agree(model: HookedModel, chosen: Chosen, texts: list[list[int]], layer: int, ours: Path, theirs: Path) -> bool:
     """Whether both wrote the same numbers, in the order of the texts."""
     cache = model.cache(texts, sites=list(SITES), layers=[layer], out=ours, batch_size=BATCH, progress=False)
     parts = [load_file(file) for file in sorted(theirs.iterdir())]
     return all(
-        bool(
-            (cache.rows(site, layer) - torch.cat([part[f"blocks.{layer}.{hook}"] for part in parts])).abs().max()
-            < TOLERANCE
-        )
+        are_equal(chosen, cache.rows(site, layer), torch.cat([part[f"blocks.{layer}.{hook}"] for part in parts]))
         for site, hook in SITES.items()
     )

@@ -41,9 +41,10 @@ def plain(model: HookedModel, device: str) -> transformers.PreTrainedModel:
 
 def _row(machine: Machine, device: str, model: HookedModel, what: str, rows: int) -> Row:
     twin = plain(model, device)
+    twin.generation_config.eos_token_id = None  # both write on after an end token
     tokens = torch.randint(2, model.shape.d_vocab, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
     there, batch = tokens.to(device), model.tokenize(tokens)
-    asked = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 
     def theirs() -> torch.Tensor:
         return twin.generate(there, attention_mask=torch.ones_like(there), **asked)[:, PROMPT:]

@@ -13,7 +13,7 @@ import torch
 
 import headwater as hw
 from benchmarks.machine import Machine, in_fresh_process, peak_bytes, seconds
-from benchmarks.models import Chosen, chosen_model, titled
+from benchmarks.models import chosen_model, titled
 from benchmarks.report import Row
 from benchmarks.scaling import random_gpt2_with_words
 from headwater.models.hooked import HookedModel
@@ -31,15 +31,15 @@ LOWEST = 1000
 """Of the token ids drawn: beyond the special ones."""
 
 
-def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
+def run(machine: Machine, device: str, model: str | None = None) -> Iterator[Row]:
     """Yield a row per call, size and value; of a model that is named, a row per call with its peak."""
-    if isinstance(model, str):
+    if model is not None:
         yield from memory(device, model)
         return
     for axis, values in GRID.items():
         for value in values:
             sizes = BASE | {axis: value}
-            loaded = model or random_gpt2_with_words(
+            loaded = random_gpt2_with_words(
                 device, n_layer=sizes["layers"], n_embd=256, n_head=8, vocab_size=sizes["vocabulary"], n_positions=128
             )
             for name, call in calls(loaded, sizes["prompts"], sizes["tokens"]).items():

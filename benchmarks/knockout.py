@@ -17,7 +17,7 @@ from torch import Tensor
 
 import headwater as hw
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes
-from benchmarks.models import Chosen, block_weights, chosen_model, titled, weights_note
+from benchmarks.models import Chosen, are_equal, block_weights, chosen_model, titled, weights_note
 from benchmarks.patching import ANSWERS, ROUNDS, in_turns
 from benchmarks.report import Row
 from headwater.models.hooked import HookedModel
@@ -99,7 +99,7 @@ def _every_layer(machine: Machine, device: str, model: HookedModel, chosen: Chos
         work=work,
         peer_s=peer_s,
         headwater_s=headwater_s,
-        agrees=bool((found - expected).abs().max() < 1e-4),
+        agrees=are_equal(chosen, found, expected),
         peak_bytes=in_fresh_process(_peak, device, chosen, changes),
         target=f">= {0.8 * n_layers:.1f} x (0.8 L)",
         note=f"{weights_note(chosen)}; mlp_out at the last token; medians of {ROUNDS} runs in turns",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 
 import headwater as hw
 from headwater.models.hooked import HookedModel
@@ -36,6 +37,12 @@ def titled(chosen: Chosen) -> str:
 def weights_note(chosen: Chosen) -> str:
     """Return what a row says of the weights."""
     return "pretrained weights, random tokens" if isinstance(chosen, str) else "random weights"
+
+
+def are_equal(chosen: Chosen, found: Tensor, expected: Tensor) -> bool:
+    """Whether activations are equal to 1e-4; of a pretrained model, where some reach 25,000, to 1e-4 of the largest."""
+    scale = expected.abs().max() if isinstance(chosen, str) else 1.0
+    return bool((found - expected).abs().max() < 1e-4 * scale)
 
 
 def block_weights(model: HookedModel) -> int:

@@ -320,10 +320,11 @@ def _edges(ours: HookedModel, plain: transformers.PreTrainedModel, name: str, de
     strongest = effects.abs().topk(n_strongest).indices.tolist()
     for method, options in {"eap": {}, "screened": {"verify": n_strongest}}.items():
         estimated_s = seconds(lambda m=method, o=options: measure(method=m, **o), device)
-        estimate = found[-1].effects[0, 0, :, 0].double()
-        measured = ~estimate.isnan()
-        reached = set(estimate.nan_to_num().abs().topk(n_strongest).indices.tolist()).intersection(strongest)
-        same = (estimate - effects)[measured].abs().max() < 1e-3 if method == "screened" else None
+        exact, estimate = (getattr(found[-1], one)[0, 0, :, 0].double() for one in ("effects", "estimates"))
+        measured = ~exact.isnan()
+        known = torch.where(measured, exact, estimate)
+        reached = set(known.abs().topk(n_strongest).indices.tolist()).intersection(strongest)
+        same = (exact - effects)[measured].abs().max() < 1e-3 if method == "screened" else None
         yield _row(
             f"real: all {graph.n_edges:,} edges, {method}, {name}, 16 tokens, differing from {first} on",
             "all edges, exact, by headwater",

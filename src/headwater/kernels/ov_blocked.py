@@ -22,7 +22,7 @@ factors kept in bfloat16 are multiplied by tensor cores; a workspace some 16 tim
 pairs are meant is known on the host, which waits only for what goes on from a glance or a tile, and for what is found.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -220,16 +220,20 @@ def settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Te
     """
     hits = torch.zeros(2, len(triples), dtype=torch.bool)
     # Triples of one head and source side by side: they share y and its logits, which cost most.
-    by_row = (triples.head * len(maps.x) + triples.source).argsort(stable=True)
+    row = triples.head * len(maps.x) + triples.source
+    by_row = row.argsort(stable=True)
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
     for start in range(0, len(triples), step):
         part = by_row[start : start + step]
-        hits[:, part] = _settle(maps, triples[part], k[part]).cpu()
+        hits[:, part] = _settle(maps, triples[part], row[part], k[part]).cpu()
     return hits
 
 
-def _settle(maps: OVMaps, triples: Triples, k: Int[Tensor, " triple"]) -> Bool[Tensor, "2 triple"]:
-    rows, row = (triples.head * len(maps.x) + triples.source).unique_consecutive(return_inverse=True)
+def _settle(
+    maps: OVMaps, triples: Triples, row: Int[Tensor, " triple"], k: Int[Tensor, " triple"]
+) -> Bool[Tensor, "2 triple"]:
+    """Settle triples in the order of their rows: a number for each head and source."""
+    rows, row = row.unique_consecutive(return_inverse=True)
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, rows // len(maps.x), rows % len(maps.x))
     row, target, k = (to_device(one, exact.device) for one in (row, triples.target, k))
@@ -393,12 +397,8 @@ def count_products(
     own: Float[Tensor, " row"],
     margin: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Count as `count_beyond` does the logits z W, as many rows at a time as leave them in the processor's cache."""
-    # Per thread: at this many numbers for both threads together ranks took 261 s in place of 230.
-    n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // W.shape[1])
-    parts = zip(*(part.split(n_rows) for part in (z, own, margin)), strict=True)
-    above, below = zip(*(count_beyond(rows @ W, *bounds) for rows, *bounds in parts), strict=True)
-    return torch.cat(above), torch.cat(below)
+    """Count as `count_beyond` does the logits z W."""
+    return _count_in_parts(lambda rows: rows @ W, W.shape[1], z, own, margin)
 
 
 def _count_rows(
@@ -407,12 +407,26 @@ def _count_rows(
     own: Float[Tensor, " triple"],
     margin: Float[Tensor, " triple"],
 ) -> tuple[Float[Tensor, " triple"], Float[Tensor, " triple"]]:
-    """Count as `count_beyond` for triples, several of which may share a row, as many at a time as fit the cache."""
-    if len(row) == len(logits):
-        return count_beyond(logits, own, margin)
-    n_rows = len(row) if logits.is_cuda else max(1, CACHED_NUMBERS * torch.get_num_threads() // logits.shape[1])
-    parts = zip(*(part.split(n_rows) for part in (row, own, margin)), strict=True)
-    above, below = zip(*(count_beyond(logits[rows], *bounds) for rows, *bounds in parts), strict=True)
+    """Count as `count_beyond` does for triples, several of which may share a row."""
+    if logits.is_cuda:
+        return count_beyond(logits[row], own, margin)
+    return _count_in_parts(logits.__getitem__, logits.shape[1], row, own, margin)
+
+
+def _count_in_parts(
+    logits_of: Callable[[Tensor], Tensor], width: int, *rows: Tensor
+) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
+    """Count as `count_beyond` does, as many rows at a time as leave their logits in the processor's cache.
+
+    Args:
+        logits_of: gives the logits of some rows, as the first of `rows` has them.
+        width: how many logits a row has.
+        rows: what logits are made of, the own logits and the margins, row by row.
+    """
+    # Per thread: at this many numbers for both threads together ranks took 261 s in place of 230.
+    n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // width)
+    parts = zip(*(part.split(n_rows) for part in rows), strict=True)
+    above, below = zip(*(count_beyond(logits_of(some), *bounds) for some, *bounds in parts), strict=True)
     return torch.cat(above), torch.cat(below)
 
 
