@@ -16,6 +16,7 @@ are checked on that relation against float64, tile by tile of the vocabulary.
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -148,7 +149,7 @@ def _compare(shape: StreamedShape, folder: Path, suite: SuitePairs, device: str)
     logits = x @ factors[0] @ factors[1] @ W_U
     ends = torch.cat([logits.topk(2 * k).indices, (-logits).topk(2 * k).indices], dim=1)
     target = ends[torch.arange(n), torch.randint(4 * k, (n,), generator=torch.Generator().manual_seed(1))]
-    theirs_s = seconds(lambda: peer.topk_membership(x, *factors, W_U, target[:, None], k), device)
+    theirs_s = seconds(partial(peer.topk_membership, x, *factors, W_U, target[:, None], k), device)
     greater, smaller = peer.ranks_by_tiles(x.double(), *(factor.double() for factor in factors), W_U, target)
     expected = [(count < k).sum().item() / n for count in (greater, smaller)]  # CUDA's mean is one off in the last bit
     alone = SuitePairs(

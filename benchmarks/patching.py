@@ -24,6 +24,7 @@ import transformers
 from transformer_lens import patching as lens
 
 import headwater as hw
+from benchmarks import models
 from benchmarks.machine import Machine, Work, in_fresh_process, peak_bytes, seconds
 from benchmarks.peers import installed
 from benchmarks.peers.interventions import BY_CELL, BY_LAYER

@@ -174,7 +174,7 @@ def _copy_tokens(layout: Layout) -> Neurons:
     return Neurons(gate=CERTAIN * token, up=token / CERTAIN, write=layout["code"])
 
 
-def _balanced_noise(size: int, generator: torch.Generator) -> Float[Tensor, "token"]:
+def _balanced_noise(size: int, generator: torch.Generator) -> Float[Tensor, " token"]:
     """Draw numbers of size 1/2 to 1, as many above zero as below (to within one), in random order."""
     noise = 0.5 + 0.5 * torch.rand(size, generator=generator)
     noise[torch.randperm(size, generator=generator)[: size // 2]] *= -1.0

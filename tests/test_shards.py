@@ -13,6 +13,7 @@ import pytest
 
 import headwater as hw
 from headwater.runs.folder import Processes, RunFolder, processes
+from tests import chance
 from tests.counting_run import count_up, files, record
 from tests.forking import shared
 

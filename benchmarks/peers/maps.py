@@ -15,7 +15,7 @@ def topk_membership(
     W_U: Float[Tensor, "d_model d_vocab"],
     targets: Int[Tensor, "pair accepted"],
     k: int,
-) -> tuple[Bool[Tensor, "pair"], Bool[Tensor, "pair"]]:
+) -> tuple[Bool[Tensor, " pair"], Bool[Tensor, " pair"]]:
     """One head on one relation; a pair may have several accepted targets, filled up with -1."""
     logits = sources @ (W_V @ W_O) @ W_U
     best = logits.topk(k).indices, (-logits).topk(k).indices
@@ -28,8 +28,8 @@ def ranks(
     W_V: Float[Tensor, "d_model d_head"],
     W_O: Float[Tensor, "d_head d_model"],
     W_U: Float[Tensor, "d_model d_vocab"],
-    targets: Int[Tensor, "pair"],
-) -> tuple[Int[Tensor, "pair"], Int[Tensor, "pair"]]:
+    targets: Int[Tensor, " pair"],
+) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
     """How many logits are greater, and smaller, than the target's: one head on one relation."""
     logits = sources @ (W_V @ W_O) @ W_U
     own = logits.gather(1, targets[:, None])
@@ -41,9 +41,9 @@ def ranks_by_tiles(
     W_V: Float[Tensor, "d_model d_head"],
     W_O: Float[Tensor, "d_head d_model"],
     W_U: Float[Tensor, "d_model d_vocab"],
-    targets: Int[Tensor, "pair"],
+    targets: Int[Tensor, " pair"],
     width: int = 4096,
-) -> tuple[Int[Tensor, "pair"], Int[Tensor, "pair"]]:
+) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
     """The same as `ranks` where the logits, or W_U in the precision of the sources, would not fit in memory."""
     outputs = sources @ W_V @ W_O
     own = (outputs * W_U[:, targets].T.to(outputs.dtype)).sum(1)[:, None]

@@ -14,21 +14,21 @@ from torch import Tensor
 class Usual(NamedTuple):
     """Per token, in the order of headwater's statistics."""
 
-    log_probability: Float[Tensor, "token"]
-    entropy: Float[Tensor, "token"]
-    variance: Float[Tensor, "token"]
-    top1_log_probability: Float[Tensor, "token"]
-    rank: Int[Tensor, "token"]
+    log_probability: Float[Tensor, " token"]
+    entropy: Float[Tensor, " token"]
+    variance: Float[Tensor, " token"]
+    top1_log_probability: Float[Tensor, " token"]
+    rank: Int[Tensor, " token"]
 
 
 def usual(
-    hidden: Float[Tensor, "token d_model"], W_U: Float[Tensor, "d_model d_vocab"], target: Int[Tensor, "token"]
+    hidden: Float[Tensor, "token d_model"], W_U: Float[Tensor, "d_model d_vocab"], target: Int[Tensor, " token"]
 ) -> Usual:
     """The statistics from full logits."""
     return of_logits((hidden @ W_U).float(), target)
 
 
-def of_logits(logits: Float[Tensor, "token d_vocab"], target: Int[Tensor, "token"]) -> Usual:
+def of_logits(logits: Float[Tensor, "token d_vocab"], target: Int[Tensor, " token"]) -> Usual:
     """The statistics of the tokens that came."""
     log_p = logits.log_softmax(-1)
     p = log_p.exp()
@@ -46,7 +46,7 @@ def of_logits(logits: Float[Tensor, "token d_vocab"], target: Int[Tensor, "token
 def min_k_plus_plus(
     hidden: Float[Tensor, "token d_model"],
     W_U: Float[Tensor, "d_model d_vocab"],
-    target: Int[Tensor, "token"],
+    target: Int[Tensor, " token"],
     shares: tuple[float, ...],
 ) -> tuple[list[float], list[float]]:
     """Min-K% and Min-K%++ of one text at each share."""

@@ -10,7 +10,7 @@ from torch import Tensor
 def linear_cross_entropy(
     hidden: Float[Tensor, "position d_model"],
     weight: Float[Tensor, "d_vocab d_model"],
-    targets: Int[Tensor, "position"],
+    targets: Int[Tensor, " position"],
     block: int = 256,
 ) -> Float[Tensor, ""]:
     """Return the mean cross-entropy of the logits `hidden @ weight.T` without holding them all."""

@@ -53,7 +53,7 @@ def set_initial(model: LlamaForCausalLM, recipe: Recipe) -> None:
 
 
 def looking_back(
-    recipe: Recipe, distances: Real[Tensor, "head"]
+    recipe: Recipe, distances: Real[Tensor, " head"]
 ) -> tuple[Float[Tensor, "head d_head"], Float[Tensor, "head d_head"]]:
     """Return what queries and keys of each head read off the common direction, so that each looks so many tokens back.
 

@@ -50,12 +50,12 @@ class PairedPrompts:
 
     clean: Int[Tensor, "pair position"]
     corrupted: Int[Tensor, "pair position"]
-    answer: Int[Tensor, "pair"]
-    foil: Int[Tensor, "pair"]
+    answer: Int[Tensor, " pair"]
+    foil: Int[Tensor, " pair"]
     source: int
     """The position of the source, the same in all prompts."""
     accepted: tuple[tuple[int, ...], ...]
-    item: Int[Tensor, "pair"]
+    item: Int[Tensor, " pair"]
     """Which item of the relation each clean prompt asks for."""
 
     def __len__(self) -> int:

@@ -35,10 +35,10 @@ class SourcePrompts:
     """Sentences that name a source somewhere; a row per template and item whose source is one token there."""
 
     batch: Batch
-    source: Int[Tensor, "row"]
+    source: Int[Tensor, " row"]
     """The position of the source."""
-    item: Int[Tensor, "row"]
-    template: Int[Tensor, "row"]
+    item: Int[Tensor, " row"]
+    template: Int[Tensor, " row"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class TaskPrompts:
     accepted: tuple[tuple[int, ...], ...]
     """The accepted target tokens of each row; of targets of several tokens those that represent them, all after the
     same tokens, which the prompt ends with."""
-    foil: Int[Tensor, "row"]
+    foil: Int[Tensor, " row"]
     """A target of another item that is not accepted here: what the logit difference is taken against."""
 
 

@@ -63,33 +63,33 @@ from headwater.stats.significance import (
 class SuitePairs:
     """The items of several relations, one after the other, and their pairs (source, accepted target); on the CPU."""
 
-    source_tokens: Int[Tensor, "source"]
+    source_tokens: Int[Tensor, " source"]
     """The union of the relations' sources: what the heads' embeddings are wanted for."""
-    item_source: Int[Tensor, "item"]
+    item_source: Int[Tensor, " item"]
     """Where each item's source is in `source_tokens`."""
-    item_relation: Int[Tensor, "item"]
-    pair_item: Int[Tensor, "pair"]
-    pair_target: Int[Tensor, "pair"]
-    k: Int[Tensor, "relation"]
+    item_relation: Int[Tensor, " item"]
+    pair_item: Int[Tensor, " pair"]
+    pair_target: Int[Tensor, " pair"]
+    k: Int[Tensor, " relation"]
 
     @cached_property
-    def pair_source(self) -> Int[Tensor, "pair"]:
+    def pair_source(self) -> Int[Tensor, " pair"]:
         """Where each pair's source is in `source_tokens`."""
         return self.item_source[self.pair_item]
 
     @cached_property
-    def pair_k(self) -> Int[Tensor, "pair"]:
+    def pair_k(self) -> Int[Tensor, " pair"]:
         """The k of each pair's relation."""
         return self.k[self.item_relation[self.pair_item]]
 
     @cached_property
-    def pair_weight(self) -> Float[Tensor, "pair"]:
+    def pair_weight(self) -> Float[Tensor, " pair"]:
         """What a pair counts in its relation's mean: items alike, and the targets of an item alike; in float64."""
         per_item = self.pair_item.bincount().double()[self.pair_item]
         return 1 / (per_item * self.items[self.item_relation[self.pair_item]])
 
     @cached_property
-    def items(self) -> Int[Tensor, "relation"]:
+    def items(self) -> Int[Tensor, " relation"]:
         """Number of items of each relation."""
         return self.item_relation.bincount(minlength=len(self.k))
 
@@ -101,16 +101,16 @@ class SuitePairs:
         return [ov_sweep.Grid(*one) for one in zip(*parts, strict=True)]
 
     @property
-    def source_of_item(self) -> Sequence[Int[Tensor, "item"]]:
+    def source_of_item(self) -> Sequence[Int[Tensor, " item"]]:
         """Which of its relation's sources, as they are in its grid, each item is of, by relation."""
         return [place for _, place in self._distinct]
 
     @cached_property
-    def _distinct(self) -> Sequence[tuple[Int[Tensor, "source"], Int[Tensor, "item"]]]:
+    def _distinct(self) -> Sequence[tuple[Int[Tensor, " source"], Int[Tensor, " item"]]]:
         return [sources.unique(return_inverse=True) for sources in self.item_source.split(self._lengths[0])]
 
     @cached_property
-    def item_of_pair(self) -> Sequence[Int[Tensor, "pair"]]:
+    def item_of_pair(self) -> Sequence[Int[Tensor, " pair"]]:
         """Which of its relation's items each pair is of, by relation."""
         return [items - items[0] for items in self.pair_item.split(self._lengths[1])]
 
@@ -321,7 +321,9 @@ def _shares(suite: SuitePairs, hits: Bool[Tensor, "score head item"]) -> Float[T
     return counts.index_add_(2, suite.item_relation, hits.double()) / suite.items
 
 
-def any_accepted(hits: Bool[Tensor, "*row pair"], item: Int[Tensor, "pair"], n_items: int) -> Bool[Tensor, "*row item"]:
+def any_accepted(
+    hits: Bool[Tensor, "*row pair"], item: Int[Tensor, " pair"], n_items: int
+) -> Bool[Tensor, "*row item"]:
     """Say of each item whether any of its pairs hits; `item` is the item of each pair."""
     # One target an item: pairs are items.
     if len(item) == n_items:
@@ -349,7 +351,7 @@ def _beyond_copying(
 
 
 def _moments_by_source(
-    hits: Bool[Tensor, "head source pair"], pair_item: Int[Tensor, "pair"], item_source: Int[Tensor, "item"]
+    hits: Bool[Tensor, "head source pair"], pair_item: Int[Tensor, " pair"], item_source: Int[Tensor, " item"]
 ) -> Float[Tensor, "head moment"]:
     """The moments of the number of items hit, were the items of each source dealt to the sources at random."""
     n_sources, n_items = hits.shape[1], len(item_source)

@@ -65,7 +65,7 @@ def edge_saliency(
 
 def over_pairs(
     saliency: Float[Tensor, "batch row column"], edges: Bool[Tensor, "batch row column"], pairs: Pairs = "mean"
-) -> Float[Tensor, "batch"]:
+) -> Float[Tensor, " batch"]:
     """Return the mean or the sum of S over a set of edges; NaN where the set is empty."""
     # Not a product with the mask: what is not finite outside the set would reach the sum as NaN.
     total, n_edges = torch.where(edges, saliency, 0).sum((1, 2)), edges.sum((1, 2))

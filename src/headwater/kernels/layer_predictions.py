@@ -39,7 +39,7 @@ def layer_predictions_reference(
     hidden: Float[Tensor, "layer token d_model"],
     last: Float[Tensor, "token d_model"],
     head: UnembeddingHead,
-    target: Int[Tensor, "token"],
+    target: Int[Tensor, " token"],
     k: int,
 ) -> Predicted:
     """The formula on full float64 logits: what `layer_predictions` must equal."""
@@ -59,7 +59,7 @@ def layer_predictions(
     hidden: Float[Tensor, "layer token d_model"],
     last: Float[Tensor, "token d_model"],
     head: UnembeddingHead,
-    target: Int[Tensor, "token"],
+    target: Int[Tensor, " token"],
     k: int,
 ) -> Predicted:
     """Return what layers predict, in one pass over the vocabulary.

@@ -27,12 +27,12 @@ PRECISIONS = get_args(PrecisionName)
 class TokenStatistics(NamedTuple):
     """Five numbers per scored token; log-probabilities and entropy in nats, variance in nats²."""
 
-    log_probability: Float[Tensor, "token"]
-    entropy: Float[Tensor, "token"]
-    variance: Float[Tensor, "token"]
+    log_probability: Float[Tensor, " token"]
+    entropy: Float[Tensor, " token"]
+    variance: Float[Tensor, " token"]
     """Of log p under p: the square of Min-K%++'s σ."""
-    top1_log_probability: Float[Tensor, "token"]
-    rank: Int[Tensor, "token"]
+    top1_log_probability: Float[Tensor, " token"]
+    rank: Int[Tensor, " token"]
     """How many other tokens have a larger logit; 0 is the greedy choice."""
 
 
@@ -40,7 +40,7 @@ class UnembeddingHead(NamedTuple):
     """What turns a normed hidden state into logits."""
 
     W_U: Float[Tensor, "d_model d_vocab"]
-    bias: Float[Tensor, "d_vocab"] | None = None
+    bias: Float[Tensor, " d_vocab"] | None = None
     scale: float = 1.0
     softcap: float | None = None
     """Gemma 2's final soft cap: x becomes softcap · tanh(x / softcap)."""
@@ -56,8 +56,8 @@ class UnembeddingHead(NamedTuple):
         return raw if self.softcap is None else raw.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def target_logit(
-        self, hidden: Float[Tensor, "token d_model"], target: Int[Tensor, "token"]
-    ) -> Float[Tensor, "token"]:
+        self, hidden: Float[Tensor, "token d_model"], target: Int[Tensor, " token"]
+    ) -> Float[Tensor, " token"]:
         """Return each token's own target logit."""
         # Only the columns of the targets are converted, never W_U.
         raw = torch.einsum("t d, d t -> t", hidden, self.W_U[:, target].to(hidden.dtype)) * self.scale
@@ -76,7 +76,7 @@ class Moments(NamedTuple):
     s1: Float[Tensor, "*part token"]
     s2: Float[Tensor, "*part token"]
 
-    def moved_to(self, peak: Float[Tensor, "token"]) -> "Moments":
+    def moved_to(self, peak: Float[Tensor, " token"]) -> "Moments":
         """Return the same sums below another maximum."""
         # Σ (y + shift)ⁿ e^(y + shift) expanded in sums below the old maximum: no logit is read twice.
         shift = self.peak - peak
@@ -90,7 +90,7 @@ class Moments(NamedTuple):
 
 
 def token_statistics_reference(
-    hidden: Float[Tensor, "token d_model"], head: UnembeddingHead, target: Int[Tensor, "token"]
+    hidden: Float[Tensor, "token d_model"], head: UnembeddingHead, target: Int[Tensor, " token"]
 ) -> TokenStatistics:
     """The formula on full float64 logits: what `token_statistics` must equal."""
     logits = head.logits(hidden.double(), slice(None))
@@ -109,7 +109,7 @@ def token_statistics_reference(
     )
 
 
-def statistics_of(own: Float[Tensor, "token"], total: Moments, rank: Int[Tensor, "token"]) -> TokenStatistics:
+def statistics_of(own: Float[Tensor, " token"], total: Moments, rank: Int[Tensor, " token"]) -> TokenStatistics:
     """Return the five statistics from each token's own logit, the sums over the vocabulary, and the rank."""
     mean = total.s1 / total.s0
     log_s0 = total.s0.log()

@@ -27,7 +27,7 @@ _WIDEST = 4096
 def token_statistics(
     hidden: Float[Tensor, "token d_model"],
     head: UnembeddingHead,
-    target: Int[Tensor, "token"],
+    target: Int[Tensor, " token"],
     *,
     precision: str = "highest",
 ) -> TokenStatistics:
@@ -68,8 +68,8 @@ class _Workspace(NamedTuple):
     """Every array of a tile's size, allocated once: freed and allocated anew, they would scatter the heap."""
 
     weights: Float[Tensor, "d_model width"] | None
-    logits: Float[Tensor, "size"]
-    weighted: Float[Tensor, "size"]
+    logits: Float[Tensor, " size"]
+    weighted: Float[Tensor, " size"]
 
     @classmethod
     def allocate(cls, rows: int, width: int, head: UnembeddingHead, device: torch.device) -> "_Workspace":
@@ -97,7 +97,7 @@ class _Workspace(NamedTuple):
 def _statistics_of_chunk(
     hidden: Float[Tensor, "token d_model"],
     head: UnembeddingHead,
-    target: Int[Tensor, "token"],
+    target: Int[Tensor, " token"],
     tiles: list[slice],
     workspace: _Workspace,
 ) -> TokenStatistics:
@@ -124,10 +124,10 @@ def _tiles(d_vocab: int, rows: int, d_model: int) -> list[slice]:
 
 def _count_above(
     logits: Float[Tensor, "token vocabulary_tile"],
-    own: Float[Tensor, "token"],
-    column: Int[Tensor, "token"],
+    own: Float[Tensor, " token"],
+    column: Int[Tensor, " token"],
     above: Float[Tensor, "token vocabulary_tile"],
-) -> Int[Tensor, "token"]:
+) -> Int[Tensor, " token"]:
     """Count larger logits without the target's own column: computed apart, its logit may differ in the last bit."""
     torch.gt(logits, own[:, None], out=above)
     inside = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]

@@ -177,7 +177,7 @@ def _statistics_kernel(
 def token_statistics(
     hidden: Float[Tensor, "token d_model"],
     head: UnembeddingHead,
-    target: Int[Tensor, "token"],
+    target: Int[Tensor, " token"],
     precision: str = "highest",
 ) -> TokenStatistics:
     """Return what `likelihood_blocked.token_statistics` does, holding only five numbers per token and share.
@@ -239,8 +239,8 @@ def token_statistics(
 
 
 def own_logits(
-    hidden: Float[Tensor, "token d_model"], head: UnembeddingHead, target: Int[Tensor, "token"]
-) -> Float[Tensor, "token"]:
+    hidden: Float[Tensor, "token d_model"], head: UnembeddingHead, target: Int[Tensor, " token"]
+) -> Float[Tensor, " token"]:
     """Return each token's own target logit in float32."""
     # The kernel steps along d_model one element at a time.
     hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()

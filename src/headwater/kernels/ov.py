@@ -100,7 +100,7 @@ def ov_logits(maps: OVMaps) -> Float[Tensor, "head source d_vocab"]:
 
 
 def ranks(
-    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"]
+    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"]
 ) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
     """Count the tokens with a greater and with a smaller logit than each pair's target, from the whole maps.
 
@@ -118,7 +118,7 @@ def ranks(
 
 
 def topk_membership(
-    maps: OVMaps, source: Int[Tensor, "pair"], target: Int[Tensor, "pair"], k: Int[Tensor, "pair"]
+    maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"], k: Int[Tensor, " pair"]
 ) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
     """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source."""
     greater, smaller = ranks(maps, source, target)
@@ -126,7 +126,7 @@ def topk_membership(
 
 
 def topk_hits(
-    maps: OVMaps, source: Int[Tensor, "item"], target: Int[Tensor, "pair"], k: int
+    maps: OVMaps, source: Int[Tensor, " item"], target: Int[Tensor, " pair"], k: int
 ) -> tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]:
     """Say the same for every source with every target of a relation: what shuffled targets would have hit."""
     n, m = len(source), len(target)

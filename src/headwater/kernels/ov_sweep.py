@@ -38,12 +38,12 @@ WORTH_A_LOOK = 32
 class Grid:
     """Every source of a relation (rows of `OVMaps.x`) with every target of it (token ids), on the CPU."""
 
-    source: Int[Tensor, "item"]
-    target: Int[Tensor, "pair"]
+    source: Int[Tensor, " item"]
+    target: Int[Tensor, " pair"]
     k: int
 
     @cached_property
-    def tokens(self) -> tuple[Int[Tensor, "token"], Int[Tensor, "pair"]]:
+    def tokens(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " pair"]]:
         """The targets, each once, and where each pair's is among them."""
         return self.target.unique(return_inverse=True)
 
@@ -164,7 +164,7 @@ class _Rows:
 
 
 def _values_of(
-    maps: OVMaps, source: Int[Tensor, "row"], needed: Bool[Tensor, "head row"]
+    maps: OVMaps, source: Int[Tensor, " row"], needed: Bool[Tensor, "head row"]
 ) -> Float[Tensor, "kv_head row d_head"]:
     """Return z = x W_V in float64 of the rows that some head of the value head's group is asked about, else 0."""
     by_value = needed.unflatten(0, (len(maps.W_V), -1)).any(1)
@@ -194,7 +194,7 @@ class _GridLogits:
         self.wanted = to_device(wanted, z.device)
         self.tokens, self.column = (to_device_many([grid.tokens[i] for grid in grids], z.device) for i in range(2))
 
-    def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, "block"], Float[Tensor, "block token item"]]]:
+    def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, " block"], Float[Tensor, "block token item"]]]:
         """One relation's, for some of the heads that are asked about it at a time."""
         tokens, row = self.tokens[index], self.rows.of_grid[index]
         heads = self.heads[index]
@@ -224,7 +224,7 @@ class _Kept:
     """The largest logits of each row so far, the largest negated ones, and which rows still want more."""
 
     values: Float[Tensor, "sign head row k"]
-    k: Int[Tensor, "row"]
+    k: Int[Tensor, " row"]
     wanted: Float[Tensor, "sign head row"]
 
     def __post_init__(self) -> None:
@@ -247,7 +247,7 @@ class _Kept:
         """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
         return self.alive.any(0).sum(1).tolist()
 
-    def rows(self, heads: Int[Tensor, "block"], most: int) -> Int[Tensor, "block alive"]:
+    def rows(self, heads: Int[Tensor, " block"], most: int) -> Int[Tensor, "block alive"]:
         """The rows of each head that are alive, in their order; where a head has fewer than most, some that are not."""
         # Heads have different numbers of rows left; dead ones fill up, so that the block is one product.
         return self.alive[:, heads].any(0).byte().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -313,7 +313,7 @@ class _Parts:
         return torch.maximum(largest, self.rest.amax(-1)) if self.rest.shape[-1] else largest
 
     def candidates(
-        self, block: Int[Tensor, "block"], place: Int[Tensor, "block"], n: int
+        self, block: Int[Tensor, " block"], place: Int[Tensor, " block"], n: int
     ) -> Float[Tensor, "row token"]:
         """Return logits of some rows, the largest n of each among them."""
         rest = self.rest[block, place]
@@ -415,10 +415,10 @@ def _chunks(heads: list[int], size: int) -> list[list[int]]:
     return [heads[start : start + size] for start in range(0, len(heads), size)]
 
 
-def _split(heads: Int[Tensor, "head"], size: int) -> Sequence[Int[Tensor, "block"]]:
+def _split(heads: Int[Tensor, " head"], size: int) -> Sequence[Int[Tensor, " block"]]:
     """Cut heads into parts of a size; no heads are no parts."""
     return heads.split(max(1, size)) if len(heads) else ()
 
 
-def _value_heads(maps: OVMaps, heads: Int[Tensor, "block"]) -> Int[Tensor, "block"]:
+def _value_heads(maps: OVMaps, heads: Int[Tensor, " block"]) -> Int[Tensor, " block"]:
     return heads * len(maps.W_V) // maps.n_heads

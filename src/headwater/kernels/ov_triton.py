@@ -96,7 +96,7 @@ def count_beyond(
     W: Float[Tensor, "head d_head token"],
     own: Float[Tensor, "head pair"],
     margin: Float[Tensor, "head pair"],
-    column: Int[Tensor, "pair"],
+    column: Int[Tensor, " pair"],
     precision: str = "high",
 ) -> Int[Tensor, "2 head pair"]:
     """Count the logits z W above own + margin, and those below own - margin, for every head and pair.

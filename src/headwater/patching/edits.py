@@ -41,7 +41,7 @@ CELL_BYTES = 800
 PATTERNS_AT_ONCE = 1 << 22
 """At most so many attention weights are written at once."""
 
-Indices: TypeAlias = Int[np.ndarray, "_"]
+Indices: TypeAlias = Int[np.ndarray, " _"]
 Place: TypeAlias = tuple[str, int]
 """A site and a layer."""
 Reading: TypeAlias = Place

@@ -44,7 +44,7 @@ class PlantedModel:
         return word_token(self.tokenizer, word)
 
     @torch.inference_mode()
-    def logits(self, text: str) -> Float[Tensor, "d_vocab"]:
+    def logits(self, text: str) -> Float[Tensor, " d_vocab"]:
         """Return the logits after `text`, in which BOS comes first."""
         tokens = self.tokenizer(text, return_tensors="pt").input_ids
         return self.model(tokens).logits[0, -1]
