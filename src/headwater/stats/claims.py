@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
-from scipy.stats import rankdata
 
 from headwater.errors import InputError
 from headwater.stats.discrimination import FEWEST
@@ -169,6 +168,8 @@ def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
     orders = [rng.permutation(n) for _ in range(SPLITS)]
     halves = np.array([[means_of(parts[order[: n // 2]]), means_of(parts[order[n // 2 :]])] for order in orders])
     in_both = ~np.isnan(halves).any(1)
+    from scipy.stats import rankdata  # half a second: not when headwater is imported
+
     ranks = rankdata(np.where(in_both[:, None], halves, np.nan), axis=-1, nan_policy="omit")
     # The mean of `spearman(first, second)` over splits, all at once: one by one costs as much as the rest of a claim.
     ranks = ranks[in_both.sum(-1) >= FEWEST]

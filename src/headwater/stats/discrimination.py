@@ -7,7 +7,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtri
-from scipy.stats import rankdata
 
 # How well numbers tell two kinds of example apart: the area under the ROC curve, and true positives at a rate.
 #
@@ -169,6 +168,8 @@ def pearson(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[nd
 
 def spearman(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
     """Return the rank correlation of two numbers; see `pearson`."""
+    from scipy.stats import rankdata  # half a second: not when headwater is imported
+
     x, y, drawn = _pairs(x, y, counts)
     return pearson(rankdata(x), rankdata(y), counts=drawn)
 

@@ -40,7 +40,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import bdtr, betaincinv, chndtr, ndtri, stdtr
-from scipy.stats import combine_pvalues, false_discovery_control
 from torch import Tensor
 
 Numbers = NDArray[np.float64]
@@ -184,6 +183,8 @@ def excess_p(
 def q_values(p_values: Numbers) -> Numbers:
     """Return Benjamini and Hochberg's adjusted p-values over everything given; NaN stays NaN and is not counted."""
     q = np.full_like(p_values, np.nan)
+    from scipy.stats import false_discovery_control  # half a second: not when headwater is imported
+
     known = ~np.isnan(p_values)
     if known.any():
         q[known] = false_discovery_control(p_values[known])
@@ -192,6 +193,8 @@ def q_values(p_values: Numbers) -> Numbers:
 
 def combined_p(p_values: Sequence[float]) -> float:
     """Return one p-value of several independent ones, by Fisher's method."""
+    from scipy.stats import combine_pvalues
+
     return float(combine_pvalues(p_values, method="fisher").pvalue)
 
 
