@@ -207,12 +207,7 @@ class SiteCheck:
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        n_rows: int,
-        n_tokens: int,
-        experts: Collection[int] = (),
-        beside: Collection[int] = (),
+        self, shape: ModelShape, n_rows: int, n_tokens: int, experts: Collection[int] = (), beside: Collection[int] = ()
     ):
         """Say of which layers the MLP is a mixture of experts, and which have experts anywhere."""
         self.misfits: dict[tuple[str, int], str] = {}
@@ -428,13 +423,7 @@ def finite_output(
 
 
 def not_finite(
-    model: Model,
-    where: str,
-    example: int | str,
-    position: int,
-    token: int,
-    share: str = "",
-    edited: bool = False,
+    model: Model, where: str, example: int | str, position: int, token: int, share: str = "", edited: bool = False
 ) -> str:
     """Say where the first value that is not finite was found, and what to do."""
     text = model.token_strings([token])[0]

@@ -197,11 +197,7 @@ class SkipWeightInit(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, or leave it out."""
         kwargs = kwargs or {}

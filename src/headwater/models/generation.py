@@ -692,12 +692,7 @@ class _Cached:
         last = torch.tensor([tokens.shape[1] - 1])
         if bare is None:
             return self._model.run(
-                self._reads,
-                hooks,
-                keep=last,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self._cache,
+                self._reads, hooks, keep=last, attention_mask=mask, position_ids=positions, past_key_values=self._cache
             )[:, -1]
         with angles_by_row(bare.rotary_by_length):
             # Without one, transformers can leave causality to sdpa, which then is given no mask at all.

@@ -284,14 +284,7 @@ for _site in (
     Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.PATTERN, "attention"),
     Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT, within="attention"),
     Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.ATTENTION_OUTPUT),
-    Site(
-        "resid_mid",
-        "blocks.{layer}.hook_resid_mid",
-        _TOKEN,
-        Stage.BETWEEN,
-        carrier=_MIDDLE,
-        absent=_nothing_between,
-    ),
+    Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN, carrier=_MIDDLE, absent=_nothing_between),
     Site(
         "mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp", absent=_no_mlp
     ),
