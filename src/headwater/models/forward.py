@@ -160,8 +160,8 @@ def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
     return "logits_to_keep" in inspect.signature(run).parameters
 
 
-class _EnoughError(Exception):
-    """Ends a run after the last block."""
+class DoneError(Exception):
+    """Ends a run after the last layer that is read."""
 
 
 def _residual_after_last_block(
@@ -178,10 +178,10 @@ def _residual_after_last_block(
     def keep(residual: Tensor, hook: object) -> None:
         kept.append(residual)
         if ends:
-            raise _EnoughError
+            raise DoneError
 
     name = hook_name("resid_post", model.shape.n_layers - 1)
-    with contextlib.suppress(_EnoughError), model.raw.hooks(fwd_hooks=[(name, keep)]):
+    with contextlib.suppress(DoneError), model.raw.hooks(fwd_hooks=[(name, keep)]):
         model.raw(tokens, **last_logits_only(model.raw) | options)
     if not kept:
         raise ModelError(
