@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headwater.errors import ModelError, first_line, one_line
-from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
+from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, Conversion
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
 from headwater.models.packaged import PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
@@ -195,19 +195,17 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     whole_config = read_config(folder, trust_remote_code)
     with _believed(folder):
         n_layers = shape_of(whole_config).n_layers
-    refuse_packed(folder, whole_config)
-    with _believed(folder):
+        refuse_packed(folder, whole_config)
         block = block_size(whole_config)
-    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
-    with _believed(folder):
         config = without_quantization(text_config(whole_config))
+    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     names = canonical_names(folder, config, stored)
     with _believed(folder):
         shape = shape_of(config)
         if shape.d_model > WIDEST:  # a model of such sizes cannot even be outlined
             embedding = names[f"{family_of(config).embedding}.weight"]
             _refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
-        expected = expected_tensors(config)
+        expected = Conversion(config).tensors
     for name, size in expected.items():
         if name not in names:
             raise ModelError(lacking(folder, name, f" (expected shape {size})"))
@@ -324,8 +322,7 @@ def weight_files(folder: Path) -> list[Path]:
     outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
     if outside or not shards:
         raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is not a file of the folder.")
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in shards if not (folder / name).is_file()]:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again."
         )
@@ -415,13 +412,10 @@ def quantization_of(config: object) -> str | None:
     entry = getattr(config, "quantization_config", None)
     if not entry:
         return None
-    if (
-        isinstance(entry, dict)
-        and "quant_method" not in entry
-        and any(option.startswith("load_in_") for option in entry)
-    ):
+    is_dict = isinstance(entry, dict)
+    if is_dict and "quant_method" not in entry and any(option.startswith("load_in_") for option in entry):
         return "bitsandbytes"  # as its configs were before they named the method
-    method = entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)
+    method = entry.get("quant_method") if is_dict else getattr(entry, "quant_method", None)
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
@@ -487,8 +481,7 @@ def block_size(config: object) -> tuple[int, int]:
         raise ModelError(
             f"The config says weight_block_size={sizes!r}; blocks of float8 have two sizes, as [128, 128]."
         )
-    rows, columns = sizes
-    return rows, columns
+    return sizes[0], sizes[1]
 
 
 def dequantized(

@@ -63,6 +63,7 @@ class Conversion:
     Attributes:
         model: of that config, without numbers.
         groups: every parameter that is stored as it is, and the others of each block, in the order of their names.
+        tensors: the shape of every tensor of a checkpoint, by name.
     """
 
     def __init__(self, config: Any):
@@ -77,6 +78,7 @@ class Conversion:
         if config.tie_word_embeddings:
             del parameters[UNEMBEDDING]
         self.groups = _grouped(parameters, self.taken_apart(parameters))
+        self.tensors = {name: shape for group in self.groups for name, shape in group.tensors.items()}
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
@@ -107,11 +109,6 @@ def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> 
     return [groups[name] for name in sorted(groups)]
 
 
-def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
-    return {name: shape for group in Conversion(config).groups for name, shape in group.tensors.items()}
-
-
 def only_block(config: Any) -> Any:
     """The config of a model that has the first block only, and one token, which is not padding."""
     config = deepcopy(text_config(config))
@@ -137,8 +134,7 @@ def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
         conversion = Conversion(config)
         tensors: Mapping[str, Tensor] = {
             name: like.new_zeros(shape) if name == embedding else read(name)
-            for group in conversion.groups
-            for name, shape in group.tensors.items()
+            for name, shape in conversion.tensors.items()
             if name != UNEMBEDDING
         }
         model = type(conversion.model.base_model).from_pretrained(

@@ -416,9 +416,9 @@ class StreamedWeights(WeightSource):
         about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
 
         def compute() -> str:
-            expected = [part for group in Conversion(config).groups for part in group.tensors.items()]
-            total = sum(math.prod(shape) for _, shape in expected)
-            return fingerprint(self.shape, config, ((name, read(name)) for name, _ in expected), total)
+            expected = Conversion(config).tensors
+            total = sum(map(math.prod, expected.values()))
+            return fingerprint(self.shape, config, ((name, read(name)) for name in expected), total)
 
         return fingerprint_of_files(set(self.checkpoint.files.values()), about, compute)
 
