@@ -99,8 +99,7 @@ def first_mlp(
         (hook_name(silent), lambda output, hook: torch.zeros_like(output)),
         (hook_name("mlp_out"), lambda output, hook: written.append(output)),
     ]
-    rows = tokens[:, None].cpu()
-    after = model.run(unpadded(rows), hooks, stop_at=1)[:, 0]
+    after = model.run(unpadded(tokens[:, None].cpu()), hooks, stop_at=1)[:, 0]
     output = written[0][:, 0]
     _same(
         model,
@@ -147,17 +146,15 @@ class HeadsOfLoneTokens:
                 f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
                 "checked against what its heads compute."
             )
-        recorded = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
-        values = _plus(einsum(recorded["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
-        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * recorded["weight"]
-        z = recorded["z"].reshape(len(x), len(W_O), -1)
-        where = (
-            f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
-        )
-        _same(self.model, expected, z, f"The {where}")
+        x, z, weight, out = (value.to(W_V) for value in (x, z, weight, out))
+        apart = f"in layer {layer}: {{}} apart. No OV map is read."
+        values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
+        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
+        z = z.reshape(len(x), len(W_O), -1)
+        _same(self.model, expected, z, f"The heads of {{}} do not hand on their weight times x W_V {apart}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
-        where = f"attention of {{}} does not write the sum of its heads' z W_O in layer {layer}: {{}} apart."
-        _same(self.model, written, recorded["out"], f"The {where} No OV map is read.")
+        message = f"The attention of {{}} does not write the sum of its heads' z W_O {apart}"
+        _same(self.model, written, out, message)
 
 
 def refuse_clipped(config: object, architecture: str) -> None:

@@ -149,16 +149,14 @@ class Descent:
         def keep(activation: Tensor, hook: object) -> None:
             kept.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
 
-        def enter(residual: Tensor, hook: object) -> Tensor:
-            return self._enter(residual, self._segments[0].start)
-
+        first = self._segments[0].start
         hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
-        hooks.append((hook_name("resid_pre", self._segments[0].start), replace_hook(enter)))
+        hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
         if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
             hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.model.lock)
-            for layer in range(self._lowest, self._segments[0].start):
+            for layer in range(self._lowest, first):
                 # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
                 handle = self.model.raw.blocks[layer].register_forward_pre_hook(
                     partial(self._note_call, layer), with_kwargs=True
