@@ -289,7 +289,6 @@ class Blocks:
         tap, calls, tokens = Tap(start or {}), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
-
         forked: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
@@ -497,9 +496,7 @@ def _lies_in_block(block: Any) -> bool:
     return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 
-def _at_positions(
-    value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None = None
-) -> Any:
+def _at_positions(value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None) -> Any:
     """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(_at_positions(item, positions, recorded) for item in value)

@@ -193,7 +193,6 @@ def _takes_padding(
 
 
 def _has_experts(part: object) -> bool:
-    """Whether there are experts within a block or its MLP."""
     modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
 
@@ -343,7 +342,7 @@ def finite_weights(model: Model) -> None:
         if parameter.is_floating_point() and not is_finite(parameter):
             bad = int((~parameter.isfinite()).sum())
             raise ModelError(
-                f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace('._original_component', '')} are "
+                f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace(WRAPPED, '')} are "
                 "NaN or infinite; the checkpoint is damaged."
             )
 

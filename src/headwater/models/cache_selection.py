@@ -436,12 +436,9 @@ def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, 
     ids, back = np.unique(np.concatenate([batch.tokens[batch.mask].numpy() for batch in batches]), return_inverse=True)
     words = np.array(model.token_strings(ids.tolist()), dtype=object)
     # Where any text has no characters known, as token ids have none, no text has.
-    known = all(batch.offsets is not None for batch in batches)
-    spans = (
-        [span for batch in batches for row in batch.offsets or () for span in row]
-        if known
-        else [(None, None)] * len(back)
-    )
+    spans: list[tuple[int | None, int | None]] = [(None, None)] * len(back)
+    if all(batch.offsets is not None for batch in batches):
+        spans = [span for batch in batches for row in batch.offsets or () for span in row]
     given = [text for batch in batches for text in batch.texts or [None] * len(batch)]
     tokens = pd.DataFrame(
         {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError, ModelError, NumericsError
 from headwater.kernels.devices import to_device
+from headwater.models.bridge_check import WRAPPED
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.forward import FixedPrefix, KeysValues, attentions_of, original_length, reached, unpadded
 from headwater.models.sites import hook_name
@@ -236,7 +237,6 @@ def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up_proj": ("gate", "in")}
 """What fused matrices are called, and their parts."""
-WRAPPED = "._original_component"
 
 
 def parameter_gradient_norms(

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import InputError, ModelError
-from headwater.models.bridge_check import difference
+from headwater.models.bridge_check import WRAPPED, difference
 from headwater.models.conversion import split_heads
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
 from headwater.models.foreign_modules import is_a
@@ -58,7 +58,7 @@ def refuse_adapters(model: Any) -> None:
         )
     for name, module in model.named_modules():
         if is_a(module, "BaseTunerLayer"):
-            where = name.replace("._original_component", "")  # as a TransformerBridge names what it wraps
+            where = name.replace(WRAPPED, "")  # as a TransformerBridge names what it wraps
             raise InputError(
                 f"Adapters act beside the weights of this {type(model).__name__}, first at {where}: {MERGE}."
             )

@@ -361,7 +361,6 @@ class LoadedWeights(WeightSource):
         return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
     def _gain(self, norm: Any, name: str) -> Tensor:
-        """A norm's gain."""
         named = self._norm(norm, name)
         self._look(named)
         return self._gain_of(named)
