@@ -303,12 +303,9 @@ class Blocks:
             )
             return forked[name]
 
-        def tapped(layer: int) -> Callable[..., Any]:
-            def before(_: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-                calls[layer] = (args, dict(options))
-                return args, with_cache(self._blocks[layer].attn, options, tap)
-
-            return before
+        def tapped(layer: int, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+            calls[layer] = (args, dict(options))
+            return args, with_cache(self._blocks[layer].attn, options, tap)
 
         k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
         kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
@@ -321,7 +318,7 @@ class Blocks:
             options |= cache_options(self.model, FixedPrefix(start))
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
-                handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
+                handle = block.attn.register_forward_pre_hook(functools.partial(tapped, layer), with_kwargs=True)
                 stack.callback(handle.remove)
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(reads(Reading.of(batch)))

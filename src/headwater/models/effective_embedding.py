@@ -30,6 +30,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -41,7 +42,7 @@ from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import difference, rounding
 from headwater.models.conversion import Read, block_model
-from headwater.models.edits import Hook, HookFunction, read_hook
+from headwater.models.edits import Hook, read_hook
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
 from headwater.models.forward import unpadded
 from headwater.models.sites import hook_name
@@ -120,18 +121,15 @@ class HeadsOfLoneTokens:
         self.seen: dict[tuple[int, str], Tensor] = {}
         listed = model.raw.hook_dict
         hooks = [
-            (hook_name(place, layer), self._keep(layer, name))
+            (hook_name(place, layer), read_hook(partial(self._keep, layer, name)))
             for layer in range(model.shape.n_layers)
             for name, place in PLACES.items()
             if hook_name(place, layer) in listed
         ]
         model.run(unpadded(tokens), hooks, stop_at=model.shape.n_layers)
 
-    def _keep(self, layer: int, name: str) -> HookFunction:
-        def keep(activation: Tensor, hook: object) -> None:
-            self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
-
-        return read_hook(keep)
+    def _keep(self, layer: int, name: str, activation: Tensor, hook: object) -> None:
+        self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
     def check(self, layer: int, factors: Factors) -> None:
         """See that these factors are what a layer's heads computed with."""

@@ -75,7 +75,10 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         if file is None:
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        named = _named(where, trust_remote_code)
+        named: PreTrainedTokenizerBase | None = None
+        # A class may need other files than the one that counts, and each reads them in its own way.
+        with contextlib.suppress(Exception):
+            named = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         if type(named) is PreTrainedTokenizerFast:
             return named
         faithful = PreTrainedTokenizerFast.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -91,14 +94,6 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
     return faithful
-
-
-def _named(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that AutoTokenizer makes; None where its class needs other files than the one that counts."""
-    try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except Exception:  # each class reads the files in its own way
-        return None
 
 
 @contextlib.contextmanager
