@@ -160,13 +160,9 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
         sizes: of the model; "head 9" is every head of layer 9.
     """
     kind = option.removesuffix("s")
-    wanted = (
-        "give a list of "
-        + {
-            "head": "pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']",
-            "mlp": "whole numbers, the layers, or of names, as ['mlp 0', 'm3']",
-        }[kind]
-    )
+    wanted = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"
+    if kind == "mlp":
+        wanted = "give a list of whole numbers, the layers, or of names, as ['mlp 0', 'm3']"
     if isinstance(given, pd.DataFrame) and kind == "head":
         if missing := [name for name in ("layer", "head") if name not in given.columns]:
             raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -428,22 +428,17 @@ class StreamedWeights(WeightSource):
 
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads; a bias that the model lacks is None."""
-        attention = self._attention(layer)
+        attention, names = self._attention(layer), self.checkpoint.names
         W_Q, W_K, W_V = self._query_key_value(attention, "weight")
         first_bias = f"{attention}{self.family.fused.name if self.family.fused else 'q_proj'}.bias"
-        biases = self._query_key_value(attention, "bias") if first_bias in self.checkpoint.names else (None, None, None)
-        b_Q, b_K, b_V = biases
+        b_Q, b_K, b_V = self._query_key_value(attention, "bias") if first_bias in names else (None, None, None)
         output = f"{attention}{self.family.output}.bias"
-        b_O = self._read(output) if output in self.checkpoint.names else None
+        b_O = self._read(output) if output in names else None
         return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
 
     def ov(self, layer: int) -> OVWeights:
         """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
-        attention = self._attention(layer)
-        if self.family.fused:
-            W_V = self._query_key_value(attention, "weight")[2]
-        else:
-            W_V = self._projection(f"{attention}v_proj.weight", self.shape.n_kv_heads)
+        *_, W_V = self._query_key_value(self._attention(layer), "weight", ("v_proj",))
         return OVWeights(layer, W_V, *self._output_and_gain(layer))
 
     def _attention(self, layer: int) -> str:
@@ -452,17 +447,18 @@ class StreamedWeights(WeightSource):
         refuse_clipped(self.checkpoint.config, self.shape.architecture)
         return f"{self.family.block(layer)}{self.family.attention}."
 
-    def _query_key_value(self, attention: str, part: str) -> list[Tensor]:
-        """Weights or biases of the queries, keys and values, each split into its heads."""
+    def _query_key_value(
+        self, attention: str, part: str, names: Sequence[str] = ("q_proj", "k_proj", "v_proj")
+    ) -> list[Tensor]:
+        """Weights or biases of queries, keys and values by head: `head d_model d_head`, or `head d_head`.
+
+        Where they are stored separately, only those of these names are read.
+        """
         if self.family.fused:
             return split_heads(self._read(f"{attention}{self.family.fused.name}.{part}"), self.family.fused, self.shape)
         heads = {"q_proj": self.shape.n_heads, "k_proj": self.shape.n_kv_heads, "v_proj": self.shape.n_kv_heads}
-        return [self._projection(f"{attention}{name}.{part}", count) for name, count in heads.items()]
-
-    def _projection(self, name: str, heads: int) -> Tensor:
-        """A weight or bias of one projection: `head d_model d_head`, or `head d_head`."""
-        by_head = self._read(name).unflatten(0, (heads, -1))
-        return by_head if by_head.ndim == 2 else by_head.transpose(1, 2)
+        by_head = [self._read(f"{attention}{name}.{part}").unflatten(0, (heads[name], -1)) for name in names]
+        return [one if one.ndim == 2 else one.transpose(1, 2) for one in by_head]
 
     def _output_and_gain(self, layer: int) -> tuple[Tensor, Tensor]:
         """W_O of a layer, and the gain of the norm in front of its attention; ones where there is none (OLMo 2)."""
