@@ -331,8 +331,7 @@ def evaluation_mode(model: Model) -> None:
     """
     if not hasattr(model.raw, "original_model"):
         return
-    training = next((name for name, module in model.raw.named_modules() if module.training), None)
-    if training is not None:
+    if (training := next((name for name, module in model.raw.named_modules() if module.training), None)) is not None:
         raise ModelError(f"{model.name} is in training mode (module {training or 'itself'}): call .eval() on it first.")
 
 

@@ -206,8 +206,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     places: list[tuple[str, int | None]] = []
     for hook in matching:
         # `layers=` cuts a pattern that leaves the layer open; a hook named with its layer is meant all the same.
-        of_layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
-        if of_layer is None:
+        if (of_layer := re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)) is None:
             places.append((hook, None))
         elif not name.startswith("blocks.*.") or int(of_layer[1]) in layers:
             places.append((f"blocks.{{layer}}.{of_layer[2]}", int(of_layer[1])))

@@ -239,8 +239,7 @@ def _refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expecte
 def lacking(folder: Path, name: str, about: str = "") -> str:
     """Say that a checkpoint has no tensor of a name, and of which file the index says that it holds it."""
     files = {} if (folder / SINGLE).is_file() else _weight_map(folder)
-    full_name = next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)
-    if full_name is not None:
+    if (full_name := next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)) is not None:
         file = folder / files[full_name]
         return f"{file} has no tensor {full_name!r}{about}, which {INDEX} says it holds; fetch it again."
     return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
@@ -409,8 +408,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def quantization_of(config: object) -> str | None:
     """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
-    entry = getattr(config, "quantization_config", None)
-    if not entry:
+    if not (entry := getattr(config, "quantization_config", None)):
         return None
     is_dict = isinstance(entry, dict)
     if is_dict and "quant_method" not in entry and any(option.startswith("load_in_") for option in entry):

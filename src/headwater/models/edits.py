@@ -325,8 +325,7 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
         if label == "hook_attn_scores" and _are_knockouts(point):
             return activation
         result = point(activation)
-        same = result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))
-        if not same:
+        if not (result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))):
             raise InterventionError(
                 f"An edit of {label} did not take effect: {shape.architecture} computes its attention by itself, and "
                 "this activation can only be read."

@@ -226,8 +226,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
                 read).
         """
-        listed = hooks_for(self, hooks, None)
-        if not listed:
+        if not (listed := hooks_for(self, hooks, None)):
             with self.lock:
                 yield
             return

@@ -123,8 +123,7 @@ def read_part(name: Any) -> NamedPart | None:
 
 def part_named(name: Any, sizes: Sizes) -> NamedPart:
     """Return the part of a model that a name means; numbers of a pair may count from the end."""
-    part = read_part(name)
-    if part is None:
+    if (part := read_part(name)) is None:
         word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
         near = did_you_mean(word[0], ("head", "mlp", "embed", "logits", "input", "unembed")) if word else ""
         near = near if near.startswith(" Did") else ""

@@ -72,8 +72,7 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     Where that class is the one that follows the file, the file is read once.
     """
     try:
-        file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        if file is None:
+        if cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         named: PreTrainedTokenizerBase | None = None
         # A class may need other files than the one that counts, and each reads them in its own way.

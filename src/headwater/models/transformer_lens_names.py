@@ -332,8 +332,7 @@ class TransformerLensNames(Model):
         layers = []
         for layer in range(shape.n_layers):
             weights = self._source.layer(layer)
-            factor = getattr(weights, name)
-            if factor is None:
+            if (factor := getattr(weights, name)) is None:
                 factor = weights.W_O.new_zeros(size)
             elif name[-1] in "KV":
                 factor = weights.expand_kv(factor)

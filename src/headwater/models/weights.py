@@ -279,8 +279,7 @@ class LoadedWeights(WeightSource):
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
         """The gain of the norm in front of the unembedding."""
-        norm = getattr(self.model.raw, "ln_final", None)
-        if norm is None:
+        if (norm := getattr(self.model.raw, "ln_final", None)) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
         return self._gain(norm, "ln_final")
 
@@ -327,8 +326,7 @@ class LoadedWeights(WeightSource):
 
     def _factor(self, layer: int, name: str) -> Tensor | None:
         """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
-        attention = getattr(self.model.raw.blocks[layer], "attn", None)
-        if attention is None:
+        if (attention := getattr(self.model.raw.blocks[layer], "attn", None)) is None:
             raise self._no_factors(layer, "there is no attention")
         try:
             own = getattr(attention, f"_{name}", None)
