@@ -80,10 +80,8 @@ class Origin:
         if self.model and _bare(self.model) not in map(_bare, ids):
             differences.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
         if self.begins is not None and self.begins != bool(model.bos):
-            here = "begin" if model.bos else "do not begin"
-            differences.append(
-                f"its texts {'began' if self.begins else 'did not begin'} with a BOS token, and here they {here}"
-            )
+            began, here = ("began", "do not begin") if self.begins else ("did not begin", "begin")
+            differences.append(f"its texts {began} with a BOS token, and here they {here}")
         if self.without:
             which = f"the tokens {list(self.without)}" if isinstance(self.without, tuple) else "special tokens"
             differences.append(f"it never saw {which}, which are left out here")

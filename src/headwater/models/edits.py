@@ -298,11 +298,6 @@ class Attachments:
         return self._places[key]
 
 
-def reporters(raw: Any) -> list[torch.nn.Module]:
-    """Return the attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
-    return [module for module in raw.modules() if hasattr(type(module), REPORT)]
-
-
 @contextlib.contextmanager
 def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Iterator[None]:
     """TransformerLens only warns when it throws an edit away; an experiment must not go on then.

@@ -32,6 +32,7 @@ from headwater.kernels.devices import to_device
 from headwater.models import cache_collection, generation
 from headwater.models.bridge_check import finite_output
 from headwater.models.edits import (
+    REPORT,
     Attached,
     Attachments,
     Hook,
@@ -41,7 +42,6 @@ from headwater.models.edits import (
     hooks_for,
     read_hook,
     refuse_silent,
-    reporters,
 )
 from headwater.models.forward import Keep, Reading, attentions_of, cache_options, columns_kept, forward, reached, reads
 from headwater.models.generation import RULES, settings
@@ -262,7 +262,8 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
-        return reporters(self.raw)
+        """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
+        return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
 
     def _attached(self, name: str, function: HookFunction, known: Mapping[str, Any]) -> Attached:
         place = place_named(name)

@@ -213,14 +213,12 @@ def _from_lens(
             f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it before."
         )
     hf_config = getattr(getattr(raw, "original_model", None), "config", None)
-    known = getattr(hf_config, "model_type", None) is not None
-    tokenizer = tokenizer or _as_published(getattr(raw, "tokenizer", None))
     model = HookedModel(
         raw,
         name=name or str(getattr(raw.cfg, "model_name", None) or type(raw).__name__),
         shape=_shape(hf_config, raw.cfg),
-        config=hf_config if known else vars(raw.cfg).copy(),
-        tokenizer=tokenizer,
+        config=hf_config if getattr(hf_config, "model_type", None) is not None else vars(raw.cfg).copy(),
+        tokenizer=tokenizer or _as_published(getattr(raw, "tokenizer", None)),
     )
     if getattr(raw, "compatibility_mode", False) or str(raw.cfg.normalization_type or "").endswith("Pre"):
         warnings.warn(
