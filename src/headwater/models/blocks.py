@@ -146,8 +146,7 @@ class Blocks:
         """
         block = self._blocks[layer]
         if kept is not None and _is_watched(block.attn):
-            whole = self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded)
-            return _taken(whole, kept)
+            return _taken(self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded), kept)
         normed = _through(block, "ln1", residual)
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))

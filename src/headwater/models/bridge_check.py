@@ -100,8 +100,7 @@ def watched(hf: Any) -> Iterator[Calls]:
     with ExitStack() as stack:
         for name, module in modules.items():  # of a module and what wraps it, the wrapper
             if name and name.count(".") <= DEPTH:
-                handle = module.register_forward_hook(partial(note, name=name), with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(partial(note, name=name), with_kwargs=True).remove)
         yield calls
 
 

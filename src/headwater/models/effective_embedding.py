@@ -62,8 +62,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
     """What enters the first block for each token, after so many copies of it."""
-    rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
-    return model.run(unpadded(rows), stop_at=0)[:, -1]
+    return model.run(unpadded(tokens[:, None].expand(-1, before + 1).contiguous().cpu()), stop_at=0)[:, -1]
 
 
 def adds_positions(model: Model) -> bool:

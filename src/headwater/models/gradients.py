@@ -159,10 +159,8 @@ class Descent:
             stack.enter_context(self.model.lock)
             for layer in range(self._lowest, first):
                 # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
-                handle = self.model.raw.blocks[layer].register_forward_pre_hook(
-                    partial(self._note_call, layer), with_kwargs=True
-                )
-                stack.callback(handle.remove)
+                block, note = self.model.raw.blocks[layer], partial(self._note_call, layer)
+                stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
             self.model.run(unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
         return kept[0]
 

@@ -168,8 +168,7 @@ def _with_parameters_of(decoder: Any, plain: str, config: Any) -> Any:
 
 @torch.inference_mode()
 def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> None:
-    device = whole.get_input_embeddings().weight.device
-    tokens = torch.arange(4, device=device)[None]
+    tokens = torch.arange(4, device=whole.get_input_embeddings().weight.device)[None]
     error = difference(*(model(tokens, use_cache=False).logits for model in (text, whole)))
     if not error <= 1e-4:
         raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")

@@ -123,8 +123,7 @@ def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: b
         raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
     by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
     if bos is None:
-        separates = by_lens == (tokenizer.eos_token_id,)
-        return own_bos(tokenizer) or (by_lens if separates else ())
+        return own_bos(tokenizer) or (by_lens if by_lens == (tokenizer.eos_token_id,) else ())
     if isinstance(bos, str) and bos in ("tokenizer", "transformer_lens"):
         return own_bos(tokenizer) if bos == "tokenizer" else by_lens
     try:
