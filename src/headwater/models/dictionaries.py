@@ -49,8 +49,6 @@ Coder = Callable[[Tensor], Tensor]
 """Takes rows and gives rows: `row d` of activations and `row feature`."""
 ALIKE = 1e-3
 """How far what is computed of a row alone may lie from what is computed of it beside another, as a share."""
-
-
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 """The special tokens of a tokenizer that sae-lens leaves out of training."""
 

@@ -116,7 +116,6 @@ class HeadsOfLoneTokens:
 
     def __init__(self, model: Model):
         self.model = model
-        tokens = _some_tokens(model)[:, None]
         self.seen: dict[tuple[int, str], Tensor] = {}
         listed = model.raw.hook_dict
         hooks = [
@@ -125,7 +124,7 @@ class HeadsOfLoneTokens:
             for name, place in PLACES.items()
             if hook_name(place, layer) in listed
         ]
-        model.run(unpadded(tokens), hooks, stop_at=model.shape.n_layers)
+        model.run(unpadded(_some_tokens(model)[:, None]), hooks, stop_at=model.shape.n_layers)
 
     def _keep(self, layer: int, name: str, activation: Tensor, hook: object) -> None:
         self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()

@@ -85,23 +85,21 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     def __repr__(self) -> str:
         shape, weights = self.shape, f" ({self.revision.split(', sha256')[0]})" if self.revision else ""
+        begins = f", texts begin with {self._begins}" if self._begins else ""
         return (
             f"HookedModel({self.name}{weights}: {shape.n_layers} layers × {shape.n_heads} heads, "
-            f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"
+            f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{begins})"
         )
 
     def _repr_html_(self) -> str:
-        begins = self._begins.removeprefix(", texts begin with ")
         rows = {"model": self.name, "revision": self.revision or "", **vars(self.shape), "dtype": self.dtype}
-        rows["texts begin with"] = begins
+        rows |= {"texts begin with": self._begins, "device": self.device}
         cells = "".join(f"<tr><th>{key}</th><td>{html.escape(str(value))}</td></tr>" for key, value in rows.items())
-        return f"<table>{cells}<tr><th>device</th><td>{self.device}</td></tr></table>"
+        return f"<table>{cells}</table>"
 
     @property
     def _begins(self) -> str:
-        if self.tokenizer is None:
-            return ""
-        return f", texts begin with {spelled_tokens(self.tokenizer, self.bos)}"
+        return "" if self.tokenizer is None else spelled_tokens(self.tokenizer, self.bos)
 
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).

@@ -36,10 +36,8 @@ from headwater.models.families import ModelShape, family_of, shape_of, text_conf
 from headwater.models.foreign_modules import is_a
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
-
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Types of text models that turn texts without images as another type does, by whose class they are run."""
-
 WEIGHT_BUFFERS = (".weight", ".qweight")
 """What buffers that hold packed weights are called."""
 

@@ -33,10 +33,8 @@ from headwater.options import checked_path, is_one, shown, whole_numbers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
-
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 """Files that may lie beside these, and are read where they do."""
-
 Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
 """What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
 what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
