@@ -117,8 +117,7 @@ class Cache(TokenizedTexts, Result):
             return False
         return True
 
-    def _ipython_key_completions_(self) -> list[str | tuple[str, int]]:
-        return self.keys()
+    _ipython_key_completions_ = keys
 
     # The numbers
 

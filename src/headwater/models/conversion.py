@@ -195,7 +195,6 @@ class SkipWeightInit(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, or leave it out."""
         kwargs = kwargs or {}
         if func in RANDOM:
             return args[0] if args else kwargs["tensor"]
