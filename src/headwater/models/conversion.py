@@ -109,26 +109,20 @@ def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> 
     return [groups[name] for name in sorted(groups)]
 
 
-def only_block(config: Any) -> Any:
-    """The config of a model that has the first block only, and one token, which is not padding."""
-    config = deepcopy(text_config(config))
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    # An embedding refuses a padding index that it has no row for.
-    config.vocab_size, config.pad_token_id = 1, None
-    return config
-
-
-def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
-    """Build a model without its unembedding that has the first block only, as transformers builds it.
+def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
+    """Build a model of the first block and one token, without its unembedding, as transformers builds it.
 
     Tensors come from `read` by name, and go to the device and dtype of `like`.
 
     Returns:
         the model; its embedding is one row of zeros.
     """
-    family, config = family_of(config), only_block(config)
+    family, config = family_of(config), deepcopy(text_config(config))
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    # An embedding refuses a padding index that it has no row for.
+    config.vocab_size, config.pad_token_id = 1, None
     embedding = f"{family.embedding}.weight"
     with quiet_transformers():
         conversion = Conversion(config)
