@@ -250,8 +250,7 @@ def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Ta
             hooks: list[Hook] = [(hook_name("resid_post", one), read_hook(partial(keep, layer=one))) for one in layers]
             model.run(batch, hooks, stop_at=max(layers) + 1)
             return kept
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(DoneError))
+        with contextlib.suppress(DoneError), contextlib.ExitStack() as stack:
             for layer in layers:
                 block = bare.in_place_of(model.raw.blocks[layer])
                 stack.callback(block.register_forward_hook(partial(look, layer=layer)).remove)

@@ -180,12 +180,11 @@ class Attached:
 def refuse_silent(attached: Sequence[Attached]) -> None:
     """Refuse hooks that did not fire in a run of the model."""
     silent = [hook for hook in attached if not hook.fired]
-    dead = [hook for hook in silent if not (isinstance(hook.function, TrustedHook) and hook.function.may_be_silent)]
+    dead = {one.name for one in silent if not (isinstance(one.function, TrustedHook) and one.function.may_be_silent)}
     if dead:
-        names = sorted({hook.name for hook in dead})
         raise InterventionError(
-            f"The model ran, but nothing passed through {', '.join(names[:3])}: this activation is not computed on "
-            "this architecture or in this run, so the hook had no effect."
+            f"The model ran, but nothing passed through {', '.join(sorted(dead)[:3])}: this activation is not computed "
+            "on this architecture or in this run, so the hook had no effect."
         )
 
 

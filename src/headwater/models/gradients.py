@@ -155,8 +155,7 @@ class Descent:
         hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
         if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
             hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.model.lock)
+        with self.model.lock, contextlib.ExitStack() as stack:
             for layer in range(self._lowest, first):
                 # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
                 block, note = self.model.raw.blocks[layer], partial(self._note_call, layer)
