@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from headwater.errors import ModelError, first_line, one_line
-from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, Conversion
+from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
 from headwater.models.packaged import PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
@@ -205,7 +205,7 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         if shape.d_model > WIDEST:  # a model of such sizes cannot even be outlined
             embedding = names[f"{family_of(config).embedding}.weight"]
             _refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
-        expected = Conversion(config).tensors
+        expected = expected_tensors(config)
     for name, size in expected.items():
         if name not in names:
             raise ModelError(lacking(folder, name, f" (expected shape {size})"))

@@ -109,6 +109,11 @@ def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> 
     return [groups[name] for name in sorted(groups)]
 
 
+def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
+    return Conversion(config).tensors
+
+
 def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
     """Build a model of the first block and one token, without its unembedding, as transformers builds it.
 

@@ -22,7 +22,7 @@ from headwater.errors import InputError, ModelError, first_line
 from headwater.kernels.devices import usable_device
 from headwater.models.bridge_check import is_finite, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint, revision_of
-from headwater.models.conversion import UNEMBEDDING, Conversion, split_heads
+from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
     HeadsOfLoneTokens,
     adds_positions,
@@ -413,7 +413,7 @@ class StreamedWeights(WeightSource):
         about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
 
         def compute() -> str:
-            expected = Conversion(config).tensors
+            expected = expected_tensors(config)
             total = sum(map(math.prod, expected.values()))
             return fingerprint(self.shape, config, ((name, read(name)) for name in expected), total)
 
