@@ -320,7 +320,8 @@ class CudaLane:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             into.copy_(source, non_blocking=True)
-            event: torch.cuda.Event = self.stream.record_event()
+            event = torch.cuda.Event()
+            event.record(self.stream)
         return event.synchronize
 
 
