@@ -37,8 +37,8 @@ from headwater.models.bridge_check import few_tokens, finite_output, same_but_fo
 from headwater.models.edits import Hook, points_of, read_hook
 from headwater.models.families import family_named
 from headwater.models.fingerprint import parameter_reader
-from headwater.models.foreign_modules import SameObjects
-from headwater.models.forward import angles_by_row, last_logits_only, name_of_cache, padding_option, reached
+from headwater.models.foreign_modules import SameObjects, is_a
+from headwater.models.forward import DoneError, angles_by_row, last_logits_only, name_of_cache, padding_option, reached
 from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
@@ -75,8 +75,8 @@ class BareModel:
         self.rotary_by_length = rotary_by_length(self.model)
         self.configs = SameObjects(vars(config) for config, _ in self._copies.values())
         # Attention that stays wrapped reads the cache by TransformerLens's name for it (`forward.reached`).
-        whole = [wrapper for wrapper in self.kept if not _is(wrapper, "BlockBridge")]
-        self._attentions = [part for wrapper in whole for part in wrapper.modules() if _is(part, "AttentionBridge")]
+        whole = [wrapper for wrapper in self.kept if not is_a(wrapper, "BlockBridge")]
+        self._attentions = [part for wrapper in whole for part in wrapper.modules() if is_a(part, "AttentionBridge")]
         self._last = last_logits_only(raw)
 
     def read(self, tokens: Int[Tensor, "row position"], **options: object) -> None:
@@ -118,7 +118,7 @@ class BareModel:
                 self.kept.append(module)
                 break
             module = inner
-        if inner is not None and not _is(module, "BlockBridge"):  # all within it stays as the bridge computes it
+        if inner is not None and not is_a(module, "BlockBridge"):  # all within it stays as the bridge computes it
             self.firing |= {id(part) for part in module.modules()}
             return module
         if id(module) not in self._made:
@@ -173,7 +173,7 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     if points := {id(known[name]) for name in names}:
         bare = BareModel(raw, attention, points)
         # a wrapper of attention that stays takes masks of one kind
-        masked = [one for one in bare.kept if not _is(one, "BlockBridge", "MLPBridge", "NormalizationBridge")]
+        masked = [one for one in bare.kept if not is_a(one, "BlockBridge", "MLPBridge", "NormalizationBridge")]
         if masked and attention != "eager":
             bare = BareModel(raw, "eager", points)
     if not points <= bare.firing:
@@ -183,11 +183,6 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     if wrappers not in model.unwrapped_checked:
         model.unwrapped_checked[wrappers] = _gives_the_same_logits(model, bare)
     return bare if model.unwrapped_checked[wrappers] else None
-
-
-def _is(module: torch.nn.Module, *names: str) -> bool:
-    """Whether a module is a wrapper of one of these classes of TransformerLens."""
-    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
 def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
@@ -234,10 +229,6 @@ Take = Callable[[Tensor], Tensor]
 """What is kept of a residual stream `batch position d_model`: a copy, as it is read while the model runs."""
 
 
-class _EnoughError(Exception):
-    """Ends a run after the last layer that is read."""
-
-
 @torch.inference_mode()
 def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Take) -> dict[int, Tensor]:
     """Run a batch and return what is taken of the residual stream after each of these layers."""
@@ -252,15 +243,14 @@ def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Ta
         keep(residual, block, layer)
         if layer == max(layers):
             last.append(residual)
-            raise _EnoughError
+            raise DoneError
 
     with model.lock:
         if (bare := bare_model(model)) is None:
             hooks: list[Hook] = [(hook_name("resid_post", one), read_hook(partial(keep, layer=one))) for one in layers]
             model.run(batch, hooks, stop_at=max(layers) + 1)
             return kept
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.suppress(_EnoughError))
+        with contextlib.suppress(DoneError), contextlib.ExitStack() as stack:
             for layer in layers:
                 block = bare.in_place_of(model.raw.blocks[layer])
                 stack.callback(block.register_forward_hook(partial(look, layer=layer)).remove)

@@ -146,8 +146,7 @@ class Blocks:
         """
         block = self._blocks[layer]
         if kept is not None and _is_watched(block.attn):
-            whole = self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded)
-            return _taken(whole, kept)
+            return _taken(self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded), kept)
         normed = _through(block, "ln1", residual)
         if self._own is not None:
             return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))
@@ -289,7 +288,6 @@ class Blocks:
         tap, calls, tokens = Tap(start or {}), {}, to_device(batch.tokens, self.model.device)
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
-
         forked: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
@@ -304,12 +302,9 @@ class Blocks:
             )
             return forked[name]
 
-        def tapped(layer: int) -> Callable[..., Any]:
-            def before(_: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-                calls[layer] = (args, dict(options))
-                return args, with_cache(self._blocks[layer].attn, options, tap)
-
-            return before
+        def tapped(layer: int, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+            calls[layer] = (args, dict(options))
+            return args, with_cache(self._blocks[layer].attn, options, tap)
 
         k_and_v = [hook_name(site, layer) for layer in range(len(self._blocks)) for site in ("k", "v")]
         kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
@@ -322,7 +317,7 @@ class Blocks:
             options |= cache_options(self.model, FixedPrefix(start))
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self._blocks if self._own is None else []):
-                handle = block.attn.register_forward_pre_hook(tapped(layer), with_kwargs=True)
+                handle = block.attn.register_forward_pre_hook(functools.partial(tapped, layer), with_kwargs=True)
                 stack.callback(handle.remove)
             stack.enter_context(self.model.hooks([*before, *hooks]))
             stack.enter_context(reads(Reading.of(batch)))
@@ -497,9 +492,7 @@ def _lies_in_block(block: Any) -> bool:
     return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 
-def _at_positions(
-    value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None = None
-) -> Any:
+def _at_positions(value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None) -> Any:
     """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
         return tuple(_at_positions(item, positions, recorded) for item in value)

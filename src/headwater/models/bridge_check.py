@@ -100,8 +100,7 @@ def watched(hf: Any) -> Iterator[Calls]:
     with ExitStack() as stack:
         for name, module in modules.items():  # of a module and what wraps it, the wrapper
             if name and name.count(".") <= DEPTH:
-                handle = module.register_forward_hook(partial(note, name=name), with_kwargs=True)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(partial(note, name=name), with_kwargs=True).remove)
         yield calls
 
 
@@ -193,7 +192,6 @@ def _takes_padding(
 
 
 def _has_experts(part: object) -> bool:
-    """Whether there are experts within a block or its MLP."""
     modules = part.named_modules() if isinstance(part, torch.nn.Module) else ()
     return any("expert" in f"{name} {type(module).__name__}".lower() for name, module in modules)
 
@@ -207,12 +205,7 @@ class SiteCheck:
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        n_rows: int,
-        n_tokens: int,
-        experts: Collection[int] = (),
-        beside: Collection[int] = (),
+        self, shape: ModelShape, n_rows: int, n_tokens: int, experts: Collection[int] = (), beside: Collection[int] = ()
     ):
         """Say of which layers the MLP is a mixture of experts, and which have experts anywhere."""
         self.misfits: dict[tuple[str, int], str] = {}
@@ -337,8 +330,7 @@ def evaluation_mode(model: Model) -> None:
     """
     if not hasattr(model.raw, "original_model"):
         return
-    training = next((name for name, module in model.raw.named_modules() if module.training), None)
-    if training is not None:
+    if (training := next((name for name, module in model.raw.named_modules() if module.training), None)) is not None:
         raise ModelError(f"{model.name} is in training mode (module {training or 'itself'}): call .eval() on it first.")
 
 
@@ -348,7 +340,7 @@ def finite_weights(model: Model) -> None:
         if parameter.is_floating_point() and not is_finite(parameter):
             bad = int((~parameter.isfinite()).sum())
             raise ModelError(
-                f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace('._original_component', '')} are "
+                f"{model.name}: {bad} of {parameter.numel()} numbers of {name.replace(WRAPPED, '')} are "
                 "NaN or infinite; the checkpoint is damaged."
             )
 
@@ -428,13 +420,7 @@ def finite_output(
 
 
 def not_finite(
-    model: Model,
-    where: str,
-    example: int | str,
-    position: int,
-    token: int,
-    share: str = "",
-    edited: bool = False,
+    model: Model, where: str, example: int | str, position: int, token: int, share: str = "", edited: bool = False
 ) -> str:
     """Say where the first value that is not finite was found, and what to do."""
     text = model.token_strings([token])[0]

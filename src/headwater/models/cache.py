@@ -117,8 +117,7 @@ class Cache(TokenizedTexts, Result):
             return False
         return True
 
-    def _ipython_key_completions_(self) -> list[str | tuple[str, int]]:
-        return self.keys()
+    _ipython_key_completions_ = keys
 
     # The numbers
 
@@ -127,12 +126,9 @@ class Cache(TokenizedTexts, Result):
         kept, place = self._find(key)
         what = f"{kept.name!r}, {kept.layers[place]}" if kept.layers else repr(kept.name)
         if not _alike(self.counts) or (kept.has_keys and not _alike(self.lengths)):
-            counted = self.lengths if kept.has_keys else self.counts
-            instead = (
-                f"cache.example({what}, example) is one text's"
-                if kept.has_keys
-                else f"cache.rows({what}) is `token ...`, with cache.frame beside it"
-            )
+            counted, instead = self.counts, f"cache.rows({what}) is `token ...`, with cache.frame beside it"
+            if kept.has_keys:
+                counted, instead = self.lengths, f"cache.example({what}, example) is one text's"
             raise InputError(
                 f"cache[{what}] would be {' '.join(self.axes(kept.name))}, but the texts have "
                 f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."

@@ -197,8 +197,7 @@ class _Part:
         self._columns = torch.tensor(whole.table["position"].to_numpy())[rows_of(numbers, whole.counts)]
         self._kept = {"examples": numbers}
         for each in collection.activations:
-            n_rows = int(each.rows(self._counts, self._lengths).sum())
-            shape = len(each.places), n_rows, *each.row
+            shape = len(each.places), int(each.rows(self._counts, self._lengths).sum()), *each.row
             self._kept[each.name] = torch.zeros(shape, dtype=each.torch_dtype, device=collection.device)
 
     def filled(self, bar: Bar) -> dict[str, Tensor]:

@@ -206,8 +206,7 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     places: list[tuple[str, int | None]] = []
     for hook in matching:
         # `layers=` cuts a pattern that leaves the layer open; a hook named with its layer is meant all the same.
-        of_layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)
-        if of_layer is None:
+        if (of_layer := re.fullmatch(r"blocks\.(\d+)\.(.+)", hook)) is None:
             places.append((hook, None))
         elif not name.startswith("blocks.*.") or int(of_layer[1]) in layers:
             places.append((f"blocks.{{layer}}.{of_layer[2]}", int(of_layer[1])))
@@ -436,12 +435,9 @@ def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, 
     ids, back = np.unique(np.concatenate([batch.tokens[batch.mask].numpy() for batch in batches]), return_inverse=True)
     words = np.array(model.token_strings(ids.tolist()), dtype=object)
     # Where any text has no characters known, as token ids have none, no text has.
-    known = all(batch.offsets is not None for batch in batches)
-    spans = (
-        [span for batch in batches for row in batch.offsets or () for span in row]
-        if known
-        else [(None, None)] * len(back)
-    )
+    spans: list[tuple[int | None, int | None]] = [(None, None)] * len(back)
+    if all(batch.offsets is not None for batch in batches):
+        spans = [span for batch in batches for row in batch.offsets or () for span in row]
     given = [text for batch in batches for text in batch.texts or [None] * len(batch)]
     tokens = pd.DataFrame(
         {

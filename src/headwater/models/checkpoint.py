@@ -195,12 +195,10 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
     whole_config = read_config(folder, trust_remote_code)
     with _believed(folder):
         n_layers = shape_of(whole_config).n_layers
-    refuse_packed(folder, whole_config)
-    with _believed(folder):
+        refuse_packed(folder, whole_config)
         block = block_size(whole_config)
-    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
-    with _believed(folder):
         config = without_quantization(text_config(whole_config))
+    stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     names = canonical_names(folder, config, stored)
     with _believed(folder):
         shape = shape_of(config)
@@ -241,8 +239,7 @@ def _refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expecte
 def lacking(folder: Path, name: str, about: str = "") -> str:
     """Say that a checkpoint has no tensor of a name, and of which file the index says that it holds it."""
     files = {} if (folder / SINGLE).is_file() else _weight_map(folder)
-    full_name = next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)
-    if full_name is not None:
+    if (full_name := next((stored for stored in files if f".{stored}".endswith(f".{name}")), None)) is not None:
         file = folder / files[full_name]
         return f"{file} has no tensor {full_name!r}{about}, which {INDEX} says it holds; fetch it again."
     return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
@@ -324,8 +321,7 @@ def weight_files(folder: Path) -> list[Path]:
     outside = [name for name in shards if not isinstance(name, str) or not is_file_name(name)]
     if outside or not shards:
         raise ModelError(f"{folder / INDEX} names {(outside or ['no file'])[0]!r}, which is not a file of the folder.")
-    missing = [name for name in shards if not (folder / name).is_file()]
-    if missing:
+    if missing := [name for name in shards if not (folder / name).is_file()]:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again."
         )
@@ -412,16 +408,12 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def quantization_of(config: object) -> str | None:
     """The method by which a checkpoint is quantized, as its config names it; None where it is not."""
-    entry = getattr(config, "quantization_config", None)
-    if not entry:
+    if not (entry := getattr(config, "quantization_config", None)):
         return None
-    if (
-        isinstance(entry, dict)
-        and "quant_method" not in entry
-        and any(option.startswith("load_in_") for option in entry)
-    ):
+    is_dict = isinstance(entry, dict)
+    if is_dict and "quant_method" not in entry and any(option.startswith("load_in_") for option in entry):
         return "bitsandbytes"  # as its configs were before they named the method
-    method = entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)
+    method = entry.get("quant_method") if is_dict else getattr(entry, "quant_method", None)
     return str(getattr(method, "value", method) or "an unnamed method")
 
 
@@ -487,8 +479,7 @@ def block_size(config: object) -> tuple[int, int]:
         raise ModelError(
             f"The config says weight_block_size={sizes!r}; blocks of float8 have two sizes, as [128, 128]."
         )
-    rows, columns = sizes
-    return rows, columns
+    return sizes[0], sizes[1]
 
 
 def dequantized(

@@ -63,6 +63,7 @@ class Conversion:
     Attributes:
         model: of that config, without numbers.
         groups: every parameter that is stored as it is, and the others of each block, in the order of their names.
+        tensors: the shape of every tensor of a checkpoint, by name.
     """
 
     def __init__(self, config: Any):
@@ -77,6 +78,7 @@ class Conversion:
         if config.tie_word_embeddings:
             del parameters[UNEMBEDDING]
         self.groups = _grouped(parameters, self.taken_apart(parameters))
+        self.tensors = {name: shape for group in self.groups for name, shape in group.tensors.items()}
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
@@ -109,36 +111,29 @@ def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> 
 
 def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint with this config holds; a tied unembedding is not stored."""
-    return {name: shape for group in Conversion(config).groups for name, shape in group.tensors.items()}
+    return Conversion(config).tensors
 
 
-def only_block(config: Any) -> Any:
-    """The config of a model that has the first block only, and one token, which is not padding."""
-    config = deepcopy(text_config(config))
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    # An embedding refuses a padding index that it has no row for.
-    config.vocab_size, config.pad_token_id = 1, None
-    return config
-
-
-def block_model(config: object, read: Read, like: Tensor) -> nn.Module:
-    """Build a model without its unembedding that has the first block only, as transformers builds it.
+def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
+    """Build a model of the first block and one token, without its unembedding, as transformers builds it.
 
     Tensors come from `read` by name, and go to the device and dtype of `like`.
 
     Returns:
         the model; its embedding is one row of zeros.
     """
-    family, config = family_of(config), only_block(config)
+    family, config = family_of(config), deepcopy(text_config(config))
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    # An embedding refuses a padding index that it has no row for.
+    config.vocab_size, config.pad_token_id = 1, None
     embedding = f"{family.embedding}.weight"
     with quiet_transformers():
         conversion = Conversion(config)
         tensors: Mapping[str, Tensor] = {
             name: like.new_zeros(shape) if name == embedding else read(name)
-            for group in conversion.groups
-            for name, shape in group.tensors.items()
+            for name, shape in conversion.tensors.items()
             if name != UNEMBEDDING
         }
         model = type(conversion.model.base_model).from_pretrained(
@@ -197,13 +192,8 @@ class SkipWeightInit(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch, or leave it out."""
         kwargs = kwargs or {}
         if func in RANDOM:
             return args[0] if args else kwargs["tensor"]

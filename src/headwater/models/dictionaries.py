@@ -49,8 +49,6 @@ Coder = Callable[[Tensor], Tensor]
 """Takes rows and gives rows: `row d` of activations and `row feature`."""
 ALIKE = 1e-3
 """How far what is computed of a row alone may lie from what is computed of it beside another, as a share."""
-
-
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id")
 """The special tokens of a tokenizer that sae-lens leaves out of training."""
 
@@ -80,10 +78,8 @@ class Origin:
         if self.model and _bare(self.model) not in map(_bare, ids):
             differences.append(f"it was trained on {self.model!r}, and this model is {model.name!r}")
         if self.begins is not None and self.begins != bool(model.bos):
-            here = "begin" if model.bos else "do not begin"
-            differences.append(
-                f"its texts {'began' if self.begins else 'did not begin'} with a BOS token, and here they {here}"
-            )
+            began, here = ("began", "do not begin") if self.begins else ("did not begin", "begin")
+            differences.append(f"its texts {began} with a BOS token, and here they {here}")
         if self.without:
             which = f"the tokens {list(self.without)}" if isinstance(self.without, tuple) else "special tokens"
             differences.append(f"it never saw {which}, which are left out here")
@@ -606,10 +602,7 @@ def _origin(config: Mapping[str, Any], hook: str, site: Site, where: Path) -> Or
 
 def _weights(path: Path) -> dict[str, Tensor]:
     try:
-        weights = load_file(path / WEIGHTS)
-        weights = {
-            name: tensor.float() if tensor.dtype != torch.float64 else tensor for name, tensor in weights.items()
-        }
+        weights = {name: w if w.dtype == torch.float64 else w.float() for name, w in load_file(path / WEIGHTS).items()}
     except (SafetensorError, OSError, RuntimeError, MemoryError) as error:
         raise InputError(f"{path / WEIGHTS} cannot be read: {error}.") from None
     if "log_threshold" in weights and "threshold" not in weights:
@@ -650,7 +643,7 @@ def _autoencoder(config: Mapping[str, object], tensors: Mapping[str, Tensor], pa
             f"{did_you_mean(architecture, ARCHITECTURES)}"
         )
     norm = config.get("normalize_activations") or "none"
-    norm = {True: NORMS[3], False: "none"}.get(norm, norm) if isinstance(norm, bool) else norm
+    norm = NORMS[3] if norm is True else norm
     if norm not in NORMS:
         raise InputError(f"{where} has normalize_activations {shown(norm)}; known are {', '.join(NORMS)}.")
     activation, k = _activation(config, architecture, where)
@@ -720,9 +713,9 @@ def _folded(config: Mapping[str, object], weights: Mapping[str, Tensor], where: 
             "or fold it with sae-lens and save again."
         )
     # x · factor is what W_enc reads, and what is decoded is divided by it; b_enc comes after the product and stays.
-    folded = {
+    return {
+        **weights,
         "W_enc": weights["W_enc"] * factor,
         "W_dec": weights["W_dec"] / factor,
         "b_dec": weights["b_dec"] / factor,
     }
-    return dict(weights) | folded

@@ -180,12 +180,11 @@ class Attached:
 def refuse_silent(attached: Sequence[Attached]) -> None:
     """Refuse hooks that did not fire in a run of the model."""
     silent = [hook for hook in attached if not hook.fired]
-    dead = [hook for hook in silent if not (isinstance(hook.function, TrustedHook) and hook.function.may_be_silent)]
+    dead = {one.name for one in silent if not (isinstance(one.function, TrustedHook) and one.function.may_be_silent)}
     if dead:
-        names = sorted({hook.name for hook in dead})
         raise InterventionError(
-            f"The model ran, but nothing passed through {', '.join(names[:3])}: this activation is not computed on "
-            "this architecture or in this run, so the hook had no effect."
+            f"The model ran, but nothing passed through {', '.join(sorted(dead)[:3])}: this activation is not computed "
+            "on this architecture or in this run, so the hook had no effect."
         )
 
 
@@ -298,11 +297,6 @@ class Attachments:
         return self._places[key]
 
 
-def reporters(raw: Any) -> list[torch.nn.Module]:
-    """Return the attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
-    return [module for module in raw.modules() if hasattr(type(module), REPORT)]
-
-
 @contextlib.contextmanager
 def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Iterator[None]:
     """TransformerLens only warns when it throws an edit away; an experiment must not go on then.
@@ -325,8 +319,7 @@ def discarded_edits_raise(attentions: Sequence[Any], shape: ModelShape) -> Itera
         if label == "hook_attn_scores" and _are_knockouts(point):
             return activation
         result = point(activation)
-        same = result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))
-        if not same:
+        if not (result is activation or (result.dtype == activation.dtype and torch.equal(result, activation))):
             raise InterventionError(
                 f"An edit of {label} did not take effect: {shape.architecture} computes its attention by itself, and "
                 "this activation can only be read."

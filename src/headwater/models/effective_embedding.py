@@ -30,6 +30,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
@@ -41,7 +42,7 @@ from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import difference, rounding
 from headwater.models.conversion import Read, block_model
-from headwater.models.edits import Hook, HookFunction, read_hook
+from headwater.models.edits import Hook, read_hook
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
 from headwater.models.forward import unpadded
 from headwater.models.sites import hook_name
@@ -61,8 +62,7 @@ Factors: TypeAlias = Mapping[str, Tensor | None]
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
     """What enters the first block for each token, after so many copies of it."""
-    rows = tokens[:, None].expand(-1, before + 1).contiguous().cpu()
-    return model.run(unpadded(rows), stop_at=0)[:, -1]
+    return model.run(unpadded(tokens[:, None].expand(-1, before + 1).contiguous().cpu()), stop_at=0)[:, -1]
 
 
 def adds_positions(model: Model) -> bool:
@@ -99,8 +99,7 @@ def first_mlp(
         (hook_name(silent), lambda output, hook: torch.zeros_like(output)),
         (hook_name("mlp_out"), lambda output, hook: written.append(output)),
     ]
-    rows = tokens[:, None].cpu()
-    after = model.run(unpadded(rows), hooks, stop_at=1)[:, 0]
+    after = model.run(unpadded(tokens[:, None].cpu()), hooks, stop_at=1)[:, 0]
     output = written[0][:, 0]
     _same(
         model,
@@ -117,22 +116,18 @@ class HeadsOfLoneTokens:
 
     def __init__(self, model: Model):
         self.model = model
-        tokens = _some_tokens(model)[:, None]
         self.seen: dict[tuple[int, str], Tensor] = {}
         listed = model.raw.hook_dict
         hooks = [
-            (hook_name(place, layer), self._keep(layer, name))
+            (hook_name(place, layer), read_hook(partial(self._keep, layer, name)))
             for layer in range(model.shape.n_layers)
             for name, place in PLACES.items()
             if hook_name(place, layer) in listed
         ]
-        model.run(unpadded(tokens), hooks, stop_at=model.shape.n_layers)
+        model.run(unpadded(_some_tokens(model)[:, None]), hooks, stop_at=model.shape.n_layers)
 
-    def _keep(self, layer: int, name: str) -> HookFunction:
-        def keep(activation: Tensor, hook: object) -> None:
-            self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
-
-        return read_hook(keep)
+    def _keep(self, layer: int, name: str, activation: Tensor, hook: object) -> None:
+        self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
     def check(self, layer: int, factors: Factors) -> None:
         """See that these factors are what a layer's heads computed with."""
@@ -147,17 +142,15 @@ class HeadsOfLoneTokens:
                 f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
                 "checked against what its heads compute."
             )
-        recorded = {name: value.to(W_V) for name, value in (("x", x), ("z", z), ("weight", weight), ("out", out))}
-        values = _plus(einsum(recorded["x"], W_V, "token m, head m d -> token head d"), factors.get("b_V"))
-        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * recorded["weight"]
-        z = recorded["z"].reshape(len(x), len(W_O), -1)
-        where = (
-            f"heads of {{}} do not hand on their weight times x W_V in layer {layer}: {{}} apart. No OV map is read."
-        )
-        _same(self.model, expected, z, f"The {where}")
+        x, z, weight, out = (value.to(W_V) for value in (x, z, weight, out))
+        apart = f"in layer {layer}: {{}} apart. No OV map is read."
+        values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
+        expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
+        z = z.reshape(len(x), len(W_O), -1)
+        _same(self.model, expected, z, f"The heads of {{}} do not hand on their weight times x W_V {apart}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
-        where = f"attention of {{}} does not write the sum of its heads' z W_O in layer {layer}: {{}} apart."
-        _same(self.model, written, recorded["out"], f"The {where} No OV map is read.")
+        message = f"The attention of {{}} does not write the sum of its heads' z W_O {apart}"
+        _same(self.model, written, out, message)
 
 
 def refuse_clipped(config: object, architecture: str) -> None:

@@ -4,7 +4,6 @@ What an analysis reads from a checkpoint without building the model, it finds by
 tensors, how heads are joined in them, which norms a block has and where. A family that is not here can be loaded all
 the same; a row is what lets `hw.classify_heads` read its folder, layer by layer. Another one, from anywhere:
 
-
     FAMILIES.add("starcoder2", Family("Starcoder2ForCausalLM"))
 
 Names are relative to the base model, as in `h.0.attn.c_attn.weight`; the prefix that a checkpoint puts in front of them

@@ -265,9 +265,8 @@ def _other_methods(before: Mapping[str, Function], now: Mapping[str, Function]) 
 
 def _other_hooks(before: Held, now: Held) -> Iterator[str]:
     """Name the hooks that came or went, but for those by which a library watches the modules that it wraps."""
-    usual = (
-        MOVERS if _is_hook_point(now.kind) else LIBRARIES - {"builtins"}
-    )  # there TransformerLens puts what it was given
+    # At a hook point TransformerLens puts what it was given.
+    usual = MOVERS if _is_hook_point(now.kind) else LIBRARIES - {"builtins"}
     for key, what in HOOKS.items():
         known, left = set(map(id, before.hooks.get(key, ()))), set(map(id, now.hooks.get(key, ())))
         came = [hook for hook in now.hooks.get(key, ()) if id(hook) not in known]
@@ -279,6 +278,11 @@ def _other_hooks(before: Held, now: Held) -> Iterator[str]:
 def _is_usual(hook: Function, usual: frozenset[str]) -> bool:
     sources = _sources(hook)
     return sources <= LIBRARIES and bool(sources & usual)
+
+
+def is_a(thing: object, *names: str) -> bool:
+    """Whether one of an object's classes has one of these names; the library of the class need not be there."""
+    return any(kind.__name__ in names for kind in type(thing).__mro__)
 
 
 def _is_hook_point(kind: type) -> bool:

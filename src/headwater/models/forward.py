@@ -106,31 +106,21 @@ def forward(
     options = padding_option(model, batch) | (options or {})
     # After a cache the batch holds new tokens alone: its lengths are not those of the texts.
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
+    raw, tokens = model.raw, to_device(batch.tokens, model.device)
     with angles_by_row(model.rotary_by_length, batch.lengths if begins and "position_ids" not in options else None):
-        return _called(model, to_device(batch.tokens, model.device), columns, stop_at, options)
-
-
-def _called(
-    model: Model,
-    tokens: Int[Tensor, "batch position"],
-    columns: Int[Tensor, " kept"] | None,
-    stop_at: int | None,
-    options: dict[str, Any],
-) -> Float[Tensor, "batch _ _"]:
-    raw = model.raw
-    if not is_bridge(raw):
-        out = raw(tokens, stop_at_layer=stop_at, **options)
-        return out if columns is None else out[:, to_device(columns, out.device)]
-    options = {"use_cache": False} | options
-    if stop_at == model.shape.n_layers:
-        return _residual_after_last_block(model, tokens, options)
-    if columns is None:
-        return raw(tokens, stop_at_layer=stop_at, **options)
-    if leaves_logits_out(raw):
-        # as a list where the logits are on another device than the inputs: it fits everywhere
-        keep = columns.tolist() if model.spread else to_device(columns, model.device)
-        return raw(tokens, **{"logits_to_keep": keep} | options)
-    return raw(tokens, **options)[:, columns]
+        if not is_bridge(raw):
+            out = raw(tokens, stop_at_layer=stop_at, **options)
+            return out if columns is None else out[:, to_device(columns, out.device)]
+        options = {"use_cache": False} | options
+        if stop_at == model.shape.n_layers:
+            return _residual_after_last_block(model, tokens, options)
+        if columns is None:
+            return raw(tokens, stop_at_layer=stop_at, **options)
+        if leaves_logits_out(raw):
+            # as a list where the logits are on another device than the inputs: it fits everywhere
+            keep = columns.tolist() if model.spread else to_device(columns, model.device)
+            return raw(tokens, **{"logits_to_keep": keep} | options)
+        return raw(tokens, **options)[:, columns]
 
 
 def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
@@ -160,8 +150,8 @@ def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
     return "logits_to_keep" in inspect.signature(run).parameters
 
 
-class _EnoughError(Exception):
-    """Ends a run after the last block."""
+class DoneError(Exception):
+    """Ends a run after the last layer that is read."""
 
 
 def _residual_after_last_block(
@@ -178,10 +168,10 @@ def _residual_after_last_block(
     def keep(residual: Tensor, hook: object) -> None:
         kept.append(residual)
         if ends:
-            raise _EnoughError
+            raise DoneError
 
     name = hook_name("resid_post", model.shape.n_layers - 1)
-    with contextlib.suppress(_EnoughError), model.raw.hooks(fwd_hooks=[(name, keep)]):
+    with contextlib.suppress(DoneError), model.raw.hooks(fwd_hooks=[(name, keep)]):
         model.raw(tokens, **last_logits_only(model.raw) | options)
     if not kept:
         raise ModelError(

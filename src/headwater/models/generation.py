@@ -555,8 +555,7 @@ class Rules:
         for length in prompts.lengths.tolist():
             # A forced end token comes at this length, which is another for each prompt.
             config.max_length = length + max_new_tokens
-            processors = model.raw.original_model._get_logits_processor(config, length, device=model.device)
-            self._processors.append(processors)
+            self._processors.append(model.raw.original_model._get_logits_processor(config, length, device=model.device))
 
     def __call__(
         self, logits: Float[Tensor, "row d_vocab"], live: Sequence[int], tokens: Sequence[Sequence[int]]
@@ -692,12 +691,7 @@ class _Cached:
         last = torch.tensor([tokens.shape[1] - 1])
         if bare is None:
             return self._model.run(
-                self._reads,
-                hooks,
-                keep=last,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=self._cache,
+                self._reads, hooks, keep=last, attention_mask=mask, position_ids=positions, past_key_values=self._cache
             )[:, -1]
         with angles_by_row(bare.rotary_by_length):
             # Without one, transformers can leave causality to sdpa, which then is given no mask at all.
@@ -810,9 +804,7 @@ class _Rerun:
         self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
         self._live, self._first = list(range(len(prompts))), Reading.of(prompts)
         self._original = original_length(model.rotary_by_length)
-        self._in_parts = [_InParts(name, function) for name, function in hooks_for(model, hooks, prompts)]
-        for part in self._in_parts:
-            part.reads.append((part.function, self._first))
+        self._in_parts = [_InParts(*hook, self._first) for hook in hooks_for(model, hooks, prompts)]
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         texts = Batch.of(self._rows, pad_id(self._model.tokenizer))
@@ -836,9 +828,9 @@ class _Rerun:
 class _InParts:
     """A hook in runs of whole texts, which acts on the prompts and on each new token by itself."""
 
-    def __init__(self, name: str, function: HookFunction):
+    def __init__(self, name: str, function: HookFunction, first: Reading):
         self.name, self.function = name, function
-        self.reads: list[tuple[HookFunction, Reading]] = []
+        self.reads = [(function, first)]
         self.wrote: list[Tensor | None] = []
 
     @property

@@ -255,7 +255,7 @@ def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
     known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     names: dict[str, str] = {}
-    for name, shape in (pair for group in conversion.groups for pair in group.tensors.items()):
+    for name, shape in conversion.tensors.items():
         module, _, part = conversion.full_name(name).rpartition(".")
         full_name = f"{known.get_name(module)}.{part}"
         if full_name not in file.tensors:

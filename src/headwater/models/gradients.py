@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headwater.errors import InputError, InterventionError, ModelError, NumericsError
 from headwater.kernels.devices import to_device
+from headwater.models.bridge_check import WRAPPED
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.forward import FixedPrefix, KeysValues, attentions_of, original_length, reached, unpadded
 from headwater.models.sites import hook_name
@@ -149,21 +150,16 @@ class Descent:
         def keep(activation: Tensor, hook: object) -> None:
             kept.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
 
-        def enter(residual: Tensor, hook: object) -> Tensor:
-            return self._enter(residual, self._segments[0].start)
-
+        first = self._segments[0].start
         hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
-        hooks.append((hook_name("resid_pre", self._segments[0].start), replace_hook(enter)))
+        hooks.append((hook_name("resid_pre", first), replace_hook(lambda residual, hook: self._enter(residual, first))))
         if hook_name("mlp_in", self._top) in self.model.raw.hook_dict:
             hooks.append((hook_name("mlp_in", self._top), replace_hook(narrow)))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.model.lock)
-            for layer in range(self._lowest, self._segments[0].start):
+        with self.model.lock, contextlib.ExitStack() as stack:
+            for layer in range(self._lowest, first):
                 # torch's hook, since TransformerLens's hooks show activations, not the block's other arguments.
-                handle = self.model.raw.blocks[layer].register_forward_pre_hook(
-                    partial(self._note_call, layer), with_kwargs=True
-                )
-                stack.callback(handle.remove)
+                block, note = self.model.raw.blocks[layer], partial(self._note_call, layer)
+                stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
             self.model.run(unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
         return kept[0]
 
@@ -238,7 +234,6 @@ def graphs_in_memory(model: HookedModel, n_tokens: int, n_keys: int) -> int:
 
 FUSED = {"qkv": ("q", "k", "v"), "gate_up_proj": ("gate", "in")}
 """What fused matrices are called, and their parts."""
-WRAPPED = "._original_component"
 
 
 def parameter_gradient_norms(

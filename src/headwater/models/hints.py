@@ -53,8 +53,7 @@ def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
     """Warn where a sequence begins with two beginning-of-sequence tokens: models know texts with one or none."""
     if beginning is None or batch.tokens.shape[1] < 2:
         return
-    twice = ((batch.tokens[:, :2] == beginning) & batch.mask[:, :2]).all(1).nonzero().flatten().tolist()
-    if twice:
+    if twice := ((batch.tokens[:, :2] == beginning) & batch.mask[:, :2]).all(1).nonzero().flatten().tolist():
         others = f" ({len(twice):,} of {len(batch):,} prompts do)" if len(twice) > 1 else ""
         warnings.warn(
             f"Prompt {batch.name(twice[0])} begins with two beginning-of-sequence tokens{others}. A chat template "

@@ -32,6 +32,7 @@ from headwater.kernels.devices import to_device
 from headwater.models import cache_collection, generation
 from headwater.models.bridge_check import finite_output
 from headwater.models.edits import (
+    REPORT,
     Attached,
     Attachments,
     Hook,
@@ -41,7 +42,6 @@ from headwater.models.edits import (
     hooks_for,
     read_hook,
     refuse_silent,
-    reporters,
 )
 from headwater.models.forward import Keep, Reading, attentions_of, cache_options, columns_kept, forward, reached, reads
 from headwater.models.generation import RULES, settings
@@ -85,23 +85,21 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     def __repr__(self) -> str:
         shape, weights = self.shape, f" ({self.revision.split(', sha256')[0]})" if self.revision else ""
+        begins = f", texts begin with {self._begins}" if self._begins else ""
         return (
             f"HookedModel({self.name}{weights}: {shape.n_layers} layers × {shape.n_heads} heads, "
-            f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{self._begins})"
+            f"d_model {shape.d_model}, {str(self.dtype).removeprefix('torch.')} on {self.device}{begins})"
         )
 
     def _repr_html_(self) -> str:
-        begins = self._begins.removeprefix(", texts begin with ")
         rows = {"model": self.name, "revision": self.revision or "", **vars(self.shape), "dtype": self.dtype}
-        rows["texts begin with"] = begins
+        rows |= {"texts begin with": self._begins, "device": self.device}
         cells = "".join(f"<tr><th>{key}</th><td>{html.escape(str(value))}</td></tr>" for key, value in rows.items())
-        return f"<table>{cells}<tr><th>device</th><td>{self.device}</td></tr></table>"
+        return f"<table>{cells}</table>"
 
     @property
     def _begins(self) -> str:
-        if self.tokenizer is None:
-            return ""
-        return f", texts begin with {spelled_tokens(self.tokenizer, self.bos)}"
+        return "" if self.tokenizer is None else spelled_tokens(self.tokenizer, self.bos)
 
     def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
         """Make a right-padded batch of a text, texts, lists of token ids, or a tensor of ids (with a mask if padded).
@@ -226,8 +224,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
                 read).
         """
-        listed = hooks_for(self, hooks, None)
-        if not listed:
+        if not (listed := hooks_for(self, hooks, None)):
             with self.lock:
                 yield
             return
@@ -263,7 +260,8 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
 
     @cached_property
     def _reporters(self) -> list[torch.nn.Module]:
-        return reporters(self.raw)
+        """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
+        return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
 
     def _attached(self, name: str, function: HookFunction, known: Mapping[str, Any]) -> Attached:
         place = place_named(name)

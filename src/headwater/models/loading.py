@@ -132,9 +132,9 @@ def load(
     source = what if name is None else embedded_folder(name)
     if not isinstance(source, str | Path):
         model = _from_memory(source, tokenizer, device, kind, merge_adapters)
-    elif is_lens_checkpoint(path := checked_path("what", source)):
+    elif (config_of_lens := _lens_config(path := checked_path("what", source))) is not None:
         _refuse_spread(device, "the state dict of a HookedTransformer")
-        raw = read_lens_checkpoint(path, tokenizer, device or _default_device(), kind, pickled=pickled)
+        raw = read_lens_checkpoint(path, config_of_lens, tokenizer, device or _default_device(), kind, pickled=pickled)
         model = _from_lens(raw, tokenizer, None, None, name=str(source))
     else:
         folder = _folder(source, revision)
@@ -213,14 +213,12 @@ def _from_lens(
             f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it before."
         )
     hf_config = getattr(getattr(raw, "original_model", None), "config", None)
-    known = getattr(hf_config, "model_type", None) is not None
-    tokenizer = tokenizer or _as_published(getattr(raw, "tokenizer", None))
     model = HookedModel(
         raw,
         name=name or str(getattr(raw.cfg, "model_name", None) or type(raw).__name__),
         shape=_shape(hf_config, raw.cfg),
-        config=hf_config if known else vars(raw.cfg).copy(),
-        tokenizer=tokenizer,
+        config=hf_config if getattr(hf_config, "model_type", None) is not None else vars(raw.cfg).copy(),
+        tokenizer=tokenizer or _as_published(getattr(raw, "tokenizer", None)),
     )
     if getattr(raw, "compatibility_mode", False) or str(raw.cfg.normalization_type or "").endswith("Pre"):
         warnings.warn(
@@ -502,28 +500,20 @@ UNSUPPORTED = {
 """What TransformerLens's native model does not do: each must have this value, or be absent."""
 
 
-def is_lens_checkpoint(path: Path) -> bool:
-    """Whether a folder or file is a state dict with a HookedTransformer's config."""
-    return _lens_config(path) is not None
-
-
 def read_lens_checkpoint(
     path: Path,
+    config: dict[str, Any],
     tokenizer: PreTrainedTokenizerBase | None,
     device: str | torch.device,
     dtype: torch.dtype | None,
     *,
-    pickled: bool = False,
+    pickled: bool,
 ) -> object:
     """Build the model of a HookedTransformer's checkpoint.
 
     Returns:
         A TransformerBridge around TransformerLens's native model; under transformer-lens 3.9 a HookedTransformer.
     """
-    config_file = _lens_config(path)
-    if config_file is None:
-        raise ModelError(f"{path} has no config of a HookedTransformer.")
-    config: dict[str, object] = json.loads(config_file.read_text(encoding="utf-8"))
     for field, plain in UNSUPPORTED.items():
         if config.get(field, plain) != plain:
             raise ModelError(
@@ -557,22 +547,20 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     for name, tensor in converted.items():
         if name not in wanted and bool(tensor.any()):
             raise ValueError(f"{name} is not zero, and the rebuilt model has no place for it")
-    missing = sorted(name for name in set(wanted) - set(converted) if not name.endswith(".bias"))
-    if missing:
+    if missing := sorted(name for name in set(wanted) - set(converted) if not name.endswith(".bias")):
         raise ValueError(f"{missing[0]} is missing")
-    zeros = {name: torch.zeros_like(wanted[name]) for name in wanted if name not in converted}
-    raw.load_state_dict({name: converted.get(name, zeros.get(name)) for name in wanted}, strict=True)
+    whole = {name: converted[name] if name in converted else torch.zeros_like(wanted[name]) for name in wanted}
+    raw.load_state_dict(whole, strict=True)
     return raw.eval().requires_grad_(False)
 
 
 def _interleave_rotary(state: dict[str, Tensor], rotary_dim: int) -> dict[str, Tensor]:
     """Put the two halves of the rotated coordinates of queries and keys side by side: 0, n/2, 1, n/2 + 1, ..."""
     pairs = torch.arange(rotary_dim).reshape(2, -1).T.flatten()
-
-    def reorder(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor[..., pairs], tensor[..., rotary_dim:]], dim=-1)
-
-    return {name: reorder(tensor) if name.endswith(ROTATED) else tensor for name, tensor in state.items()}
+    return {
+        name: torch.cat([tensor[..., pairs], tensor[..., rotary_dim:]], -1) if name.endswith(ROTATED) else tensor
+        for name, tensor in state.items()
+    }
 
 
 def _build_hooked_transformer(
@@ -621,8 +609,8 @@ def _lens_weights(path: Path) -> Path:
     return files[0]
 
 
-def _lens_config(path: Path) -> Path | None:
-    """Find the JSON with a HookedTransformer's config: in the folder, or beside the file (its own name first)."""
+def _lens_config(path: Path) -> dict[str, Any] | None:
+    """Read the JSON with a HookedTransformer's config: in the folder, or beside the file (its own name first)."""
     if path.is_file() and path.suffix in WEIGHTS:
         candidates = [path.with_suffix(".json"), *sorted(path.parent.glob("*.json"))]
     else:
@@ -633,5 +621,5 @@ def _lens_config(path: Path) -> Path | None:
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(config, dict) and {"d_model", "n_layers", "d_head", "n_ctx"} <= config.keys():
-            return file
+            return config
     return None

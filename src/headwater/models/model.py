@@ -30,7 +30,7 @@ from headwater.calls import checked_calls
 from headwater.errors import ModelError
 from headwater.models.families import ModelShape
 from headwater.models.fingerprint import KnownWeights
-from headwater.models.foreign_modules import KnownModules, SameModules
+from headwater.models.foreign_modules import KnownModules, SameModules, is_a
 from headwater.models.tokenizers import Bos, resolve_bos
 from headwater.models.tokens import Batch, Inputs
 from headwater.runs.identity import tokenizer_digest
@@ -253,4 +253,4 @@ def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def is_bridge(raw: object) -> bool:
     """Whether a model is a TransformerBridge, and not a HookedTransformer."""
-    return any(kind.__name__ == "TransformerBridge" for kind in type(raw).__mro__)
+    return is_a(raw, "TransformerBridge")

@@ -65,11 +65,8 @@ class OwnAttention(ABC):
             mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
         q, k, v = self.project(queries_of, normed)
         q, keys, values = self.turned(q, queries_at).transpose(1, 2), *self.remembered(k, v, positions)
-        n_before = 0
         if prefix is not None:
-            n_new = keys.shape[2]
             keys, values = prefix.update(keys, values)
-            n_before = keys.shape[2] - n_new
         repeats = q.shape[1] // keys.shape[1]
         if repeats > 1:
             keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
@@ -77,6 +74,7 @@ class OwnAttention(ABC):
         if self.soft_cap > 0:
             scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
         if (slopes := self.slopes()) is not None:
+            n_before = keys.shape[2] - positions.shape[1]
             before = torch.arange(n_before, device=positions.device).expand(len(positions), -1)
             keys_at = torch.cat([before, positions], 1)[:, None, None, :]
             # Later keys, where attention sees them at all, get no slope, as in TransformerLens.

@@ -123,8 +123,7 @@ def read_part(name: Any) -> NamedPart | None:
 
 def part_named(name: Any, sizes: Sizes) -> NamedPart:
     """Return the part of a model that a name means; numbers of a pair may count from the end."""
-    part = read_part(name)
-    if part is None:
+    if (part := read_part(name)) is None:
         word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
         near = did_you_mean(word[0], ("head", "mlp", "embed", "logits", "input", "unembed")) if word else ""
         near = near if near.startswith(" Did") else ""
@@ -160,13 +159,9 @@ def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]
         sizes: of the model; "head 9" is every head of layer 9.
     """
     kind = option.removesuffix("s")
-    wanted = (
-        "give a list of "
-        + {
-            "head": "pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']",
-            "mlp": "whole numbers, the layers, or of names, as ['mlp 0', 'm3']",
-        }[kind]
-    )
+    wanted = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"
+    if kind == "mlp":
+        wanted = "give a list of whole numbers, the layers, or of names, as ['mlp 0', 'm3']"
     if isinstance(given, pd.DataFrame) and kind == "head":
         if missing := [name for name in ("layer", "head") if name not in given.columns]:
             raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")

@@ -255,8 +255,7 @@ def checked_roles(where: Mapping[Any, Any]) -> None:
     """Refuse a mapping that does not name roles."""
     if not where or not all(isinstance(name, str) and name for name in where):
         raise InputError(f"positions={shown(dict(where))} does not map names of roles to positions.")
-    nested = [name for name, place in where.items() if isinstance(place, Mapping)]
-    if nested:
+    if nested := [name for name, place in where.items() if isinstance(place, Mapping)]:
         raise InputError(f"The role {nested[0]!r} is made of roles itself; give it positions.")
 
 

@@ -284,14 +284,7 @@ for _site in (
     Site("pattern", "blocks.{layer}.attn.hook_pattern", ("head", "position", "key"), Stage.PATTERN, "attention"),
     Site("z", "blocks.{layer}.attn.hook_z", _HEAD, Stage.HEAD_OUTPUT, within="attention"),
     Site("attn_out", "blocks.{layer}.hook_attn_out", _TOKEN, Stage.ATTENTION_OUTPUT),
-    Site(
-        "resid_mid",
-        "blocks.{layer}.hook_resid_mid",
-        _TOKEN,
-        Stage.BETWEEN,
-        carrier=_MIDDLE,
-        absent=_nothing_between,
-    ),
+    Site("resid_mid", "blocks.{layer}.hook_resid_mid", _TOKEN, Stage.BETWEEN, carrier=_MIDDLE, absent=_nothing_between),
     Site(
         "mlp_post", "blocks.{layer}.mlp.hook_post", ("position", "d_mlp"), Stage.NEURONS, within="mlp", absent=_no_mlp
     ),
@@ -343,8 +336,7 @@ def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
 
 def place_named(hook: str) -> tuple[Site, int] | None:
     """Return the site and layer of a hook name; None where it does not belong to a site."""
-    parts = re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)
-    if parts is None:
+    if (parts := re.fullmatch(r"blocks\.(\d{1,9})\.(.+)", hook)) is None:
         return None
     open_hook = f"blocks.{{layer}}.{parts[2]}"
     site = next((site for site in SITES.values() if site.hook == open_hook), None)
@@ -353,8 +345,7 @@ def place_named(hook: str) -> tuple[Site, int] | None:
 
 def sites_called(names: str | Site | Iterable[str | Site]) -> tuple[Site, ...]:
     """Look sites up by name, whatever the model; a site, such as features of a dictionary, is taken as it is."""
-    wanted = one_or_several(names)
-    if not wanted:
+    if not (wanted := one_or_several(names)):
         raise InputError(f"No site was requested. Valid: {', '.join(SITES)}.")
     by_name: dict[str, Site] = {}
     for site in (one if isinstance(one, Site) else SITES[one] for one in wanted):

@@ -21,7 +21,6 @@ goes on in float32, and fails in bfloat16 and float16.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -31,23 +30,22 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from headwater.errors import InputError, ModelError
-from headwater.models.bridge_check import difference
+from headwater.models.bridge_check import WRAPPED, difference
 from headwater.models.conversion import split_heads
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
+from headwater.models.foreign_modules import is_a
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
-
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Types of text models that turn texts without images as another type does, by whose class they are run."""
-
 WEIGHT_BUFFERS = (".weight", ".qweight")
 """What buffers that hold packed weights are called."""
 
 
 def refuse_adapters(model: Any) -> None:
     """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`)."""
-    if _is_a(model, "PeftModel"):
-        if not any(_is_a(module, "BaseTunerLayer") for module in model.modules()):
+    if is_a(model, "PeftModel"):
+        if not any(is_a(module, "BaseTunerLayer") for module in model.modules()):
             raise InputError(
                 f"A {type(model).__name__} of peft was given that changes no weights, as learned prompts do not: there "
                 "is nothing to merge, and headwater does not run it. Give its get_base_model() to load that."
@@ -57,8 +55,8 @@ def refuse_adapters(model: Any) -> None:
             "its merge_and_unload() returns."
         )
     for name, module in model.named_modules():
-        if _is_a(module, "BaseTunerLayer"):
-            where = name.replace("._original_component", "")  # as a TransformerBridge names what it wraps
+        if is_a(module, "BaseTunerLayer"):
+            where = name.replace(WRAPPED, "")  # as a TransformerBridge names what it wraps
             raise InputError(
                 f"Adapters act beside the weights of this {type(model).__name__}, first at {where}: {MERGE}."
             )
@@ -70,19 +68,19 @@ def with_adapters_merged(model: Any) -> Any:
     What is not merged shares its numbers with the model, which stays as it is. Adapters that are switched off are left
     out.
     """
-    whole = model.get_base_model() if _is_a(model, "PeftModel") else model
-    adapted = any(_is_a(module, "BaseTunerLayer") for module in whole.modules())
+    whole = model.get_base_model() if is_a(model, "PeftModel") else model
+    adapted = any(is_a(module, "BaseTunerLayer") for module in whole.modules())
     if not adapted or not isinstance(whole, PreTrainedModel):
         refuse_adapters(model)
         return model
     copy = twin(whole).eval()
     for name, module in list(copy.named_modules()):
-        if _is_a(module, "AuxiliaryTrainingWrapper"):  # around what is trained itself, or rows of it
+        if is_a(module, "AuxiliaryTrainingWrapper"):  # around what is trained itself, or rows of it
             merge = not module.disable_adapters
             module = module.unload_and_optionally_merge_module(merge, safe_merge=True, adapter_names=None)
             copy.set_submodule(name, module)
         # One inside a wrapper that was replaced above went with it.
-        elif _is_a(module, "BaseTunerLayer") and module in copy.modules():
+        elif is_a(module, "BaseTunerLayer") and module in copy.modules():
             if not module.disable_adapters:
                 module.merge(safe_merge=True)
             copy.set_submodule(name, module.get_base_layer())
@@ -168,23 +166,17 @@ def _with_parameters_of(decoder: Any, plain: str, config: Any) -> Any:
 
 @torch.inference_mode()
 def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> None:
-    device = whole.get_input_embeddings().weight.device
-    tokens = torch.arange(4, device=device)[None]
+    tokens = torch.arange(4, device=whole.get_input_embeddings().weight.device)[None]
     error = difference(*(model(tokens, use_cache=False).logits for model in (text, whole)))
     if not error <= 1e-4:
         raise ModelError(f"{what} gives other logits than the whole: {error:.1%} apart.")
-
-
-def _is_a(module: object, kind: str) -> bool:
-    """Whether one of an object's classes has this name; its library need not be there."""
-    return any(base.__name__ == kind for base in type(module).__mro__)
 
 
 def config_for_adapter(config: Any) -> Any:
     """Return the config from which TransformerLens is to make its adapter: the model's own, or one that says more."""
     if not _is_new_falcon(config):
         return config
-    config = copy.deepcopy(config)
+    config = deepcopy(config)
     config.multi_query, config.num_key_value_heads = False, config.num_kv_heads
     return config
 

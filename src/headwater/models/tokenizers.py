@@ -33,10 +33,8 @@ from headwater.options import checked_path, is_one, shown, whole_numbers
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
-
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 """Files that may lie beside these, and are read where they do."""
-
 Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
 """What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
 what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
@@ -72,10 +70,12 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     Where that class is the one that follows the file, the file is read once.
     """
     try:
-        file = cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        if file is None:
+        if cached_file(where, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
             return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        named = _named(where, trust_remote_code)
+        named: PreTrainedTokenizerBase | None = None
+        # A class may need other files than the one that counts, and each reads them in its own way.
+        with contextlib.suppress(Exception):
+            named = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         if type(named) is PreTrainedTokenizerFast:
             return named
         faithful = PreTrainedTokenizerFast.from_pretrained(where, trust_remote_code=trust_remote_code)
@@ -91,14 +91,6 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
     return faithful
-
-
-def _named(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that AutoTokenizer makes; None where its class needs other files than the one that counts."""
-    try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-    except Exception:  # each class reads the files in its own way
-        return None
 
 
 @contextlib.contextmanager
@@ -129,8 +121,7 @@ def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: b
         raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
     by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
     if bos is None:
-        separates = by_lens == (tokenizer.eos_token_id,)
-        return own_bos(tokenizer) or (by_lens if separates else ())
+        return own_bos(tokenizer) or (by_lens if by_lens == (tokenizer.eos_token_id,) else ())
     if isinstance(bos, str) and bos in ("tokenizer", "transformer_lens"):
         return own_bos(tokenizer) if bos == "tokenizer" else by_lens
     try:

@@ -247,8 +247,7 @@ def note_on_chats(texts: Iterable[str | None]) -> dict[str, str]:
 
 def token_span(offsets: Offsets, start: int, end: int) -> range:
     """Return the positions of the tokens that hold any of the characters `start` to `end` (end excluded)."""
-    tokens = [i for i, (first, last) in enumerate(offsets) if first < end and start < last]
-    if not tokens:
+    if not (tokens := [i for i, (first, last) in enumerate(offsets) if first < end and start < last]):
         raise InputError(f"No token holds the characters {start} to {end}; the text ends at {offsets[-1][1]}.")
     return range(tokens[0], tokens[-1] + 1)
 

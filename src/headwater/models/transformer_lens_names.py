@@ -111,11 +111,7 @@ class TransformerLensNames(Model):
     ) -> Any:
         """Run the model; see `run_with_hooks` for the arguments."""
         return self.run_with_hooks(
-            input,
-            return_type=return_type,
-            loss_per_token=loss_per_token,
-            prepend_bos=prepend_bos,
-            stop_at_layer=stop_at_layer,
+            input, return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos, stop_at_layer=stop_at_layer
         )
 
     def run_with_hooks(
@@ -336,8 +332,7 @@ class TransformerLensNames(Model):
         layers = []
         for layer in range(shape.n_layers):
             weights = self._source.layer(layer)
-            factor = getattr(weights, name)
-            if factor is None:
+            if (factor := getattr(weights, name)) is None:
                 factor = weights.W_O.new_zeros(size)
             elif name[-1] in "KV":
                 factor = weights.expand_kv(factor)
@@ -347,8 +342,7 @@ class TransformerLensNames(Model):
     def _given(self, input: Any, prepend_bos: bool | None) -> Batch:
         """Make a batch as TransformerLens reads it: of a tensor, every id is a real token."""
         if isinstance(input, Tensor):
-            real = torch.ones(input.shape, dtype=torch.bool)
-            batch = self.tokenize(input, mask=real)
+            batch = self.tokenize(input, mask=torch.ones(input.shape, dtype=torch.bool))
             pad = pad_id(self.tokenizer)
             begins = self.bos[:1] == (pad,)
             if batch.tokens.shape[1] > 1 and not begins and bool((batch.tokens[:, 0] == pad).any()):
@@ -366,7 +360,6 @@ class TransformerLensNames(Model):
         return self.tokenize([self.to_tokens(text, prepend_bos, truncate=False)[0].tolist() for text in texts])
 
     def _named(self, names: object) -> list[str]:
-        """Return the names of hooks that are meant."""
         known = self.raw.hook_dict
         if names is None or callable(names):
             with failures_named("The filter of names"):

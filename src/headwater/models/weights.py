@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -22,7 +22,7 @@ from headwater.errors import InputError, ModelError, first_line
 from headwater.kernels.devices import usable_device
 from headwater.models.bridge_check import is_finite, tokenizer_fits
 from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint, revision_of
-from headwater.models.conversion import UNEMBEDDING, Conversion, split_heads
+from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
     HeadsOfLoneTokens,
     adds_positions,
@@ -279,8 +279,7 @@ class LoadedWeights(WeightSource):
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
         """The gain of the norm in front of the unembedding."""
-        norm = getattr(self.model.raw, "ln_final", None)
-        if norm is None:
+        if (norm := getattr(self.model.raw, "ln_final", None)) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
         return self._gain(norm, "ln_final")
 
@@ -327,8 +326,7 @@ class LoadedWeights(WeightSource):
 
     def _factor(self, layer: int, name: str) -> Tensor | None:
         """One factor; HookedTransformer repeats grouped keys and values in W_K, the parameter itself is _W_K."""
-        attention = getattr(self.model.raw.blocks[layer], "attn", None)
-        if attention is None:
+        if (attention := getattr(self.model.raw.blocks[layer], "attn", None)) is None:
             raise self._no_factors(layer, "there is no attention")
         try:
             own = getattr(attention, f"_{name}", None)
@@ -361,7 +359,6 @@ class LoadedWeights(WeightSource):
         return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
     def _gain(self, norm: Any, name: str) -> Tensor:
-        """A norm's gain."""
         named = self._norm(norm, name)
         self._look(named)
         return self._gain_of(named)
@@ -416,9 +413,9 @@ class StreamedWeights(WeightSource):
         about = [asdict(self.shape), behaviour(config), self.checkpoint.names]
 
         def compute() -> str:
-            expected = [part for group in Conversion(config).groups for part in group.tensors.items()]
-            total = sum(math.prod(shape) for _, shape in expected)
-            return fingerprint(self.shape, config, ((name, read(name)) for name, _ in expected), total)
+            expected = expected_tensors(config)
+            total = sum(map(math.prod, expected.values()))
+            return fingerprint(self.shape, config, ((name, read(name)) for name in expected), total)
 
         return fingerprint_of_files(set(self.checkpoint.files.values()), about, compute)
 
@@ -429,22 +426,17 @@ class StreamedWeights(WeightSource):
 
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads; a bias that the model lacks is None."""
-        attention = self._attention(layer)
+        attention, names = self._attention(layer), self.checkpoint.names
         W_Q, W_K, W_V = self._query_key_value(attention, "weight")
         first_bias = f"{attention}{self.family.fused.name if self.family.fused else 'q_proj'}.bias"
-        biases = self._query_key_value(attention, "bias") if first_bias in self.checkpoint.names else (None, None, None)
-        b_Q, b_K, b_V = biases
+        b_Q, b_K, b_V = self._query_key_value(attention, "bias") if first_bias in names else (None, None, None)
         output = f"{attention}{self.family.output}.bias"
-        b_O = self._read(output) if output in self.checkpoint.names else None
+        b_O = self._read(output) if output in names else None
         return HeadWeights(layer, W_V, *self._output_and_gain(layer), W_Q, W_K, b_Q, b_K, b_V, b_O)
 
     def ov(self, layer: int) -> OVWeights:
         """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
-        attention = self._attention(layer)
-        if self.family.fused:
-            W_V = self._query_key_value(attention, "weight")[2]
-        else:
-            W_V = self._projection(f"{attention}v_proj.weight", self.shape.n_kv_heads)
+        *_, W_V = self._query_key_value(self._attention(layer), "weight", ("v_proj",))
         return OVWeights(layer, W_V, *self._output_and_gain(layer))
 
     def _attention(self, layer: int) -> str:
@@ -453,17 +445,18 @@ class StreamedWeights(WeightSource):
         refuse_clipped(self.checkpoint.config, self.shape.architecture)
         return f"{self.family.block(layer)}{self.family.attention}."
 
-    def _query_key_value(self, attention: str, part: str) -> list[Tensor]:
-        """Weights or biases of the queries, keys and values, each split into its heads."""
+    def _query_key_value(
+        self, attention: str, part: str, names: Sequence[str] = ("q_proj", "k_proj", "v_proj")
+    ) -> list[Tensor]:
+        """Weights or biases of queries, keys and values by head: `head d_model d_head`, or `head d_head`.
+
+        Where they are stored separately, only those of these names are read.
+        """
         if self.family.fused:
             return split_heads(self._read(f"{attention}{self.family.fused.name}.{part}"), self.family.fused, self.shape)
         heads = {"q_proj": self.shape.n_heads, "k_proj": self.shape.n_kv_heads, "v_proj": self.shape.n_kv_heads}
-        return [self._projection(f"{attention}{name}.{part}", count) for name, count in heads.items()]
-
-    def _projection(self, name: str, heads: int) -> Tensor:
-        """A weight or bias of one projection: `head d_model d_head`, or `head d_head`."""
-        by_head = self._read(name).unflatten(0, (heads, -1))
-        return by_head if by_head.ndim == 2 else by_head.transpose(1, 2)
+        by_head = [self._read(f"{attention}{name}.{part}").unflatten(0, (heads[name], -1)) for name in names]
+        return [one if one.ndim == 2 else one.transpose(1, 2) for one in by_head]
 
     def _output_and_gain(self, layer: int) -> tuple[Tensor, Tensor]:
         """W_O of a layer, and the gain of the norm in front of its attention; ones where there is none (OLMo 2)."""
