@@ -185,8 +185,7 @@ class Exchanged:
     """
 
     def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
-        self.model, self.source, self.graph = model, source, graph
-        self._weights = weights
+        self.model, self.source, self.graph, self._weights = model, source, graph, weights
         self._mean: Tensor | None = None
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:

@@ -72,7 +72,7 @@ class CircuitRuns(ByMetric, Result):
         edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
         chosen_on = self.run.options.get("discovery", {})
         return {
-            name: made(graph, edges, seen=_prompts(chosen_on.get(name, ())), model=self.run.model)
+            name: made(graph, edges, seen=tuple(tuple(ids) for ids in chosen_on.get(name, ())), model=self.run.model)
             for name, edges in edges_of.items()
         }
 
@@ -238,10 +238,6 @@ def run_circuits(
     return result
 
 
-def _prompts(recorded: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(ids) for ids in recorded)
-
-
 @CLAIMS.add("alone")
 def claim_of_circuit(
     circuit: Circuit, model: HookedModel, clean: Any, corrupted: Any, *, other: Any, run: Any, claim: Any
@@ -280,19 +276,11 @@ class Lineup:
         return cls(every[0].graph, named, every, names, numbers)
 
     @property
-    def numbers(self) -> Any:
-        """The number of each placebo as a column, `<NA>` for the circuits themselves."""
-        return pd.array(list(self.placebo), dtype="Int64")
-
-    @property
-    def overlap(self) -> list[float]:
-        """The part of its circuit's edges that each has."""
-        return [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
-
-    @property
     def shapes(self) -> pd.DataFrame:
-        """A row per circuit and placebo: `circuit, placebo, overlap`."""
-        return pd.DataFrame({"circuit": list(self.names), "placebo": self.numbers, "overlap": self.overlap})
+        """A row per circuit and placebo: `circuit, placebo` (its number, `<NA>` for the circuit itself), `overlap`."""
+        overlap = [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
+        numbers = pd.array(list(self.placebo), dtype="Int64")
+        return pd.DataFrame({"circuit": list(self.names), "placebo": numbers, "overlap": overlap})
 
 
 def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
@@ -321,7 +309,9 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
     clean, corrupted, floor = (
         column.numpy().repeat(n_circuits, 0).reshape(-1) for column in baselines.double().unbind(-1)
     )
-    flat = values.double().flatten().numpy()
+    flat, gap = values.double().flatten().numpy(), clean - corrupted
+    # Where the gap is below what rounding makes there is nothing to be a share of.
+    wide = np.abs(gap) > floor
 
     def each(column: Sequence[Any]) -> Any:
         return np.tile(np.repeat(np.asarray(column, dtype=object), n_metrics), n_examples)
@@ -335,7 +325,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,
-        "faithfulness": of_examples(flat, clean, corrupted, floor),
+        "faithfulness": np.where(wide, (flat - corrupted) / np.where(wide, gap, 1.0), np.nan),
         "placebo": pd.array(each(list(lineup.placebo)).tolist(), dtype="Int64"),
     }
     return pd.DataFrame(columns)[list(COLUMNS)]
@@ -400,13 +390,6 @@ def ratio_of_means(
     # The same prompts above and below the line in each draw: their noise is shared.
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
-
-
-def of_examples(value: Any, clean: Any, corrupted: Any, floor: object) -> object:
-    """Return the faithfulness on each prompt; NaN where the gap is below what rounding makes."""
-    gap = clean - corrupted
-    wide = np.abs(gap) > floor
-    return np.where(wide, (value - corrupted) / np.where(wide, gap, 1.0), np.nan)
 
 
 def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: object) -> pd.DataFrame:

@@ -107,11 +107,8 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
     if over is not None:
         checked_name("over", over, ("position",))
     others = plan.pair.other if plan.pair.other is not None else (None,) * len(plan.pair.base)
-    pairs, n, base_side = (
-        list(zip(plan.pair.base, others, strict=True)),
-        len(plan.pair.base),
-        int(not plan.pair.base_is_clean),
-    )
+    pairs, base_side = list(zip(plan.pair.base, others, strict=True)), int(not plan.pair.base_is_clean)
+    n = len(pairs)
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
@@ -164,9 +161,8 @@ def runs_of(graph: Graph, stages: Indices) -> float:
 def runs_of_senders(graph: Graph, edges: Indices) -> float:
     """Return how many whole runs are all senders sent through each later layer in which an edge ends."""
     stage, sender = graph.stage[edges], graph.sender[edges]
-    return sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers) / (
-        graph.n_layers
-    )
+    runs = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
+    return runs / graph.n_layers
 
 
 OTHER_RUN = "other run"

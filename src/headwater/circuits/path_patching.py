@@ -391,15 +391,8 @@ class PathRequest:
             pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
             for (example, stage), piece in zip(items, pieces, strict=True):
                 effects[example][:, :, stage] = piece["effects"]
-        table = tabulated(
-            effects,
-            baselines,
-            (tuple(self.senders), tuple(self.receivers)),
-            tuple(metric.name for metric in self.plan.metrics),
-            self.places,
-            run.record.options,
-        )
-        return PathEffects(table, run.record)
+        ends, metrics = (tuple(self.senders), tuple(self.receivers)), tuple(one.name for one in self.plan.metrics)
+        return PathEffects(tabulated(effects, baselines, ends, metrics, self.places, run.record.options), run.record)
 
     def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
         """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
@@ -407,18 +400,14 @@ class PathRequest:
         senders, receivers = list(self.senders.values()), [list(self.receivers.values())[i] for i in stage]
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
-            found = self._nothing(example, senders, receivers)
+            # 0 where a path leads at a place of the example, NaN elsewhere.
+            leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
+            found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
+            found[:, ~leads] = torch.nan
             for number, place in self.places.of(runs):
                 paths = Paths(runs, place, self.through, pairs.tile(runs, place))
                 found[number] = paths.effects(senders, receivers)
         return {"effects": found}
-
-    def _nothing(self, example: int, senders: list[Indices], receivers: list[Indices]) -> Tensor:
-        """Return 0 where a path leads at a place of the example, NaN elsewhere."""
-        leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
-        found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
-        found[:, ~leads] = torch.nan
-        return found
 
 
 def _say_how_long(request: PathRequest, progress: bool) -> None:
@@ -431,10 +420,8 @@ def _say_how_long(request: PathRequest, progress: bool) -> None:
         if has_path(graph, sent, received)
     ]
     tokens = runs_of(graph, np.array(ends)) * len(request.places) * changed_tokens(plan, request.source.since).sum()
-    what, advice = (
-        f"{len(ends):,} paths of {len(plan.pair.base):,} pairs",
-        "Fewer senders=, receivers= or pairs take less.",
-    )
+    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
+    advice = "Fewer senders=, receivers= or pairs take less."
     say_how_long(plan.model, what, tokens, advice, progress=progress)
 
 
@@ -580,12 +567,9 @@ class Paths:
         """Write what the receivers of a layer made in place of what they would make."""
         nodes, hooks = self.graph.receivers, []
         for number, kind in enumerate(KINDS):
-            heads = nodes.head[own[nodes.kind[own] == number]].tolist()
-            if heads:
-                given = made[layer].heads[kind][which]
-                hooks.append(
-                    (SITES[kind].hook_name(layer), replace_hook(partial(_exchanged, heads=heads, given=given)))
-                )
+            if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
+                written = partial(_exchanged, heads=heads, given=made[layer].heads[kind][which])
+                hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
         with self.runs.model.hooks(hooks):
             yield
 

@@ -121,7 +121,19 @@ class EdgeEffects(ByMetric, Result):
         Raises:
             InputError: so many rows would not fit in memory.
         """
-        return self._rows()
+        numbers = ~(self.effects.isnan() & self.estimates.isnan())
+        example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
+        what = f"The table of {len(cell):,} edges, examples and metrics"
+        advice = "Use .top(n), or the tensors .effects and .estimates."
+        refuse_too_large(what, len(cell) * ROW_BYTES, torch.device("cpu"), advice)
+        clean, corrupted, floor = self.baselines.numpy()[example, m].T
+        gap = clean - corrupted if self.run.options["direction"] == "denoise" else corrupted - clean
+        effect, estimate = (self._flat(name)[example, cell, m] for name in ("effects", "estimates"))
+        normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
+        numbers_of = {"effect": effect, "estimate": estimate, "normalized_effect": normalized}
+        baselines = {"clean": clean, "corrupted": corrupted, "floor": floor}
+        named = {"metric": np.array(self.metrics, dtype=object)[m]}
+        return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
         """Return the edges whose mean over examples is largest in size.
@@ -350,25 +362,6 @@ class EdgeEffects(ByMetric, Result):
         if self.roles:
             return columns | {"role": np.array(self.roles, dtype=object)[places]}
         return columns | {"position": present(np.array(self.by_position or (-1,))[places])}
-
-    def _rows(self) -> pd.DataFrame:
-        numbers = ~(self.effects.isnan() & self.estimates.isnan())
-        example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
-        refuse_too_large(
-            f"The table of {len(cell):,} edges, examples and metrics",
-            len(cell) * ROW_BYTES,
-            torch.device("cpu"),
-            "Use .top(n), or the tensors .effects and .estimates.",
-        )
-        clean, corrupted, floor = self.baselines.numpy()[example, m].T
-        base, other = (corrupted, clean) if self.run.options["direction"] == "denoise" else (clean, corrupted)
-        effect, estimate = (self._flat(name)[example, cell, m] for name in ("effects", "estimates"))
-        gap = other - base
-        normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
-        numbers_of = {"effect": effect, "estimate": estimate, "normalized_effect": normalized}
-        baselines = {"clean": clean, "corrupted": corrupted, "floor": floor}
-        named = {"metric": np.array(self.metrics, dtype=object)[m]}
-        return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
 
     def _sentences_on_the_rest(self, m: int, metric: str) -> list[str]:
         """Say of a screened run how far its estimates are off, and what the sample drawn of the other edges bounds."""

@@ -129,8 +129,10 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
         raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{hint}")
     if absent := [name for name in known[:2] if name not in asked]:
         raise InputError(f"The node {shown(dict(asked))} names no {absent[0]}.")
-    (site,) = _site(asked.pop("site"), model)
-    shape = model.shape
+    name, shape = asked.pop("site"), model.shape
+    if not isinstance(name, str):
+        raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
+    (site,) = sites_named(name, model)
     counts = {"layer": shape.n_layers, "position": length, "key": length}
     counts |= {"head": site.n_heads(shape)} if site.has_heads else {}
     for axis in asked:
@@ -152,12 +154,6 @@ def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
     if layer is None or site not in SITES:
         raise InputError(f"{shown(name)} is not a node with a layer; give one such as '9.2', 'm9' or a mapping.")
     return {"site": site, "layer": layer, "head": head}
-
-
-def _site(name: object, model: HookedModel) -> tuple[Site, ...]:
-    if not isinstance(name, str):
-        raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
-    return sites_named(name, model)
 
 
 def _within(value: object, count: int, axis: str, site: Site) -> int:
@@ -283,8 +279,7 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
         )
     parts: list[Part] = []
     for kind, listed in members.items():
-        of_features = kind == FEATURES
-        parts += _feature_parts(listed, complement) if of_features else _parts(model, kind, listed, complement)
+        parts += _feature_parts(listed, complement) if kind == FEATURES else _parts(model, kind, listed, complement)
     if not parts:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
     return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))

@@ -577,8 +577,7 @@ def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Te
         rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
         units.append(np.tile(chosen, length))
         before += length
-    written, unit = (to_device(np.concatenate(one), device) for one in (rows, units))
-    return written, unit
+    return to_device(np.concatenate(rows), device), to_device(np.concatenate(units), device)
 
 
 def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> EditedRows:

@@ -188,9 +188,8 @@ class Group:
         self.kept: Kept = [plan.positions[i] for i in examples]
         self.other_kept: Kept = [plan.other_positions[i] for i in examples] if plan.pair.other is not None else []
         self.cells = plan.cells.part(plan.cells.among(examples))
-        edits = [edit for template in self.cells.used for edit in template.edits]
-        self.edits: list[Edit] = edits
-        self.writes = [edit for edit in edits if edit.writes]
+        self.edits = [edit for template in self.cells.used for edit in template.edits]
+        self.writes = [edit for edit in self.edits if edit.writes]
         self.sites: dict[str, Site] = {edit.site.name: edit.site for edit in self.writes}
         """By name, where edits write."""
         self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
@@ -214,11 +213,6 @@ class Group:
         """Return the layers that values of a place are taken from, and which draws of them, as pairs."""
         here = [edit for edit in self.writes if edit.site.name == site and layer in edit.layers]
         return {(edit.source_of(layer), edit.sample) for edit in here}
-
-    @cached_property
-    def severed_layers(self) -> set[int]:
-        """Where edits sever edges."""
-        return {layer for edit in self.edits if not edit.writes for layer in edit.layers}
 
     def batch(self, *sides: Side) -> Batch:
         """The examples' prompts of one side, then those of the next."""

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -99,10 +99,8 @@ def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
     else:
         refuse_repeated("The table of pairs", table.columns)
         where, rows = "The table of pairs", zip(table.index, table.to_dict("records"), strict=True)
-    pairs = [
-        (_cell(row, "clean", f"{where}, row {number}"), _cell(row, "corrupted", f"{where}, row {number}"))
-        for number, row in rows
-    ]
+    names = ("clean", "corrupted")
+    pairs = [tuple(_cell(row, name, f"{where}, row {number}") for name in names) for number, row in rows]
     if not pairs:
         raise InputError(f"{where} has no rows.")
     return [clean for clean, _ in pairs], [corrupted for _, corrupted in pairs]
@@ -363,7 +361,7 @@ class PromptPair:
     def first_differences(self) -> tuple[int, ...]:
         """By example: the first position at which its two runs differ. Until there they are one."""
         if self.corruption is not None:
-            return self.corruption.starts()
+            return tuple(min(at) for at in self.corruption.at for _ in range(self.draws))
         assert self.other is not None
         return tuple(first_difference(*pair) for pair in zip(self.base, self.other, strict=True))
 
@@ -497,10 +495,6 @@ class Corruption:
     """How many draws of each prompt there are; draw s of prompt i is example i · samples + s of a plan."""
     seed: int
 
-    def starts(self) -> tuple[int, ...]:
-        """Return by example the first position at which the clean and the corrupted run differ."""
-        return tuple(min(at) for at in self.at for _ in range(self.samples))
-
     def hook(self, examples: Sequence[int | None]) -> Hook:
         """Return the hook that corrupts the runs of a batch.
 
@@ -563,7 +557,5 @@ def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Se
 
     for start in range(0, len(prompts), BATCH):
         batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
-        model.run(
-            batch, [(hook_name("embed"), read_hook(lambda a, hook, start=start: keep(a, hook, start)))], stop_at=1
-        )
+        model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
     return float(torch.cat(entries).std())

@@ -123,19 +123,15 @@ def gaps_of(table: pd.DataFrame) -> pd.Series:
     return -gap if bool((shares < 0).any()) else gap
 
 
-def cell_means(table: pd.DataFrame, columns: list[str], measure: str) -> pd.Series:
-    """Return the mean of each cell over examples; see `Sweep.summary`."""
-    if measure != "ratio of means":
-        return table.groupby(columns, dropna=False)[measure].mean()
-    felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
-    sums = felt.groupby(columns, dropna=False)[["effect", "gap"]].sum()
-    # Where clean and corrupted do not differ there is nothing to be a share of: NaN, not a large number.
-    return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT)
-
-
 def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.DataFrame:
     """Lay the means over examples out by two columns: numbers in order, names as they come first."""
-    means = cell_means(table, [rows, columns], measure).unstack(columns)
+    if measure != "ratio of means":
+        means = table.groupby([rows, columns], dropna=False)[measure].mean().unstack(columns)
+    else:
+        felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
+        sums = felt.groupby([rows, columns], dropna=False)[["effect", "gap"]].sum()
+        # Where clean and corrupted do not differ there is nothing to be a share of: NaN, not a large number.
+        means = (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT).unstack(columns)
     seen = [table[name].dropna().drop_duplicates() for name in (rows, columns)]
     down, across = ((one.sort_values() if is_numeric_dtype(one) else one).tolist() for one in seen)
     return means.reindex(index=pd.Index(down, name=rows), columns=pd.Index(across, name=columns))

@@ -437,7 +437,9 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
         if name == "sample" and plan.pair.corruption is not None:
             columns[name] = examples % draws
         elif name == "token" and any(one.token_at is not None for one in templates):
-            columns[name] = _tokens(plan, n_metrics)
+            strings = [prompt.strings for prompt in plan.pair.base]
+            shown = [None if t.token_at is None else "".join([strings[i][at] for at in t.token_at]) for i, t in cells]
+            columns[name] = [token for token in shown for _ in range(n_metrics)]
         elif any(name in one.labels for one in cells.used):
             labels = [one.labels.get(name) for one in templates]
             if name in (*AXES, "kv_head", "from_layer", "sample"):
@@ -461,13 +463,3 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     if not bool(measured.edges.isnan().all()):
         columns["edges"] = np.repeat(measured.edges.numpy(), n_metrics).astype(np.int64)
     return pd.DataFrame(columns)
-
-
-def _tokens(plan: Plan, n_metrics: int) -> list[str | None]:
-    """Return the tokens that the table shows of each cell, once for every metric."""
-    strings = [prompt.strings for prompt in plan.pair.base]
-    shown = [
-        None if template.token_at is None else "".join([strings[example][place] for place in template.token_at])
-        for example, template in plan.cells
-    ]
-    return shown if n_metrics == 1 else [token for token in shown for _ in range(n_metrics)]
