@@ -34,7 +34,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, plain_text, table_html, whole_summary, with_interval
-from headwater.stats.claims import ClaimEffects, Judgement, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 
 COLUMNS = (
@@ -137,23 +137,26 @@ class CircuitRuns(ByMetric, Result):
         Raises:
             InputError: there is no such circuit or metric, or no placebos and no margin.
         """
-        table = checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)").table if other is not None else None
-        name = next(iter(self.circuits)) if circuit is None else checked_name("circuit", circuit, list(self.circuits))
-        chosen_on = self.run.options["discovery"].get(name)
-        overlap = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"].mean()
-        seen = coinciding(self.run) if chosen_on else None
-        judged = claim_on_runs(
-            self.table,
-            circuit=circuit,
-            metric=metric,
-            other=table,
-            seen=seen,
-            overlap=float(overlap),
-            margin=margin,
-            level=level,
-            seed=seed,
-        )
+        other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
+        table, name = self.table, _chosen(self.table, "circuit", circuit)
+        # The prompts that it was chosen on, by number; None where these are not known.
+        seen = coinciding(self.run) if self.run.options["discovery"].get(name) else None
         options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": seen}
+        level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+        margin = None if margin is None else checked_number("margin", margin, above=0.0)
+        metric = _chosen(table, "metric", metric)
+        effects = _effects(table, name, metric)
+        drawn, effect = effects[1:], effects[0]
+        held_out = None if seen is None else np.delete(effect, list(seen))
+        notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
+        beside = None if other is None else _effects(other.table, _chosen(other.table, "circuit", circuit), metric)[0]
+        evidence = ClaimEffects(effect, drawn, beside, effects.T, held_out)
+        what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"
+        if len(drawn):
+            shares = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"]
+            what += f", {shares.mean():.0%} of which its random circuits share on average,"
+        what = f"{what} on {metric}".replace("_", " ")
+        judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
         return Claim.of(judged, self.run, options | {"other": None if other is None else other.run})
 
     def __repr__(self) -> str:
@@ -435,41 +438,6 @@ def beside_placebos(row: Mapping[Any, Any]) -> str:
     return (
         f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach {row['placebo']:.2f} on "
         f"average and {row['placebo_high']:.2f} at their 95 % quantile"
-    )
-
-
-def claim_on_runs(
-    table: pd.DataFrame,
-    *,
-    circuit: str | None,
-    metric: str | None,
-    other: pd.DataFrame | None,
-    seen: Sequence[int] | None,
-    overlap: float,
-    margin: object,
-    level: object,
-    seed: object,
-) -> Judgement:
-    """Judge a claim on a circuit, with the options of `CircuitRuns.claim`.
-
-    `seen` are the prompts that it was chosen on, by number (None: not known), and `overlap` is the part of its edges
-    that its random circuits have on average.
-    """
-    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-    margin = None if margin is None else checked_number("margin", margin, above=0.0)
-    name, metric = _chosen(table, "circuit", circuit), _chosen(table, "metric", metric)
-    effects = _effects(table, name, metric)
-    drawn, effect = effects[1:], effects[0]
-    n_edges = int(table.loc[table["circuit"] == name, "edges"].iloc[0])
-    held_out = None if seen is None else np.delete(effect, list(seen))
-    notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
-    beside = None if other is None else _effects(other, _chosen(other, "circuit", circuit), metric)[0]
-    evidence = ClaimEffects(effect, drawn, beside, effects.T, held_out)
-    what = f"The circuit {plain_text(name)} of {n_edges:,} edges"
-    if len(drawn):
-        what += f", {overlap:.0%} of which its random circuits share on average,"
-    return claim_of(
-        evidence, what=f"{what} on {metric}".replace("_", " "), margin=margin, level=level, seed=seed, notes=notes
     )
 
 
