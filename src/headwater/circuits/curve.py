@@ -330,19 +330,15 @@ def completeness(
     rows = []
     for name, values, gap in _means(model, clean, corrupted, named, metric, run):
         for number, which in enumerate(removed):
-            found = np.array(
-                [
-                    abs(values[f"{draw} {number} circuit"] - values[f"{draw} {number} model"])
-                    for draw in range(placebos + 1)
-                ]
-            )
+            draws = range(placebos + 1)
+            alone, whole = ([values[f"{draw} {number} {what}"] for draw in draws] for what in ("circuit", "model"))
+            found = np.abs(np.subtract(alone, whole))
             lacking, others = found[0], found[1:]
-            chance = (
-                [float(others.mean()), float(np.quantile(others, 1 - PLACEBO_QUANTILE))] if placebos else [np.nan] * 2
-            )
+            low = float(np.quantile(others, 1 - PLACEBO_QUANTILE)) if placebos else np.nan
+            chance = [float(others.mean()) if placebos else np.nan, low]
             # Counted with the circuit itself among them: p is never 0.
             p = (1 + int((others <= lacking).sum())) / (1 + placebos) if placebos else np.nan
-            both = (values[f"0 {number} {what}"] for what in ("circuit", "model"))
+            both = alone[0], whole[0]
             rows.append([name, number, int(which.sum()), *both, lacking, lacking / gap if gap else np.nan, *chance, p])
     columns = ["metric", "set", "removed", "circuit", "model", "incompleteness", "part"]
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_low", "p_value"])

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.circuit import Circuit, made
+from headwater.circuits.circuit import Circuit, made, strength_order
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
@@ -349,7 +349,7 @@ class EdgeEffects(ByMetric, Result):
     def _ranked(self, m: int) -> Indices:
         """The cells that have a number, the largest mean first."""
         means = means_of(self._values)[:, m]
-        order = np.argsort(-np.nan_to_num(np.abs(means), nan=-1.0), kind="stable")
+        order = strength_order(means)
         return order[~np.isnan(means[order])]
 
     def _edges(self, cells: Indices) -> Indices:
@@ -401,7 +401,7 @@ class EdgeEffects(ByMetric, Result):
 
 def _overlap(a: Numbers, b: Numbers, n: int) -> float:
     """Which part of the n largest of one are among the n largest of the other."""
-    tops = [set(np.argsort(-np.nan_to_num(np.abs(x), nan=-1.0), kind="stable")[:n].tolist()) for x in (a, b)]
+    tops = [set(strength_order(x)[:n].tolist()) for x in (a, b)]
     return len(tops[0] & tops[1]) / max(1, len(tops[0]))
 
 

@@ -119,11 +119,8 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
         raise InputError(
             f"{shown(given)} is not a node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}."
         )
-    asked = (
-        given.described()
-        if isinstance(given, ActivationNode)
-        else {str(k): v for k, v in given.items() if v is not None}
-    )
+    named = given.described() if isinstance(given, ActivationNode) else given
+    asked: dict[str, Any] = {str(k): v for k, v in named.items() if v is not None}
     if unknown := [name for name in asked if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{hint}")

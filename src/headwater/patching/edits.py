@@ -427,16 +427,10 @@ def _edited(
     at: Sequence[Tensor],
     units: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return rows as edits leave them.
+    """Return rows as edits leave them: `current`, `row (head) width`, is a copy, which may be written into.
 
-    Args:
-        current: `row (head) width`, what is there; a copy, which may be written into.
-        values: what is written.
-        site: of the rows.
-        layer: of the rows.
-        source: the layer of the values.
-        at: example, position, sample and, where heads are chosen, head of each row.
-        units: row and entry of what is written, where that is not all.
+    `at` is example, position, sample and, where heads are chosen, head of each row; `units` are row and entry of what
+    is written, where that is not all.
     """
     example, position, sample, *heads = at
     if values.change is None and units is not None:
