@@ -490,7 +490,8 @@ class Paths:
                     reached = [s for s in some if has_path(self.graph, senders[s], targets)]
                     # A path from senders that are the same in both runs changes nothing, and needs no run.
                     effects[reached, r] = 0.0
-                    changing = [s for s in reached if self._is_felt(senders[s], targets)]
+                    before = self.graph.reach[targets].max()
+                    changing = [s for s in reached if self.changed[senders[s][senders[s] < before]].any()]
 
                     # As defaults: a closure would see the last values of the loop.
                     def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
@@ -505,10 +506,6 @@ class Paths:
                     for at in range(0, len(changing), self.rows.at_once):
                         in_halves(changing[at : at + self.rows.at_once], measure)
         return effects
-
-    def _is_felt(self, senders: Indices, receivers: Indices) -> bool:
-        """Whether a sender that the two runs differ in comes before a receiver."""
-        return bool(self.changed[senders[senders < self.graph.reach[receivers].max()]].any())
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
         """Return by layer what its receivers make of what reaches them; of the last, the changes that logits read."""

@@ -494,7 +494,14 @@ class Readout:
                 self.plan.checked.add(metric.name)
             # float64 from here on: effects are differences of nearly equal numbers.
             measured[torch.from_numpy(rows)] = metric.measure(values, answers, clean).double().cpu()
-            self._refuse_no_number(metric, values, measured, rows, who)
+            for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
+                # Where the values themselves are not finite the model is at fault, which another check names.
+                if bool(values[i].isfinite().all()):
+                    raise InputError(
+                        f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
+                        f"{self.examples[who[i]]}, of values that are all finite: mend it there (log_softmax in place "
+                        "of log(softmax), no division by 0)."
+                    )
         return measured
 
     def _baseline(self, run: Reads) -> dict[Reading, Float[Tensor, "example metric"]]:
@@ -519,19 +526,6 @@ class Readout:
                 reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
                 table[torch.from_numpy(reading_cells), m] = baseline[reading][torch.from_numpy(rows[reading_cells]), m]
         return table
-
-    def _refuse_no_number(
-        self, metric: Metric, values: Tensor, measured: Tensor, rows: Indices, owners: Indices
-    ) -> None:
-        """Refuse NaN and infinity that a metric makes of finite values."""
-        for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
-            # Where the values themselves are not finite the model is at fault, which another check names.
-            if bool(values[i].isfinite().all()):
-                raise InputError(
-                    f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
-                    f"{self.examples[owners[i]]}, of values that are all finite: mend it there (log_softmax in place "
-                    "of log(softmax), no division by 0)."
-                )
 
     def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
         """Where a metric's answers are in what was read: token ids, or columns where only answers were read."""
@@ -573,9 +567,8 @@ class Readout:
         visible = torch.stack([seen.to(device) for seen in self._visible.values()])
         # A matrix is counted in every layer at once, and all counts are fetched together: one wait for the device.
         counts = torch.stack([(visible[:, : len(one), : len(one)] & one).sum((1, 2)) for one in matrices.values()])
-        by_layer = dict(
-            zip(matrices, (dict(zip(self._visible, row, strict=True)) for row in counts.tolist()), strict=True)
-        )
+        rows = (dict(zip(self._visible, row, strict=True)) for row in counts.tolist())
+        by_layer = dict(zip(matrices, rows, strict=True))
         n_heads = self.plan.model.shape.n_heads
 
         def count(cut: Edit) -> int:
