@@ -144,13 +144,7 @@ class Outcome:
 
 
 class CircuitRunner:
-    """Runs circuits on the examples of an outcome, one after the other.
-
-    Args:
-        outcome: the pairs.
-        fingerprint: of the model's weights as they are, where it is known.
-        keep: the runs of how many examples are kept, for what comes back to them.
-    """
+    """Runs circuits on the examples of an outcome, one after the other; the runs of `keep` of them are kept."""
 
     def __init__(self, outcome: Outcome, fingerprint: str | None = None, keep: int = 1):
         self.outcome, self.plan, self.keep = outcome, outcome.plan, keep
@@ -329,14 +323,7 @@ class ReceiverInputs:
 
 
 class CircuitWalk:
-    """Runs circuits on one example.
-
-    Args:
-        rows: the clean run, from the first position on at which it differs from what lies outside.
-        outside: what the edges outside of a circuit carry.
-        shares: what the heads of each layer write.
-        weights: the model's.
-    """
+    """Runs circuits on one example: its rows begin at the first position that differs from what lies outside."""
 
     def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights

@@ -61,19 +61,16 @@ from headwater.runs.analysis import Run
 
 @dataclass(frozen=True)
 class Places:
-    """Where senders are exchanged in each example.
-
-    Args:
-        by_example: by example and place, the positions that are exchanged together; None for all.
-        roles: the names of the places, where they were named.
-        apart: whether each place is the position of its number.
-        chosen: whether the caller named positions.
-    """
+    """Where senders are exchanged in each example."""
 
     by_example: tuple[tuple[tuple[int, ...] | None, ...], ...]
+    """By example and place, the positions that are exchanged together; None for all."""
     roles: tuple[str, ...] = ()
+    """The names of the places, where they were named."""
     apart: bool = False
+    """Whether each place is the position of its number."""
     chosen: bool = False
+    """Whether the caller named positions."""
 
     def __len__(self) -> int:
         return max(map(len, self.by_example))
@@ -213,15 +210,7 @@ def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
 
 
 class Pairs:
-    """The two runs of one pair after the other.
-
-    Args:
-        plan: the pairs.
-        graph: the model's.
-        source: what senders' outputs are exchanged for.
-        fingerprint: of the model's weights as they are.
-        sloped: whether gradients in the base runs will be taken.
-    """
+    """The two runs of one pair after the other; `sloped` where gradients in the base runs will be taken."""
 
     def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str, sloped: bool = False):
         self._sloped = sloped

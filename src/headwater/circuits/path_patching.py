@@ -248,16 +248,7 @@ def tabulated(
     places: Places,
     options: Mapping[str, Any],
 ) -> pd.DataFrame:
-    """Lay effects out as rows; see `PathEffects.table`.
-
-    Args:
-        effects: NaN where no path leads.
-        baselines: the metric of the clean and the corrupted run, and what rounding makes of it.
-        ends: the names of senders and receivers.
-        metrics: their names.
-        places: what `place` counts.
-        options: of the run.
-    """
+    """Lay effects, NaN where no path leads, out as rows; see `PathEffects.table`. Ends are senders and receivers."""
     example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
     if not len(example):
         raise InputError("No position that was named can change what is read.")
@@ -459,14 +450,7 @@ class Made:
 
 
 class Paths:
-    """Exact effects of paths of one example, at one place.
-
-    Args:
-        runs: the example's two runs.
-        place: where senders are exchanged.
-        through: see `headwater.circuits.exact`.
-        tile_tokens: tokens given to a sublayer at once; default: as many as suit the device.
-    """
+    """Exact effects of paths of one example, at one place; `through` as in `headwater.circuits.exact`."""
 
     def __init__(self, runs: BothRuns, place: Place, through: str, tile_tokens: int | None = None):
         self.runs, self.graph, self.through = runs, runs.graph, through

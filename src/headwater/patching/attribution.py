@@ -150,12 +150,8 @@ def _carrying(site: Site) -> Site:
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
     """Add up what each cell covers, at once for all cells that cover as many places of the same layer.
 
-    A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs.
-
-    Args:
-        products: see `Gradients`; by example, on its first axis.
-        cells: of these examples.
-        first: the number of the first example.
+    A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs. Products have
+    the examples on their first axis, of which the first one has the number `first`.
     """
     alike: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):

@@ -86,12 +86,9 @@ class ActivationNode:
 
 
 def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
-    """Read nodes that are to be changed together.
+    """Read nodes that are to be changed together: a list of nodes, of their names, or of mappings of what each has.
 
-    Args:
-        model: whose activations they are.
-        given: a list of nodes, or of mappings with `site`, `layer` and, as far as meant, `position`, `head`, `key`.
-        prompts: those that are edited: every one must have the tokens.
+    Every one of the prompts, which are those that are edited, must have the tokens.
     """
     if is_one(given):
         raise InputError(
@@ -223,14 +220,10 @@ class ComponentSet:
 def read_sets(
     model: HookedModel, one: Mapping[str, Any], several: Any = None, complement: bool = False
 ) -> tuple[ComponentSet, ...]:
-    """Read the sets requested.
+    """Read the sets requested: `one`, the members of a single set by kind, or `several` in its place.
 
-    Args:
-        model: whose components they are.
-        one: a single set: by kind, its members, or None.
-        several: in its place, a mapping from names to sets, or a list of sets; a set is a mapping from kinds to
-            members, or a list of heads.
-        complement: whether everything of these kinds but the set is meant.
+    Those are a mapping from names to sets, or a list of sets; a set is a mapping from kinds to members, or a list of
+    heads. With `complement` everything of these kinds but the set is meant.
     """
     given = {kind: members for kind, members in one.items() if members is not None}
     if several is None:

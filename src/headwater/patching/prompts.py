@@ -157,14 +157,8 @@ def aligned_spans(
 ) -> list[AlignedSpan]:
     """Return by pair the positions a name represents in each prompt: in prompts of one length, the same ones.
 
-    They are found once for all pairs of the same lengths where these decide.
-
-    Args:
-        where: the name.
-        base: the prompts that are edited, each `draws` times.
-        other: the other prompt of each pair, or None.
-        base_side: 0 where the edited prompts are the clean ones, else 1.
-        draws: how many pairs in turn are one of the caller's.
+    They are found once for all pairs of the same lengths where these decide. `base` are the prompts that are edited,
+    each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
     """
     alike: dict[tuple[int, int | None], AlignedSpan] = {}
     spans, shared, n = [], hangs_on_length(where), len(base) // draws
@@ -496,11 +490,7 @@ class Corruption:
     seed: int
 
     def hook(self, examples: Sequence[int | None]) -> Hook:
-        """Return the hook that corrupts the runs of a batch.
-
-        Args:
-            examples: by row of the batch, whose noise it gets; None where it stays clean.
-        """
+        """Return the hook that corrupts a batch: each row gets the noise of its example, and stays clean without."""
 
         def corrupt(activation: Tensor, hook: object) -> Tensor:
             noisy = activation.clone()
@@ -518,14 +508,7 @@ class Corruption:
 
 
 def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:
-    """Resolve `corrupted=hw.noise(...)` for some prompts.
-
-    Args:
-        model: whose embeddings are corrupted.
-        recipe: what `hw.noise` returned.
-        prompts: the clean prompts.
-        roles: the positions of the sweep: where they are by role, the noise may name one of the roles.
-    """
+    """Resolve `corrupted=hw.noise(...)` for the clean prompts; where positions are by role, it may name a role."""
     if recipe.kind != "noise":
         raise InputError(
             f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "

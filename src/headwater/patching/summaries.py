@@ -272,16 +272,10 @@ MATCH = ("layer", "site")
 
 
 class CellEffects:
-    """The cells of a sweep's table, one metric, as a matrix of effects.
-
-    Args:
-        table: the sweep's.
-        coordinates: the columns that name a cell.
-        value: the column of effects.
-        metric: which of the sweep's metrics; needed where there are several.
+    """The cells of a sweep's table, named by some of its columns, as a matrix of the effects on one metric.
 
     Raises:
-        InputError: there is no such metric, or it has to be chosen.
+        InputError: there is no such metric, or it has to be chosen: there are several.
     """
 
     def __init__(self, table: pd.DataFrame, coordinates: Sequence[str], value: str, metric: str | None):
