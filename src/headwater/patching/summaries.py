@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from numbers import Integral
@@ -25,12 +24,10 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
-from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
+from headwater.options import checked_name, checked_number, checked_seed, shown
 from headwater.patching.prompts import places_among
-from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
-from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
 from headwater.stats.significance import q_values, sign_flip_p
@@ -357,9 +354,8 @@ class CellEffects:
             raise InputError(f"The other sweep has no cell {', '.join(absent[0])}.")
         return [here[row] for row in wanted]
 
-    def placebos(self, cells: Sequence[int], drawing: PlaceboOptions) -> Float[ndarray, "draw example"]:
+    def placebos(self, cells: Sequence[int], match: str, placebos: int, seed: int) -> Float[ndarray, "draw example"]:
         """Return the effects of random sets like one, on each prompt."""
-        match, draws, seed = drawing.match, drawing.placebos, drawing.seed
         by = [name for name in (("site", "layer") if match == "layer" else ("site",)) if name in self.columns]
         strata = self.named.groupby(by, dropna=False, sort=False).ngroup().to_numpy()
         # The claimed cells are in no random set: a placebo with the effect itself would hide it.
@@ -367,70 +363,8 @@ class CellEffects:
         free[list(cells)] = False
         pools = [(np.flatnonzero(free & (strata == s)), int((strata[list(cells)] == s).sum())) for s in set(strata)]
         pools = [(pool, count) for pool, count in pools if count]
-        drawn = [self.of(one) for one in random_sets(pools, draws, seed)]
+        drawn = [self.of(one) for one in random_sets(pools, placebos, seed)]
         return np.array(drawn) if drawn else np.zeros((0, len(self.effects)))
-
-
-@dataclass(frozen=True, eq=False)
-class Swept:
-    """What a claim reads of a sweep."""
-
-    table: pd.DataFrame
-    coordinates: list[str]
-    """The columns that name a cell."""
-    run: RunRecord
-
-
-@dataclass(frozen=True)
-class PlaceboOptions:
-    """How random sets are drawn."""
-
-    match: str
-    placebos: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        checked_name("match", self.match, MATCH)
-        checked_count("placebos", self.placebos)
-        checked_seed(self.seed)
-
-
-def claim_on(
-    sweep: Swept,
-    cells: object,
-    metric: str | None,
-    value: str,
-    others: Mapping[str, Swept],
-    drawing: PlaceboOptions,
-    *,
-    margin: object,
-    level: object,
-) -> Claim:
-    """Judge a claim on some cells of a sweep; see `Sweep.claim`, whose `other` and `held_out` are `others`."""
-    level = checked_number("level", level, above=0.0, below=1.0)
-    margin = None if margin is None else checked_number("margin", margin, above=0.0)
-    here = CellEffects(sweep.table, sweep.coordinates, value, metric)
-    chosen = here.chosen(cells)
-    drawn = here.placebos(chosen, drawing)
-    wider = "; match='site' draws from all layers" if drawing.match == MATCH[0] else ""
-    notes = notes_of_few(len(drawn), advice=wider)
-    same: dict[str, Float[ndarray, " _"]] = {}
-    for option, one in others.items():
-        if value not in one.table.columns:
-            raise InputError(f"{option}= has no column {value}: give a sweep of pairs, or value='effect'.")
-        there = CellEffects(one.table, one.coordinates, value, here.metric)
-        same[option] = there.of(there.same(here, chosen))
-        if option == "held_out" and (shared := shared_prompts(sweep.run, one.run)):
-            same[option] = same[option][[example not in shared for example in there.examples]]
-            notes.append(
-                f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
-                f"({', '.join(map(str, shared[:8]))})"
-            )
-    evidence = ClaimEffects(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
-    what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
-    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=drawing.seed, notes=notes)
-    options = {"cells": here.names(chosen), "metric": here.metric, "value": value, "margin": margin, **vars(drawing)}
-    return Claim.of(judged, sweep.run, options | {option: one.run for option, one in others.items()})
 
 
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:
