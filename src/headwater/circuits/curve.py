@@ -389,9 +389,8 @@ def minimality(
         named |= {f"{number} and {edge}": one | made(graph, [edge]) for edge in drawn}
     tables = []
     for name, values, _ in _means(model, clean, corrupted, named, metric, run):
-        effects, where = zip(
-            *[_largest(values, " less ", len(left), edge) for edge in circuit.edges.tolist()], strict=True
-        )
+        largest = [_largest(values, " less ", len(left), edge) for edge in circuit.edges.tolist()]
+        effects, where = zip(*largest, strict=True)
         others = np.abs([_largest(values, " and ", len(left), edge)[0] for edge in drawn])
         sizes = np.abs(effects)
         high = float(np.quantile(others, PLACEBO_QUANTILE)) if len(others) else 0.0
@@ -407,10 +406,8 @@ def _checked(circuit: object, sets: object, placebos: object, seed: object) -> t
     circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
     if not len(circuit):
         raise InputError("The circuit has no edges: there is nothing to take out of it.")
-    sets, placebos = (
-        checked_count(name, value, least=0, most=MOST) for name, value in (("sets", sets), ("placebos", placebos))
-    )
-    return circuit, sets, placebos, checked_seed(seed)
+    sets = checked_count("sets", sets, least=0, most=MOST)
+    return circuit, sets, checked_count("placebos", placebos, least=0, most=MOST), checked_seed(seed)
 
 
 def _sets(n: int, sets: int, generator: np.random.Generator) -> Sequence[Bool[np.ndarray, " edge"]]:

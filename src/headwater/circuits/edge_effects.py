@@ -183,8 +183,8 @@ class How:
     verify: int
     steps: int
     seed: int
-    quadrature: str = QUADRATURES[0]
-    from_clean: bool = True
+    quadrature: str
+    from_clean: bool
     """Whether the run that is edited is the clean one."""
 
     @property
