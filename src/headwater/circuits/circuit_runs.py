@@ -160,11 +160,9 @@ class CircuitRuns(ByMetric, Result):
         return Claim.of(judged, self.run, options | {"other": None if other is None else other.run})
 
     def __repr__(self) -> str:
-        n_circuits, n_examples = self.table["circuit"].nunique(), self.table["example"].nunique()
-        circuits, prompts = (
-            f"{n:,} {one}{'s' * (n != 1)}" for n, one in ((n_circuits, "circuit"), (n_examples, "prompt"))
-        )
-        return f"CircuitRuns({self.run.model}: {circuits}, {prompts})"
+        circuits, prompts = self.table["circuit"].nunique(), self.table["example"].nunique()
+        counted = f"{circuits:,} circuit{'s' * (circuits != 1)}, {prompts:,} prompt{'s' * (prompts != 1)}"
+        return f"CircuitRuns({self.run.model}: {counted})"
 
     def _repr_html_(self) -> str:
         return table_html(self, self.summary())
@@ -309,9 +307,8 @@ def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tenso
 def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines: Tensor) -> pd.DataFrame:
     """Lay values `example circuit metric` out as the rows of `hw.run_circuits`."""
     n_examples, n_circuits, n_metrics = values.shape
-    clean, corrupted, floor = (
-        column.numpy().repeat(n_circuits, 0).reshape(-1) for column in baselines.double().unbind(-1)
-    )
+    ends = baselines.double().unbind(-1)
+    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in ends)
     flat, gap = values.double().flatten().numpy(), clean - corrupted
     # Where the gap is below what rounding makes there is nothing to be a share of.
     wide = np.abs(gap) > floor

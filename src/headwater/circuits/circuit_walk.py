@@ -176,10 +176,8 @@ class CircuitRunner:
             if not self._shares:
                 layers = range(self.graph.n_layers)
                 self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
-            shares = self._shares
-            outside = (
-                of_other_run(runs, shares) if self._exchanged is None else of_values(runs, shares, self._exchanged)
-            )
+            shares, values = self._shares, self._exchanged
+            outside = of_other_run(runs, shares) if values is None else of_values(runs, shares, values)
             walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, self._weights)
             if example == 0:
                 refuse_heads_that_meet(walk.rows)

@@ -296,11 +296,9 @@ class EdgeRequest:
         (example, edges), places = item, self.places
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
-            effects = places.zeros(example, len(edges), len(self.plan.metrics))
+            effects, stage = places.zeros(example, len(edges), len(self.plan.metrics)), int(self.graph.stage[edges[0]])
             for number, place in places.of(runs):
-                effects[number] = pairs.exact(runs, place, self.how.through).effects(
-                    int(self.graph.stage[edges[0]]), edges
-                )
+                effects[number] = pairs.exact(runs, place, self.how.through).effects(stage, edges)
         return {"effects": effects}
 
     def _estimates(self, pairs: Pairs, example: int) -> dict[str, Tensor]:

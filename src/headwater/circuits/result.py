@@ -151,11 +151,9 @@ class EdgeEffects(ByMetric, Result):
         """
         m, cells = self._metric(metric), checked_count("n", n)
         order = self._ranked(m)[:cells]
-        means = {name: means_of(self._flat(name))[order, m] for name in ("effects", "estimates")}
+        effect, estimate = (means_of(self._flat(name))[order, m] for name in ("effects", "estimates"))
         names = [self.graph.name(int(edge)) for edge in self._edges(order)]
-        return pd.DataFrame(
-            self._named(order) | {"edge": names, "effect": means["effects"], "estimate": means["estimates"]}
-        )
+        return pd.DataFrame(self._named(order) | {"edge": names, "effect": effect, "estimate": estimate})
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.

@@ -132,9 +132,8 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
     for axis in asked:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
-    node = ActivationNode(
-        site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
-    )
+    places = {axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
+    node = ActivationNode(site.name, **places)
     site.among([node.layer], model, edited=True)
     return node
 

@@ -164,9 +164,8 @@ class CellTable:
 
     def part(self, cells: range) -> CellTable:
         """Return adjacent cells."""
-        return CellTable(
-            self.templates, self.example[cells.start : cells.stop], self.template[cells.start : cells.stop]
-        )
+        part = slice(cells.start, cells.stop)
+        return CellTable(self.templates, self.example[part], self.template[part])
 
     def among(self, examples: range) -> range:
         """Return which cells are of examples in a row."""
