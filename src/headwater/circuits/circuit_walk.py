@@ -394,7 +394,8 @@ class _Projection:
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
         every = {kind: torch.arange(projected[kind].shape[2]) for kind in KINDS}
         # Seen, not assumed: a model may norm or scale q and k after the projection, which columns alone leave out.
-        self.by_weights = self._has_weights and _near(
+        has_weights = all(w is not None and len(w) == self.outside[k].shape[2] for k, (w, _) in self._factors.items())
+        self.by_weights = has_weights and _near(
             (self._columns(kind, normed.expand(len(heads), -1, -1), heads), projected[kind][0].movedim(1, 0))
             for kind, heads in every.items()
         )
@@ -413,11 +414,6 @@ class _Projection:
     def _factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         factors = self.walk.weights.layer(self.layer)
         return {"q": (factors.W_Q, factors.b_Q), "k": (factors.W_K, factors.b_K), "v": (factors.W_V, factors.b_V)}
-
-    @property
-    def _has_weights(self) -> bool:
-        sizes = {kind: self.outside[kind].shape[2] for kind in KINDS}
-        return all(weight is not None and len(weight) == sizes[kind] for kind, (weight, _) in self._factors.items())
 
     def _columns(self, kind: str, normed: Tensor, heads: Int[Tensor, " row"]) -> Tensor:
         weight, bias = self._factors[kind]

@@ -194,11 +194,6 @@ class Group:
         """By name, where edits write."""
         self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
 
-    @property
-    def longest(self) -> int:
-        """Which of the examples has the longest edited prompt."""
-        return self.lengths.index(max(self.lengths))
-
     @cached_property
     def places(self) -> set[Place]:
         """Where edits write."""

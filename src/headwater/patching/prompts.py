@@ -342,11 +342,6 @@ class PromptPair:
         """By example: the other prompt; of noise the same text, which is another run."""
         return self.others if self.corruption is None else self.base
 
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """The runs that there are."""
-        return ("base",) if self.other is None else ("base", "other")
-
     def is_clean(self, side: Side) -> bool:
         """Whether a side is the clean runs."""
         return (side == "base") == self.base_is_clean

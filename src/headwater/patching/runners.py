@@ -115,7 +115,7 @@ class WalkRunner(Runner):
         if (answers := plan.only_answers) is not None:
             self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
         # Both sides are one batch: weights are read once for the two runs.
-        self._sides = plan.pair.sides
+        self._sides: tuple[Side, ...] = ("base",) if plan.pair.other is None else ("base", "other")
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
         # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
@@ -317,13 +317,13 @@ class WholeRuns(Runner):
         captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
         # Which keys a query sees depends on its position: the longest prompt has every query there is.
-        longest = self._prompts.rows(group.longest, group.longest + 1)
+        length = max(group.lengths)
+        longest = self._prompts.take([group.lengths.index(length)])
         severed = {layer for edit in group.edits if not edit.writes for layer in edit.layers}
         visible = visible_keys(model, longest, severed) if severed else {}
         others, other = other_run(group)
         self.values = values_written(group, others)
         self.readout = Readout(group, base, other, visible)
-        length = max(group.lengths)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """How many rows a forward has: as many tokens as a tile of the walk."""
 
