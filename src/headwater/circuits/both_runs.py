@@ -54,13 +54,7 @@ from headwater.patching.runners import CannotStepError, WalkRunner
 
 
 class HeadShares:
-    """The shares of the heads of one layer.
-
-    Args:
-        model: whose layer.
-        layer: its number.
-        weights: the model's, opened once for all layers.
-    """
+    """The shares of the heads of one layer; the model's weights are opened once for all layers."""
 
     def __init__(self, model: HookedModel, layer: int, weights: LoadedWeights):
         self.weight, bias = weights.attention_out(layer)
@@ -175,18 +169,10 @@ def refuse_other_kinds(source: Replacement) -> None:
 
 
 class Exchanged:
-    """What senders' outputs are exchanged for, where it is not the other prompt's run.
-
-    Args:
-        model: the model.
-        graph: the model's.
-        source: the kind of values, with its prompts.
-        weights: the model's, opened once for all pairs.
-    """
+    """What senders' outputs are exchanged for, where it is not the other prompt's run: a kind of values."""
 
     def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
-        self.model, self.source, self.graph = model, source, graph
-        self._weights = weights
+        self.model, self.source, self.graph, self._weights = model, source, graph, weights
         self._mean: Tensor | None = None
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:

@@ -501,12 +501,8 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     file, graph = checked_path("path", path), circuit.graph
     if file.suffix not in (".json", ".pt"):
         raise InputError(f"{file} must end in .json or .pt.")
-    cfg = {
-        "n_layers": graph.n_layers,
-        "n_heads": graph.n_heads,
-        "parallel_attn_mlp": graph.parallel,
-        "d_model": int(d_model),
-    }
+    cfg = {"n_layers": graph.n_layers, "n_heads": graph.n_heads, "parallel_attn_mlp": graph.parallel}
+    cfg["d_model"] = int(d_model)
     inside = np.isin(np.arange(graph.n_edges), circuit.edges)
     scores = np.zeros(graph.n_edges)
     scores[circuit.edges] = np.nan_to_num(circuit.effects)
@@ -521,15 +517,11 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
             sends[sources[sender]] |= bool(inside[edge])
     make_folder(file.parent)
     if file.suffix == ".json":
-        write_json(
-            file, {"cfg": cfg, "nodes": {name: {"in_graph": one} for name, one in sends.items()}, "edges": edges}
-        )
+        nodes = {name: {"in_graph": one} for name, one in sends.items()}
+        write_json(file, {"cfg": cfg, "nodes": nodes, "edges": edges})
     else:
-        content = _tensors(edges, sources, list(targets)) | {
-            "cfg": cfg,
-            "src_nodes": sources,
-            "dst_nodes": list(targets),
-        }
+        content = _tensors(edges, sources, list(targets))
+        content |= {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
         content["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
         write_atomically(file, lambda temporary: torch.save(content, temporary))
     return file

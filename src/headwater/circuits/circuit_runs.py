@@ -34,7 +34,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, plain_text, table_html, whole_summary, with_interval
-from headwater.stats.claims import ClaimEffects, Judgement, claim_of, notes_of_few, notes_of_seen
+from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 
 COLUMNS = (
@@ -72,7 +72,7 @@ class CircuitRuns(ByMetric, Result):
         edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
         chosen_on = self.run.options.get("discovery", {})
         return {
-            name: made(graph, edges, seen=_prompts(chosen_on.get(name, ())), model=self.run.model)
+            name: made(graph, edges, seen=tuple(tuple(ids) for ids in chosen_on.get(name, ())), model=self.run.model)
             for name, edges in edges_of.items()
         }
 
@@ -137,31 +137,32 @@ class CircuitRuns(ByMetric, Result):
         Raises:
             InputError: there is no such circuit or metric, or no placebos and no margin.
         """
-        table = checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)").table if other is not None else None
-        name = next(iter(self.circuits)) if circuit is None else checked_name("circuit", circuit, list(self.circuits))
-        chosen_on = self.run.options["discovery"].get(name)
-        overlap = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"].mean()
-        seen = coinciding(self.run) if chosen_on else None
-        judged = claim_on_runs(
-            self.table,
-            circuit=circuit,
-            metric=metric,
-            other=table,
-            seen=seen,
-            overlap=float(overlap),
-            margin=margin,
-            level=level,
-            seed=seed,
-        )
+        other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
+        table, name = self.table, _chosen(self.table, "circuit", circuit)
+        # The prompts that it was chosen on, by number; None where these are not known.
+        seen = coinciding(self.run) if self.run.options["discovery"].get(name) else None
         options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": seen}
+        level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+        margin = None if margin is None else checked_number("margin", margin, above=0.0)
+        metric = _chosen(table, "metric", metric)
+        effects = _effects(table, name, metric)
+        drawn, effect = effects[1:], effects[0]
+        held_out = None if seen is None else np.delete(effect, list(seen))
+        notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
+        beside = None if other is None else _effects(other.table, _chosen(other.table, "circuit", circuit), metric)[0]
+        evidence = ClaimEffects(effect, drawn, beside, effects.T, held_out)
+        what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"
+        if len(drawn):
+            shares = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"]
+            what += f", {shares.mean():.0%} of which its random circuits share on average,"
+        what = f"{what} on {metric}".replace("_", " ")
+        judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
         return Claim.of(judged, self.run, options | {"other": None if other is None else other.run})
 
     def __repr__(self) -> str:
-        n_circuits, n_examples = self.table["circuit"].nunique(), self.table["example"].nunique()
-        circuits, prompts = (
-            f"{n:,} {one}{'s' * (n != 1)}" for n, one in ((n_circuits, "circuit"), (n_examples, "prompt"))
-        )
-        return f"CircuitRuns({self.run.model}: {circuits}, {prompts})"
+        circuits, prompts = self.table["circuit"].nunique(), self.table["example"].nunique()
+        counted = f"{circuits:,} circuit{'s' * (circuits != 1)}, {prompts:,} prompt{'s' * (prompts != 1)}"
+        return f"CircuitRuns({self.run.model}: {counted})"
 
     def _repr_html_(self) -> str:
         return table_html(self, self.summary())
@@ -238,10 +239,6 @@ def run_circuits(
     return result
 
 
-def _prompts(recorded: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(ids) for ids in recorded)
-
-
 @CLAIMS.add("alone")
 def claim_of_circuit(
     circuit: Circuit, model: HookedModel, clean: Any, corrupted: Any, *, other: Any, run: Any, claim: Any
@@ -280,19 +277,11 @@ class Lineup:
         return cls(every[0].graph, named, every, names, numbers)
 
     @property
-    def numbers(self) -> Any:
-        """The number of each placebo as a column, `<NA>` for the circuits themselves."""
-        return pd.array(list(self.placebo), dtype="Int64")
-
-    @property
-    def overlap(self) -> list[float]:
-        """The part of its circuit's edges that each has."""
-        return [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
-
-    @property
     def shapes(self) -> pd.DataFrame:
-        """A row per circuit and placebo: `circuit, placebo, overlap`."""
-        return pd.DataFrame({"circuit": list(self.names), "placebo": self.numbers, "overlap": self.overlap})
+        """A row per circuit and placebo: `circuit, placebo` (its number, `<NA>` for the circuit itself), `overlap`."""
+        overlap = [self.named[name].overlap(one) for one, name in zip(self.all, self.names, strict=True)]
+        numbers = pd.array(list(self.placebo), dtype="Int64")
+        return pd.DataFrame({"circuit": list(self.names), "placebo": numbers, "overlap": overlap})
 
 
 def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
@@ -318,10 +307,11 @@ def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tenso
 def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines: Tensor) -> pd.DataFrame:
     """Lay values `example circuit metric` out as the rows of `hw.run_circuits`."""
     n_examples, n_circuits, n_metrics = values.shape
-    clean, corrupted, floor = (
-        column.numpy().repeat(n_circuits, 0).reshape(-1) for column in baselines.double().unbind(-1)
-    )
-    flat = values.double().flatten().numpy()
+    ends = baselines.double().unbind(-1)
+    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in ends)
+    flat, gap = values.double().flatten().numpy(), clean - corrupted
+    # Where the gap is below what rounding makes there is nothing to be a share of.
+    wide = np.abs(gap) > floor
 
     def each(column: Sequence[Any]) -> Any:
         return np.tile(np.repeat(np.asarray(column, dtype=object), n_metrics), n_examples)
@@ -335,7 +325,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,
-        "faithfulness": of_examples(flat, clean, corrupted, floor),
+        "faithfulness": np.where(wide, (flat - corrupted) / np.where(wide, gap, 1.0), np.nan),
         "placebo": pd.array(each(list(lineup.placebo)).tolist(), dtype="Int64"),
     }
     return pd.DataFrame(columns)[list(COLUMNS)]
@@ -402,13 +392,6 @@ def ratio_of_means(
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
 
 
-def of_examples(value: Any, clean: Any, corrupted: Any, floor: object) -> object:
-    """Return the faithfulness on each prompt; NaN where the gap is below what rounding makes."""
-    gap = clean - corrupted
-    wide = np.abs(gap) > floor
-    return np.where(wide, (value - corrupted) / np.where(wide, gap, 1.0), np.nan)
-
-
 def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: object) -> pd.DataFrame:
     """Summarize circuits over prompts: a row per circuit and metric, with its placebos beside it.
 
@@ -452,41 +435,6 @@ def beside_placebos(row: Mapping[Any, Any]) -> str:
     return (
         f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach {row['placebo']:.2f} on "
         f"average and {row['placebo_high']:.2f} at their 95 % quantile"
-    )
-
-
-def claim_on_runs(
-    table: pd.DataFrame,
-    *,
-    circuit: str | None,
-    metric: str | None,
-    other: pd.DataFrame | None,
-    seen: Sequence[int] | None,
-    overlap: float,
-    margin: object,
-    level: object,
-    seed: object,
-) -> Judgement:
-    """Judge a claim on a circuit, with the options of `CircuitRuns.claim`.
-
-    `seen` are the prompts that it was chosen on, by number (None: not known), and `overlap` is the part of its edges
-    that its random circuits have on average.
-    """
-    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-    margin = None if margin is None else checked_number("margin", margin, above=0.0)
-    name, metric = _chosen(table, "circuit", circuit), _chosen(table, "metric", metric)
-    effects = _effects(table, name, metric)
-    drawn, effect = effects[1:], effects[0]
-    n_edges = int(table.loc[table["circuit"] == name, "edges"].iloc[0])
-    held_out = None if seen is None else np.delete(effect, list(seen))
-    notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
-    beside = None if other is None else _effects(other, _chosen(other, "circuit", circuit), metric)[0]
-    evidence = ClaimEffects(effect, drawn, beside, effects.T, held_out)
-    what = f"The circuit {plain_text(name)} of {n_edges:,} edges"
-    if len(drawn):
-        what += f", {overlap:.0%} of which its random circuits share on average,"
-    return claim_of(
-        evidence, what=f"{what} on {metric}".replace("_", " "), margin=margin, level=level, seed=seed, notes=notes
     )
 
 

@@ -144,13 +144,7 @@ class Outcome:
 
 
 class CircuitRunner:
-    """Runs circuits on the examples of an outcome, one after the other.
-
-    Args:
-        outcome: the pairs.
-        fingerprint: of the model's weights as they are, where it is known.
-        keep: the runs of how many examples are kept, for what comes back to them.
-    """
+    """Runs circuits on the examples of an outcome, one after the other; the runs of `keep` of them are kept."""
 
     def __init__(self, outcome: Outcome, fingerprint: str | None = None, keep: int = 1):
         self.outcome, self.plan, self.keep = outcome, outcome.plan, keep
@@ -182,10 +176,8 @@ class CircuitRunner:
             if not self._shares:
                 layers = range(self.graph.n_layers)
                 self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
-            shares = self._shares
-            outside = (
-                of_other_run(runs, shares) if self._exchanged is None else of_values(runs, shares, self._exchanged)
-            )
+            shares, values = self._shares, self._exchanged
+            outside = of_other_run(runs, shares) if values is None else of_values(runs, shares, values)
             walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, self._weights)
             if example == 0:
                 refuse_heads_that_meet(walk.rows)
@@ -329,14 +321,7 @@ class ReceiverInputs:
 
 
 class CircuitWalk:
-    """Runs circuits on one example.
-
-    Args:
-        rows: the clean run, from the first position on at which it differs from what lies outside.
-        outside: what the edges outside of a circuit carry.
-        shares: what the heads of each layer write.
-        weights: the model's.
-    """
+    """Runs circuits on one example: its rows begin at the first position that differs from what lies outside."""
 
     def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
@@ -409,7 +394,8 @@ class _Projection:
         normed = walk.rows.blocks.normed(layer, outside[None], mlp=False)
         every = {kind: torch.arange(projected[kind].shape[2]) for kind in KINDS}
         # Seen, not assumed: a model may norm or scale q and k after the projection, which columns alone leave out.
-        self.by_weights = self._has_weights and _near(
+        has_weights = all(w is not None and len(w) == self.outside[k].shape[2] for k, (w, _) in self._factors.items())
+        self.by_weights = has_weights and _near(
             (self._columns(kind, normed.expand(len(heads), -1, -1), heads), projected[kind][0].movedim(1, 0))
             for kind, heads in every.items()
         )
@@ -428,11 +414,6 @@ class _Projection:
     def _factors(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         factors = self.walk.weights.layer(self.layer)
         return {"q": (factors.W_Q, factors.b_Q), "k": (factors.W_K, factors.b_K), "v": (factors.W_V, factors.b_V)}
-
-    @property
-    def _has_weights(self) -> bool:
-        sizes = {kind: self.outside[kind].shape[2] for kind in KINDS}
-        return all(weight is not None and len(weight) == sizes[kind] for kind, (weight, _) in self._factors.items())
 
     def _columns(self, kind: str, normed: Tensor, heads: Int[Tensor, " row"]) -> Tensor:
         weight, bias = self._factors[kind]

@@ -330,19 +330,15 @@ def completeness(
     rows = []
     for name, values, gap in _means(model, clean, corrupted, named, metric, run):
         for number, which in enumerate(removed):
-            found = np.array(
-                [
-                    abs(values[f"{draw} {number} circuit"] - values[f"{draw} {number} model"])
-                    for draw in range(placebos + 1)
-                ]
-            )
+            draws = range(placebos + 1)
+            alone, whole = ([values[f"{draw} {number} {what}"] for draw in draws] for what in ("circuit", "model"))
+            found = np.abs(np.subtract(alone, whole))
             lacking, others = found[0], found[1:]
-            chance = (
-                [float(others.mean()), float(np.quantile(others, 1 - PLACEBO_QUANTILE))] if placebos else [np.nan] * 2
-            )
+            low = float(np.quantile(others, 1 - PLACEBO_QUANTILE)) if placebos else np.nan
+            chance = [float(others.mean()) if placebos else np.nan, low]
             # Counted with the circuit itself among them: p is never 0.
             p = (1 + int((others <= lacking).sum())) / (1 + placebos) if placebos else np.nan
-            both = (values[f"0 {number} {what}"] for what in ("circuit", "model"))
+            both = alone[0], whole[0]
             rows.append([name, number, int(which.sum()), *both, lacking, lacking / gap if gap else np.nan, *chance, p])
     columns = ["metric", "set", "removed", "circuit", "model", "incompleteness", "part"]
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_low", "p_value"])
@@ -393,9 +389,8 @@ def minimality(
         named |= {f"{number} and {edge}": one | made(graph, [edge]) for edge in drawn}
     tables = []
     for name, values, _ in _means(model, clean, corrupted, named, metric, run):
-        effects, where = zip(
-            *[_largest(values, " less ", len(left), edge) for edge in circuit.edges.tolist()], strict=True
-        )
+        largest = [_largest(values, " less ", len(left), edge) for edge in circuit.edges.tolist()]
+        effects, where = zip(*largest, strict=True)
         others = np.abs([_largest(values, " and ", len(left), edge)[0] for edge in drawn])
         sizes = np.abs(effects)
         high = float(np.quantile(others, PLACEBO_QUANTILE)) if len(others) else 0.0
@@ -411,10 +406,8 @@ def _checked(circuit: object, sets: object, placebos: object, seed: object) -> t
     circuit = checked_kind("circuit", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
     if not len(circuit):
         raise InputError("The circuit has no edges: there is nothing to take out of it.")
-    sets, placebos = (
-        checked_count(name, value, least=0, most=MOST) for name, value in (("sets", sets), ("placebos", placebos))
-    )
-    return circuit, sets, placebos, checked_seed(seed)
+    sets = checked_count("sets", sets, least=0, most=MOST)
+    return circuit, sets, checked_count("placebos", placebos, least=0, most=MOST), checked_seed(seed)
 
 
 def _sets(n: int, sets: int, generator: np.random.Generator) -> Sequence[Bool[np.ndarray, " edge"]]:

@@ -148,9 +148,16 @@ def edges(
     chosen = graph.among(senders, receivers)
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, how.seed)
-    refuse_without_path(source, by)
+    # Gradients on the way between two embeddings: there have to be two.
+    if by == "eap-ig" and source.inputs.kind in ("zero", "mean"):
+        raise InputError(
+            f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
+            f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
+        )
     request = EdgeRequest(plan, source, graph, chosen, places_in(plan, over, positions), how)
-    _refuse_what_does_not_fit(request)
+    numbers = (5 if how.ranks_twice else 3) * 4 * int(np.prod(request.size))
+    what = f"What {len(chosen):,} edges of {len(plan.pair.base):,} pairs come to"
+    refuse_too_large(what, numbers, torch.device("cpu"), "Give fewer pairs, fewer senders= or receivers=.")
     _say_how_long(request, hours, progress)
     options = {
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
@@ -176,8 +183,8 @@ class How:
     verify: int
     steps: int
     seed: int
-    quadrature: str = QUADRATURES[0]
-    from_clean: bool = True
+    quadrature: str
+    from_clean: bool
     """Whether the run that is edited is the clean one."""
 
     @property
@@ -202,23 +209,6 @@ class How:
         # Hanna et al.'s code goes from the corrupted side, k / steps of the way: which end counts depends on the run.
         first = 0.5 if self.quadrature == QUADRATURES[0] else 0.0 if self.from_clean else 1.0
         return tuple((step + first) / self.steps for step in range(self.steps))
-
-
-def refuse_without_path(source: Replacement, method: str) -> None:
-    """Refuse gradients on the way between two embeddings where what senders are exchanged for has none."""
-    if method == "eap-ig" and source.inputs.kind in ("zero", "mean"):
-        raise InputError(
-            f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
-            f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
-        )
-
-
-def _refuse_what_does_not_fit(request: EdgeRequest) -> None:
-    """Refuse what would not fit in memory: the numbers of all edges."""
-    advice = "Give fewer pairs, fewer senders= or receivers=."
-    numbers = (5 if request.how.ranks_twice else 3) * 4 * int(np.prod(request.size))
-    what = f"What {len(request.chosen):,} edges of {len(request.plan.pair.base):,} pairs come to"
-    refuse_too_large(what, numbers, torch.device("cpu"), advice)
 
 
 def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
@@ -306,11 +296,9 @@ class EdgeRequest:
         (example, edges), places = item, self.places
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
-            effects = places.zeros(example, len(edges), len(self.plan.metrics))
+            effects, stage = places.zeros(example, len(edges), len(self.plan.metrics)), int(self.graph.stage[edges[0]])
             for number, place in places.of(runs):
-                effects[number] = pairs.exact(runs, place, self.how.through).effects(
-                    int(self.graph.stage[edges[0]]), edges
-                )
+                effects[number] = pairs.exact(runs, place, self.how.through).effects(stage, edges)
         return {"effects": effects}
 
     def _estimates(self, pairs: Pairs, example: int) -> dict[str, Tensor]:

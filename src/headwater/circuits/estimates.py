@@ -177,9 +177,8 @@ class Slopes:
         """The gradients of one metric at everything that was kept."""
         metric, names = self.runs.plan.metrics[m].name, [n for n in self.recorded if n != hook_name("resid_pre", 0)]
         more = m + 1 < len(self._totals)
-        gradients = torch.autograd.grad(
-            self._totals[m], [self.recorded[name] for name in names], retain_graph=more, allow_unused=True
-        )
+        ends = [self.recorded[name] for name in names]
+        gradients = torch.autograd.grad(self._totals[m], ends, retain_graph=more, allow_unused=True)
         slopes = {
             n: torch.zeros_like(self.recorded[n]) if g is None else g for n, g in zip(names, gradients, strict=True)
         }

@@ -61,19 +61,16 @@ from headwater.runs.analysis import Run
 
 @dataclass(frozen=True)
 class Places:
-    """Where senders are exchanged in each example.
-
-    Args:
-        by_example: by example and place, the positions that are exchanged together; None for all.
-        roles: the names of the places, where they were named.
-        apart: whether each place is the position of its number.
-        chosen: whether the caller named positions.
-    """
+    """Where senders are exchanged in each example."""
 
     by_example: tuple[tuple[tuple[int, ...] | None, ...], ...]
+    """By example and place, the positions that are exchanged together; None for all."""
     roles: tuple[str, ...] = ()
+    """The names of the places, where they were named."""
     apart: bool = False
+    """Whether each place is the position of its number."""
     chosen: bool = False
+    """Whether the caller named positions."""
 
     def __len__(self) -> int:
         return max(map(len, self.by_example))
@@ -107,11 +104,8 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
     if over is not None:
         checked_name("over", over, ("position",))
     others = plan.pair.other if plan.pair.other is not None else (None,) * len(plan.pair.base)
-    pairs, n, base_side = (
-        list(zip(plan.pair.base, others, strict=True)),
-        len(plan.pair.base),
-        int(not plan.pair.base_is_clean),
-    )
+    pairs, base_side = list(zip(plan.pair.base, others, strict=True)), int(not plan.pair.base_is_clean)
+    n = len(pairs)
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
@@ -164,9 +158,8 @@ def runs_of(graph: Graph, stages: Indices) -> float:
 def runs_of_senders(graph: Graph, edges: Indices) -> float:
     """Return how many whole runs are all senders sent through each later layer in which an edge ends."""
     stage, sender = graph.stage[edges], graph.sender[edges]
-    return sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers) / (
-        graph.n_layers
-    )
+    runs = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
+    return runs / graph.n_layers
 
 
 OTHER_RUN = "other run"
@@ -217,15 +210,7 @@ def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
 
 
 class Pairs:
-    """The two runs of one pair after the other.
-
-    Args:
-        plan: the pairs.
-        graph: the model's.
-        source: what senders' outputs are exchanged for.
-        fingerprint: of the model's weights as they are.
-        sloped: whether gradients in the base runs will be taken.
-    """
+    """The two runs of one pair after the other; `sloped` where gradients in the base runs will be taken."""
 
     def __init__(self, plan: Plan, graph: Graph, source: Replacement, fingerprint: str, sloped: bool = False):
         self._sloped = sloped

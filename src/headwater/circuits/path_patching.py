@@ -248,16 +248,7 @@ def tabulated(
     places: Places,
     options: Mapping[str, Any],
 ) -> pd.DataFrame:
-    """Lay effects out as rows; see `PathEffects.table`.
-
-    Args:
-        effects: NaN where no path leads.
-        baselines: the metric of the clean and the corrupted run, and what rounding makes of it.
-        ends: the names of senders and receivers.
-        metrics: their names.
-        places: what `place` counts.
-        options: of the run.
-    """
+    """Lay effects, NaN where no path leads, out as rows; see `PathEffects.table`. Ends are senders and receivers."""
     example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
     if not len(example):
         raise InputError("No position that was named can change what is read.")
@@ -391,15 +382,8 @@ class PathRequest:
             pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
             for (example, stage), piece in zip(items, pieces, strict=True):
                 effects[example][:, :, stage] = piece["effects"]
-        table = tabulated(
-            effects,
-            baselines,
-            (tuple(self.senders), tuple(self.receivers)),
-            tuple(metric.name for metric in self.plan.metrics),
-            self.places,
-            run.record.options,
-        )
-        return PathEffects(table, run.record)
+        ends, metrics = (tuple(self.senders), tuple(self.receivers)), tuple(one.name for one in self.plan.metrics)
+        return PathEffects(tabulated(effects, baselines, ends, metrics, self.places, run.record.options), run.record)
 
     def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
         """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
@@ -407,18 +391,14 @@ class PathRequest:
         senders, receivers = list(self.senders.values()), [list(self.receivers.values())[i] for i in stage]
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
-            found = self._nothing(example, senders, receivers)
+            # 0 where a path leads at a place of the example, NaN elsewhere.
+            leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
+            found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
+            found[:, ~leads] = torch.nan
             for number, place in self.places.of(runs):
                 paths = Paths(runs, place, self.through, pairs.tile(runs, place))
                 found[number] = paths.effects(senders, receivers)
         return {"effects": found}
-
-    def _nothing(self, example: int, senders: list[Indices], receivers: list[Indices]) -> Tensor:
-        """Return 0 where a path leads at a place of the example, NaN elsewhere."""
-        leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
-        found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
-        found[:, ~leads] = torch.nan
-        return found
 
 
 def _say_how_long(request: PathRequest, progress: bool) -> None:
@@ -431,10 +411,8 @@ def _say_how_long(request: PathRequest, progress: bool) -> None:
         if has_path(graph, sent, received)
     ]
     tokens = runs_of(graph, np.array(ends)) * len(request.places) * changed_tokens(plan, request.source.since).sum()
-    what, advice = (
-        f"{len(ends):,} paths of {len(plan.pair.base):,} pairs",
-        "Fewer senders=, receivers= or pairs take less.",
-    )
+    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
+    advice = "Fewer senders=, receivers= or pairs take less."
     say_how_long(plan.model, what, tokens, advice, progress=progress)
 
 
@@ -472,14 +450,7 @@ class Made:
 
 
 class Paths:
-    """Exact effects of paths of one example, at one place.
-
-    Args:
-        runs: the example's two runs.
-        place: where senders are exchanged.
-        through: see `headwater.circuits.exact`.
-        tile_tokens: tokens given to a sublayer at once; default: as many as suit the device.
-    """
+    """Exact effects of paths of one example, at one place; `through` as in `headwater.circuits.exact`."""
 
     def __init__(self, runs: BothRuns, place: Place, through: str, tile_tokens: int | None = None):
         self.runs, self.graph, self.through = runs, runs.graph, through
@@ -503,7 +474,8 @@ class Paths:
                     reached = [s for s in some if has_path(self.graph, senders[s], targets)]
                     # A path from senders that are the same in both runs changes nothing, and needs no run.
                     effects[reached, r] = 0.0
-                    changing = [s for s in reached if self._is_felt(senders[s], targets)]
+                    before = self.graph.reach[targets].max()
+                    changing = [s for s in reached if self.changed[senders[s][senders[s] < before]].any()]
 
                     # As defaults: a closure would see the last values of the loop.
                     def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
@@ -518,10 +490,6 @@ class Paths:
                     for at in range(0, len(changing), self.rows.at_once):
                         in_halves(changing[at : at + self.rows.at_once], measure)
         return effects
-
-    def _is_felt(self, senders: Indices, receivers: Indices) -> bool:
-        """Whether a sender that the two runs differ in comes before a receiver."""
-        return bool(self.changed[senders[senders < self.graph.reach[receivers].max()]].any())
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
         """Return by layer what its receivers make of what reaches them; of the last, the changes that logits read."""
@@ -580,12 +548,9 @@ class Paths:
         """Write what the receivers of a layer made in place of what they would make."""
         nodes, hooks = self.graph.receivers, []
         for number, kind in enumerate(KINDS):
-            heads = nodes.head[own[nodes.kind[own] == number]].tolist()
-            if heads:
-                given = made[layer].heads[kind][which]
-                hooks.append(
-                    (SITES[kind].hook_name(layer), replace_hook(partial(_exchanged, heads=heads, given=given)))
-                )
+            if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
+                written = partial(_exchanged, heads=heads, given=made[layer].heads[kind][which])
+                hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
         with self.runs.model.hooks(hooks):
             yield
 

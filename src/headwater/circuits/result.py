@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.circuit import Circuit, made
+from headwater.circuits.circuit import Circuit, made, strength_order
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
@@ -121,7 +121,19 @@ class EdgeEffects(ByMetric, Result):
         Raises:
             InputError: so many rows would not fit in memory.
         """
-        return self._rows()
+        numbers = ~(self.effects.isnan() & self.estimates.isnan())
+        example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
+        what = f"The table of {len(cell):,} edges, examples and metrics"
+        advice = "Use .top(n), or the tensors .effects and .estimates."
+        refuse_too_large(what, len(cell) * ROW_BYTES, torch.device("cpu"), advice)
+        clean, corrupted, floor = self.baselines.numpy()[example, m].T
+        gap = clean - corrupted if self.run.options["direction"] == "denoise" else corrupted - clean
+        effect, estimate = (self._flat(name)[example, cell, m] for name in ("effects", "estimates"))
+        normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
+        numbers_of = {"effect": effect, "estimate": estimate, "normalized_effect": normalized}
+        baselines = {"clean": clean, "corrupted": corrupted, "floor": floor}
+        named = {"metric": np.array(self.metrics, dtype=object)[m]}
+        return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
         """Return the edges whose mean over examples is largest in size.
@@ -139,11 +151,9 @@ class EdgeEffects(ByMetric, Result):
         """
         m, cells = self._metric(metric), checked_count("n", n)
         order = self._ranked(m)[:cells]
-        means = {name: means_of(self._flat(name))[order, m] for name in ("effects", "estimates")}
+        effect, estimate = (means_of(self._flat(name))[order, m] for name in ("effects", "estimates"))
         names = [self.graph.name(int(edge)) for edge in self._edges(order)]
-        return pd.DataFrame(
-            self._named(order) | {"edge": names, "effect": means["effects"], "estimate": means["estimates"]}
-        )
+        return pd.DataFrame(self._named(order) | {"edge": names, "effect": effect, "estimate": estimate})
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the 20 largest edges of each metric over examples: mean, bootstrap interval, sign-flip p of 0.
@@ -337,7 +347,7 @@ class EdgeEffects(ByMetric, Result):
     def _ranked(self, m: int) -> Indices:
         """The cells that have a number, the largest mean first."""
         means = means_of(self._values)[:, m]
-        order = np.argsort(-np.nan_to_num(np.abs(means), nan=-1.0), kind="stable")
+        order = strength_order(means)
         return order[~np.isnan(means[order])]
 
     def _edges(self, cells: Indices) -> Indices:
@@ -350,25 +360,6 @@ class EdgeEffects(ByMetric, Result):
         if self.roles:
             return columns | {"role": np.array(self.roles, dtype=object)[places]}
         return columns | {"position": present(np.array(self.by_position or (-1,))[places])}
-
-    def _rows(self) -> pd.DataFrame:
-        numbers = ~(self.effects.isnan() & self.estimates.isnan())
-        example, cell, m = (column.numpy() for column in numbers.flatten(1, 2).nonzero().T)
-        refuse_too_large(
-            f"The table of {len(cell):,} edges, examples and metrics",
-            len(cell) * ROW_BYTES,
-            torch.device("cpu"),
-            "Use .top(n), or the tensors .effects and .estimates.",
-        )
-        clean, corrupted, floor = self.baselines.numpy()[example, m].T
-        base, other = (corrupted, clean) if self.run.options["direction"] == "denoise" else (clean, corrupted)
-        effect, estimate = (self._flat(name)[example, cell, m] for name in ("effects", "estimates"))
-        gap = other - base
-        normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
-        numbers_of = {"effect": effect, "estimate": estimate, "normalized_effect": normalized}
-        baselines = {"clean": clean, "corrupted": corrupted, "floor": floor}
-        named = {"metric": np.array(self.metrics, dtype=object)[m]}
-        return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
 
     def _sentences_on_the_rest(self, m: int, metric: str) -> list[str]:
         """Say of a screened run how far its estimates are off, and what the sample drawn of the other edges bounds."""
@@ -408,7 +399,7 @@ class EdgeEffects(ByMetric, Result):
 
 def _overlap(a: Numbers, b: Numbers, n: int) -> float:
     """Which part of the n largest of one are among the n largest of the other."""
-    tops = [set(np.argsort(-np.nan_to_num(np.abs(x), nan=-1.0), kind="stable")[:n].tolist()) for x in (a, b)]
+    tops = [set(strength_order(x)[:n].tolist()) for x in (a, b)]
     return len(tops[0] & tops[1]) / max(1, len(tops[0]))
 
 

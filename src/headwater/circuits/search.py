@@ -136,15 +136,7 @@ class _Left:
 
 
 class Greedy:
-    """One search.
-
-    Args:
-        graph: whose edges.
-        rule: when an edge stays out.
-        evaluate: runs circuits.
-        decided: is told how many edges are decided.
-        start: the edges that it begins from; default: all.
-    """
+    """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided."""
 
     def __init__(
         self,

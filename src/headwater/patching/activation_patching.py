@@ -186,7 +186,11 @@ def patch(
     spec = SweepSpec(over, layers, positions, head_numbers, window, spans, from_layer, keys)
     by_role = None if over == () else spec.by_role
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
-    _refuse_unused(chosen_sites, heads, keys)
+    names = ", ".join(site.name for site in chosen_sites)
+    if heads is not None and not any(site.has_heads for site in chosen_sites):
+        raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
+    if not (is_all(keys) or any(site.has_keys for site in chosen_sites)):
+        raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
 
     # What is edited of each prompt, and what that is in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
@@ -230,15 +234,6 @@ def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
         raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
     if method != METHODS[0]:
         raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
-
-
-def _refuse_unused(sites: Sequence[Site], heads: Heads, keys: Where) -> None:
-    """Refuse heads or keys where no site has any."""
-    names = ", ".join(site.name for site in sites)
-    if heads is not None and not any(site.has_heads for site in sites):
-        raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
-    if not (is_all(keys) or any(site.has_keys for site in sites)):
-        raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
 
 
 def _refuse_whole_dictionaries(sites: Sequence[Site], steps: Sequence[Sequence[Steps]], shape: ModelShape) -> None:
@@ -412,12 +407,7 @@ class SweepSpec:
     ) -> Iterator[CellTemplate]:
         """Yield what is edited of one site, once for each layer that values come from and each draw.
 
-        Args:
-            site: where.
-            steps: on each axis.
-            replacement: what is written.
-            since: before this position the values of a layer are those of the run itself.
-            model: the model.
+        Before the position `since` the values of a layer are those of the run itself.
         """
         windows = self.windows(site)
         values = {"values": replacement.label} if replacement.label else {}

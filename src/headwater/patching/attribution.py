@@ -17,7 +17,7 @@ from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from headwater.errors import InputError, NumericsError
@@ -120,19 +120,16 @@ class AttributionRunner(Runner):
                 product = row.first_order(current, slope, value)
                 products[site, layer, source, sample] = product
                 finite.append(product.flatten(1).isfinite().all(1))
-        self._refuse_not_finite(metric.name, list(products), finite)
-        return products
-
-    def _refuse_not_finite(self, metric: str, drawn: Sequence[Drawn], finite: Sequence[Bool[Tensor, " row"]]) -> None:
-        """Look at all products in one copy."""
+        # All products in one copy: each copy waits for the device.
         seen = torch.stack([one.to(finite[0].device) for one in finite]).cpu()
-        for (site, layer, _, _), examples in zip(drawn, seen, strict=True):
+        for (site, layer, _, _), examples in zip(products, seen, strict=True):
             if not bool(examples.all()):
                 raise NumericsError(
-                    f"The gradient of {metric!r} at {site} of layer {layer} is NaN or infinite in example "
+                    f"The gradient of {metric.name!r} at {site} of layer {layer} is NaN or infinite in example "
                     f"{self.group.examples[int((~examples).nonzero()[0])]} ({self.plan.model.dtype}). Load the model "
                     "with dtype='float32'."
                 )
+        return products
 
     def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
         """Return what an edit of every token of every example would leave of what a site reads."""
@@ -153,12 +150,8 @@ def _carrying(site: Site) -> Site:
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
     """Add up what each cell covers, at once for all cells that cover as many places of the same layer.
 
-    A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs.
-
-    Args:
-        products: see `Gradients`; by example, on its first axis.
-        cells: of these examples.
-        first: the number of the first example.
+    A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs. Products have
+    the examples on their first axis, of which the first one has the number `first`.
     """
     alike: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):

@@ -68,12 +68,7 @@ def scale(factor: SupportsFloat) -> ReplacementSpec:
 
 @checked_call
 def noise(
-    std: SupportsFloat,
-    samples: int = 10,
-    seed: int = 0,
-    *,
-    absolute: bool = False,
-    positions: Where | None = None,
+    std: SupportsFloat, samples: int = 10, seed: int = 0, *, absolute: bool = False, positions: Where | None = None
 ) -> ReplacementSpec:
     """Values: the activation that is there, with Gaussian noise added, drawn several times.
 
@@ -99,11 +94,8 @@ def noise(
     std = _number("std", std)
     if std < 0:
         raise InputError(f"std={shown(std)} must be at least 0.")
-    arguments: dict[str, Any] = {
-        "std": std,
-        "samples": checked_count("samples", samples, most=SAMPLES),
-        "seed": checked_seed(seed),
-    }
+    samples, seed = checked_count("samples", samples, most=SAMPLES), checked_seed(seed)
+    arguments: dict[str, Any] = {"std": std, "samples": samples, "seed": seed}
     arguments["absolute"] = checked_flag("absolute", absolute)
     return ReplacementSpec("noise", arguments if positions is None else arguments | {"positions": positions})
 
@@ -340,10 +332,8 @@ class Noise(_Changing):
             for row, example in enumerate(wanted.examples):
                 length = len(self.inputs.pair.base[example])
                 for sample in range(self.samples):
-                    shape = (length, *size[1:])
-                    sampled[row, sample, :length] = draw(
-                        self.inputs.arguments["seed"], site, layer, example, sample, shape
-                    )
+                    shape, seed = (length, *size[1:]), self.inputs.arguments["seed"]
+                    sampled[row, sample, :length] = draw(seed, site, layer, example, sample, shape)
             drawn[site, layer] = sampled.flatten(0, 1).to(model.device, model.dtype)
         return drawn
 

@@ -86,12 +86,9 @@ class ActivationNode:
 
 
 def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
-    """Read nodes that are to be changed together.
+    """Read nodes that are to be changed together: a list of nodes, of their names, or of mappings of what each has.
 
-    Args:
-        model: whose activations they are.
-        given: a list of nodes, or of mappings with `site`, `layer` and, as far as meant, `position`, `head`, `key`.
-        prompts: those that are edited: every one must have the tokens.
+    Every one of the prompts, which are those that are edited, must have the tokens.
     """
     if is_one(given):
         raise InputError(
@@ -119,26 +116,24 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
         raise InputError(
             f"{shown(given)} is not a node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}."
         )
-    asked = (
-        given.described()
-        if isinstance(given, ActivationNode)
-        else {str(k): v for k, v in given.items() if v is not None}
-    )
+    named = given.described() if isinstance(given, ActivationNode) else given
+    asked: dict[str, Any] = {str(k): v for k, v in named.items() if v is not None}
     if unknown := [name for name in asked if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{hint}")
     if absent := [name for name in known[:2] if name not in asked]:
         raise InputError(f"The node {shown(dict(asked))} names no {absent[0]}.")
-    (site,) = _site(asked.pop("site"), model)
-    shape = model.shape
+    name, shape = asked.pop("site"), model.shape
+    if not isinstance(name, str):
+        raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
+    (site,) = sites_named(name, model)
     counts = {"layer": shape.n_layers, "position": length, "key": length}
     counts |= {"head": site.n_heads(shape)} if site.has_heads else {}
     for axis in asked:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
-    node = ActivationNode(
-        site.name, **{axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
-    )
+    places = {axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
+    node = ActivationNode(site.name, **places)
     site.among([node.layer], model, edited=True)
     return node
 
@@ -152,12 +147,6 @@ def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
     if layer is None or site not in SITES:
         raise InputError(f"{shown(name)} is not a node with a layer; give one such as '9.2', 'm9' or a mapping.")
     return {"site": site, "layer": layer, "head": head}
-
-
-def _site(name: object, model: HookedModel) -> tuple[Site, ...]:
-    if not isinstance(name, str):
-        raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
-    return sites_named(name, model)
 
 
 def _within(value: object, count: int, axis: str, site: Site) -> int:
@@ -230,14 +219,10 @@ class ComponentSet:
 def read_sets(
     model: HookedModel, one: Mapping[str, Any], several: Any = None, complement: bool = False
 ) -> tuple[ComponentSet, ...]:
-    """Read the sets requested.
+    """Read the sets requested: `one`, the members of a single set by kind, or `several` in its place.
 
-    Args:
-        model: whose components they are.
-        one: a single set: by kind, its members, or None.
-        several: in its place, a mapping from names to sets, or a list of sets; a set is a mapping from kinds to
-            members, or a list of heads.
-        complement: whether everything of these kinds but the set is meant.
+    Those are a mapping from names to sets, or a list of sets; a set is a mapping from kinds to members, or a list of
+    heads. With `complement` everything of these kinds but the set is meant.
     """
     given = {kind: members for kind, members in one.items() if members is not None}
     if several is None:
@@ -283,8 +268,7 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
         )
     parts: list[Part] = []
     for kind, listed in members.items():
-        of_features = kind == FEATURES
-        parts += _feature_parts(listed, complement) if of_features else _parts(model, kind, listed, complement)
+        parts += _feature_parts(listed, complement) if kind == FEATURES else _parts(model, kind, listed, complement)
     if not parts:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
     return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))

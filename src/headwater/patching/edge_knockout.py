@@ -76,15 +76,13 @@ class Edges:
         Raises:
             InputError: no query comes after a key.
         """
-        length = len(prompt)
-        keys = torch.zeros(length, dtype=torch.bool)
+        keys = torch.zeros(len(prompt), dtype=torch.bool)
         keys[list(positions_of(self.key, prompt, example, n_examples))] = True
-        if isinstance(self.query, str) and self.query == "after":
-            edges = (~keys)[:, None] & keys[None]
-        else:
-            queries = torch.zeros(length, dtype=torch.bool)
+        queries = ~keys
+        if not (isinstance(self.query, str) and self.query == "after"):
+            queries = torch.zeros_like(keys)
             queries[list(positions_of(self.query, prompt, example, n_examples))] = True
-            edges = queries[:, None] & keys[None]
+        edges = queries[:, None] & keys[None]
         # With the diagonal: a token may be kept from reading itself.
         edges = edges if ahead else edges.tril()
         if not bool(edges.any()):

@@ -64,15 +64,8 @@ class EditHook(PromptHook):
     @property
     def identity(self) -> str:
         """What tells it from other edits, in the record of a run."""
-        described = [
-            self.site.described,
-            self.layer,
-            self.recipe.kind,
-            dict(self.recipe.arguments),
-            self.positions,
-            self.heads,
-            *([] if is_all(self.keys) else [self.keys]),
-        ]
+        described = [self.site.described, self.layer, self.recipe.kind, dict(self.recipe.arguments), self.positions]
+        described += [self.heads] if is_all(self.keys) else [self.heads, self.keys]
         return f"{self.site.name} {self.layer} {digest(described)}"
 
     def hook_for(self, model: HookedModel, batch: Batch | None, goes_on: bool = False) -> Hook:

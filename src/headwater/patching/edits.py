@@ -164,9 +164,8 @@ class CellTable:
 
     def part(self, cells: range) -> CellTable:
         """Return adjacent cells."""
-        return CellTable(
-            self.templates, self.example[cells.start : cells.stop], self.template[cells.start : cells.stop]
-        )
+        part = slice(cells.start, cells.stop)
+        return CellTable(self.templates, self.example[part], self.template[part])
 
     def among(self, examples: range) -> range:
         """Return which cells are of examples in a row."""
@@ -427,16 +426,10 @@ def _edited(
     at: Sequence[Tensor],
     units: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Return rows as edits leave them.
+    """Return rows as edits leave them: `current`, `row (head) width`, is a copy, which may be written into.
 
-    Args:
-        current: `row (head) width`, what is there; a copy, which may be written into.
-        values: what is written.
-        site: of the rows.
-        layer: of the rows.
-        source: the layer of the values.
-        at: example, position, sample and, where heads are chosen, head of each row.
-        units: row and entry of what is written, where that is not all.
+    `at` is example, position, sample and, where heads are chosen, head of each row; `units` are row and entry of what
+    is written, where that is not all.
     """
     example, position, sample, *heads = at
     if values.change is None and units is not None:
@@ -577,8 +570,7 @@ def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Te
         rows.append(np.repeat(np.arange(before, before + length), len(chosen)))
         units.append(np.tile(chosen, length))
         before += length
-    written, unit = (to_device(np.concatenate(one), device) for one in (rows, units))
-    return written, unit
+    return to_device(np.concatenate(rows), device), to_device(np.concatenate(units), device)
 
 
 def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> EditedRows:

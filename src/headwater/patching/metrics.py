@@ -107,10 +107,9 @@ class Metric:
         both = torch.cat([values[:1], 2 * values[:1].flip(-1) + 1])
         twice = [ids[:1].repeat(2) for ids in answers]
         clean = clean[:1].repeat(2, 1, 1) if clean is not None else None
-        rows = [slice(0, 1), slice(1, 2)]
         alone = [
             self.measure(both[row], [ids[row] for ids in twice], clean[row] if clean is not None else None)
-            for row in rows
+            for row in (slice(0, 1), slice(1, 2))
         ]
         together, alone_too = self.measure(both, twice, clean).double(), torch.cat(alone).double()
         # Wider than rounding: a batch of two may take another kernel than a batch of one.

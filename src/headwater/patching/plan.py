@@ -188,17 +188,11 @@ class Group:
         self.kept: Kept = [plan.positions[i] for i in examples]
         self.other_kept: Kept = [plan.other_positions[i] for i in examples] if plan.pair.other is not None else []
         self.cells = plan.cells.part(plan.cells.among(examples))
-        edits = [edit for template in self.cells.used for edit in template.edits]
-        self.edits: list[Edit] = edits
-        self.writes = [edit for edit in edits if edit.writes]
+        self.edits = [edit for template in self.cells.used for edit in template.edits]
+        self.writes = [edit for edit in self.edits if edit.writes]
         self.sites: dict[str, Site] = {edit.site.name: edit.site for edit in self.writes}
         """By name, where edits write."""
         self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
-
-    @property
-    def longest(self) -> int:
-        """Which of the examples has the longest edited prompt."""
-        return self.lengths.index(max(self.lengths))
 
     @cached_property
     def places(self) -> set[Place]:
@@ -214,11 +208,6 @@ class Group:
         """Return the layers that values of a place are taken from, and which draws of them, as pairs."""
         here = [edit for edit in self.writes if edit.site.name == site and layer in edit.layers]
         return {(edit.source_of(layer), edit.sample) for edit in here}
-
-    @cached_property
-    def severed_layers(self) -> set[int]:
-        """Where edits sever edges."""
-        return {layer for edit in self.edits if not edit.writes for layer in edit.layers}
 
     def batch(self, *sides: Side) -> Batch:
         """The examples' prompts of one side, then those of the next."""
@@ -500,7 +489,14 @@ class Readout:
                 self.plan.checked.add(metric.name)
             # float64 from here on: effects are differences of nearly equal numbers.
             measured[torch.from_numpy(rows)] = metric.measure(values, answers, clean).double().cpu()
-            self._refuse_no_number(metric, values, measured, rows, who)
+            for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
+                # Where the values themselves are not finite the model is at fault, which another check names.
+                if bool(values[i].isfinite().all()):
+                    raise InputError(
+                        f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
+                        f"{self.examples[who[i]]}, of values that are all finite: mend it there (log_softmax in place "
+                        "of log(softmax), no division by 0)."
+                    )
         return measured
 
     def _baseline(self, run: Reads) -> dict[Reading, Float[Tensor, "example metric"]]:
@@ -525,19 +521,6 @@ class Readout:
                 reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
                 table[torch.from_numpy(reading_cells), m] = baseline[reading][torch.from_numpy(rows[reading_cells]), m]
         return table
-
-    def _refuse_no_number(
-        self, metric: Metric, values: Tensor, measured: Tensor, rows: Indices, owners: Indices
-    ) -> None:
-        """Refuse NaN and infinity that a metric makes of finite values."""
-        for i in (~measured[torch.from_numpy(rows)].isfinite()).nonzero().flatten().tolist():
-            # Where the values themselves are not finite the model is at fault, which another check names.
-            if bool(values[i].isfinite().all()):
-                raise InputError(
-                    f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
-                    f"{self.examples[owners[i]]}, of values that are all finite: mend it there (log_softmax in place "
-                    "of log(softmax), no division by 0)."
-                )
 
     def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
         """Where a metric's answers are in what was read: token ids, or columns where only answers were read."""
@@ -579,9 +562,8 @@ class Readout:
         visible = torch.stack([seen.to(device) for seen in self._visible.values()])
         # A matrix is counted in every layer at once, and all counts are fetched together: one wait for the device.
         counts = torch.stack([(visible[:, : len(one), : len(one)] & one).sum((1, 2)) for one in matrices.values()])
-        by_layer = dict(
-            zip(matrices, (dict(zip(self._visible, row, strict=True)) for row in counts.tolist()), strict=True)
-        )
+        rows = (dict(zip(self._visible, row, strict=True)) for row in counts.tolist())
+        by_layer = dict(zip(matrices, rows, strict=True))
         n_heads = self.plan.model.shape.n_heads
 
         def count(cut: Edit) -> int:

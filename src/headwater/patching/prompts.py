@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -99,10 +99,8 @@ def read_table(table: Path | pd.DataFrame) -> tuple[list[Any], list[Any]]:
     else:
         refuse_repeated("The table of pairs", table.columns)
         where, rows = "The table of pairs", zip(table.index, table.to_dict("records"), strict=True)
-    pairs = [
-        (_cell(row, "clean", f"{where}, row {number}"), _cell(row, "corrupted", f"{where}, row {number}"))
-        for number, row in rows
-    ]
+    names = ("clean", "corrupted")
+    pairs = [tuple(_cell(row, name, f"{where}, row {number}") for name in names) for number, row in rows]
     if not pairs:
         raise InputError(f"{where} has no rows.")
     return [clean for clean, _ in pairs], [corrupted for _, corrupted in pairs]
@@ -159,14 +157,8 @@ def aligned_spans(
 ) -> list[AlignedSpan]:
     """Return by pair the positions a name represents in each prompt: in prompts of one length, the same ones.
 
-    They are found once for all pairs of the same lengths where these decide.
-
-    Args:
-        where: the name.
-        base: the prompts that are edited, each `draws` times.
-        other: the other prompt of each pair, or None.
-        base_side: 0 where the edited prompts are the clean ones, else 1.
-        draws: how many pairs in turn are one of the caller's.
+    They are found once for all pairs of the same lengths where these decide. `base` are the prompts that are edited,
+    each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
     """
     alike: dict[tuple[int, int | None], AlignedSpan] = {}
     spans, shared, n = [], hangs_on_length(where), len(base) // draws
@@ -350,11 +342,6 @@ class PromptPair:
         """By example: the other prompt; of noise the same text, which is another run."""
         return self.others if self.corruption is None else self.base
 
-    @property
-    def sides(self) -> tuple[Side, ...]:
-        """The runs that there are."""
-        return ("base",) if self.other is None else ("base", "other")
-
     def is_clean(self, side: Side) -> bool:
         """Whether a side is the clean runs."""
         return (side == "base") == self.base_is_clean
@@ -363,7 +350,7 @@ class PromptPair:
     def first_differences(self) -> tuple[int, ...]:
         """By example: the first position at which its two runs differ. Until there they are one."""
         if self.corruption is not None:
-            return self.corruption.starts()
+            return tuple(min(at) for at in self.corruption.at for _ in range(self.draws))
         assert self.other is not None
         return tuple(first_difference(*pair) for pair in zip(self.base, self.other, strict=True))
 
@@ -497,16 +484,8 @@ class Corruption:
     """How many draws of each prompt there are; draw s of prompt i is example i · samples + s of a plan."""
     seed: int
 
-    def starts(self) -> tuple[int, ...]:
-        """Return by example the first position at which the clean and the corrupted run differ."""
-        return tuple(min(at) for at in self.at for _ in range(self.samples))
-
     def hook(self, examples: Sequence[int | None]) -> Hook:
-        """Return the hook that corrupts the runs of a batch.
-
-        Args:
-            examples: by row of the batch, whose noise it gets; None where it stays clean.
-        """
+        """Return the hook that corrupts a batch: each row gets the noise of its example, and stays clean without."""
 
         def corrupt(activation: Tensor, hook: object) -> Tensor:
             noisy = activation.clone()
@@ -524,14 +503,7 @@ class Corruption:
 
 
 def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:
-    """Resolve `corrupted=hw.noise(...)` for some prompts.
-
-    Args:
-        model: whose embeddings are corrupted.
-        recipe: what `hw.noise` returned.
-        prompts: the clean prompts.
-        roles: the positions of the sweep: where they are by role, the noise may name one of the roles.
-    """
+    """Resolve `corrupted=hw.noise(...)` for the clean prompts; where positions are by role, it may name a role."""
     if recipe.kind != "noise":
         raise InputError(
             f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "
@@ -563,7 +535,5 @@ def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Se
 
     for start in range(0, len(prompts), BATCH):
         batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
-        model.run(
-            batch, [(hook_name("embed"), read_hook(lambda a, hook, start=start: keep(a, hook, start)))], stop_at=1
-        )
+        model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
     return float(torch.cat(entries).std())

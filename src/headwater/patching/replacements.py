@@ -200,10 +200,8 @@ class Zero(Replacement):
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return zeros, none of which takes memory."""
         zero = torch.zeros((), dtype=wanted.model.dtype, device=wanted.model.device)
-        sizes = {
-            (site, layer): wanted.sites[site].size(wanted.model.shape, wanted.width) for site, layer in wanted.places
-        }
-        return {place: zero.expand(len(wanted.examples), *size) for place, size in sizes.items()}
+        n, shape = len(wanted.examples), wanted.model.shape
+        return {place: zero.expand(n, *wanted.sites[place[0]].size(shape, wanted.width)) for place in wanted.places}
 
 
 def checked_tensor(option: str, value: Any) -> Tensor:
@@ -346,12 +344,8 @@ class Mean(_OfDataset):
         """Return each mean for every example, and where it is one over tokens, for every position."""
         if missing := tuple(place for place in wanted.places if place not in self._means):
             self._take_means(ValueRequest(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites))
-        n, by_position = len(wanted.examples), self.mean_over == "examples"
-        means = {place: self._means[place] for place in wanted.places}
-        return {
-            place: mean.expand(n, *mean.shape) if by_position else mean.expand(n, wanted.width, *mean.shape)
-            for place, mean in means.items()
-        }
+        size = (len(wanted.examples),) if self.mean_over == "examples" else (len(wanted.examples), wanted.width)
+        return {place: self._means[place].expand(*size, *self._means[place].shape) for place in wanted.places}
 
     def _take_means(self, wanted: ValueRequest) -> None:
         """Run the data set once and add up each activation."""

@@ -51,11 +51,7 @@ from headwater.patching.walk import NotFiniteError, Walk, not_walked
 
 TILE_TOKENS = {"cpu": 1024, "cuda": 1 << 15}
 """Tokens of a model of the width `WIDTH` given to a sublayer at once; halved when memory runs out."""
-
-
 WIDTH = 768
-
-
 TILE_WEIGHTS = 1 << 20
 """At most so many attention weights in a tile that is larger for being of a narrow model."""
 
@@ -119,7 +115,7 @@ class WalkRunner(Runner):
         if (answers := plan.only_answers) is not None:
             self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
         # Both sides are one batch: weights are read once for the two runs.
-        self._sides = plan.pair.sides
+        self._sides: tuple[Side, ...] = ("base",) if plan.pair.other is None else ("base", "other")
         names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
         batch = self.group.batch(*self._sides)
         # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
@@ -210,16 +206,9 @@ class WalkRunner(Runner):
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
         variants = Variants.one(Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole), 0)
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
+        keep, nothing = (lambda *read: read_logits.append(read[-1][0, 0])), ReplacementValues({})
         try:
-            Walk(
-                self.blocks,
-                recording,
-                variants,
-                ReplacementValues({}),
-                lambda *read: read_logits.append(read[-1][0, 0]),
-                tile,
-                answers,
-            ).run()
+            Walk(self.blocks, recording, variants, nothing, keep, tile, answers).run()
         except NotFiniteError:
             return "stepping through its blocks gives NaN or infinity where the model does not"
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
@@ -228,12 +217,10 @@ class WalkRunner(Runner):
                 raise
             return f"its blocks cannot be called one by one ({type(error).__name__}: {first_line(error)[:120]})"
         difference = float((read_logits[0].detach().float() - expected).abs().max())
-        return (
-            f"stepping through its blocks changes its logits by {difference:.1e}"
-            # Written so that NaN counts as different.
-            if not difference <= tolerance
-            else None
-        )
+        if difference <= tolerance:
+            return None
+        # Also where it is NaN.
+        return f"stepping through its blocks changes its logits by {difference:.1e}"
 
     def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
         """Say in which layer an edited run went wrong, by making it once more as a whole run."""
@@ -265,7 +252,11 @@ class WalkRunner(Runner):
             # All examples in one look: each look waits for the device.
             if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
-                    self._refuse_not_finite(logits, side, i, kept)
+                    wrong = ~logits[:, :1].isfinite().all(-1)
+                    if bool(wrong.any()):
+                        batch, position = group.batch(side), kept[i][int(wrong.nonzero()[0])]
+                        token = int(batch.tokens[i, position])
+                        raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(i), position, token))
         return read
 
     def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
@@ -283,13 +274,6 @@ class WalkRunner(Runner):
         if self._answers is None:
             return self.blocks.logits(residual)
         return self.blocks.logits_of(residual, self._answers[example].expand(len(residual), -1))
-
-    def _refuse_not_finite(self, logits: Float[Tensor, "kept width"], side: Side, example: int, kept: Kept) -> None:
-        wrong = ~logits[:, :1].isfinite().all(-1)
-        if bool(wrong.any()):
-            batch, position = self.group.batch(side), kept[example][int(wrong.nonzero()[0])]
-            token = int(batch.tokens[example, position])
-            raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(example), position, token))
 
 
 def noop_runs(
@@ -333,12 +317,13 @@ class WholeRuns(Runner):
         captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
         # Which keys a query sees depends on its position: the longest prompt has every query there is.
-        longest = self._prompts.rows(group.longest, group.longest + 1)
-        visible = visible_keys(model, longest, group.severed_layers) if group.severed_layers else {}
+        length = max(group.lengths)
+        longest = self._prompts.take([group.lengths.index(length)])
+        severed = {layer for edit in group.edits if not edit.writes for layer in edit.layers}
+        visible = visible_keys(model, longest, severed) if severed else {}
         others, other = other_run(group)
         self.values = values_written(group, others)
         self.readout = Readout(group, base, other, visible)
-        length = max(group.lengths)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """How many rows a forward has: as many tokens as a tile of the walk."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from numbers import Integral
@@ -25,12 +24,10 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
-from headwater.options import checked_count, checked_name, checked_number, checked_seed, shown
+from headwater.options import checked_name, checked_number, checked_seed, shown
 from headwater.patching.prompts import places_among
-from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
-from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
 from headwater.stats.significance import q_values, sign_flip_p
@@ -123,19 +120,15 @@ def gaps_of(table: pd.DataFrame) -> pd.Series:
     return -gap if bool((shares < 0).any()) else gap
 
 
-def cell_means(table: pd.DataFrame, columns: list[str], measure: str) -> pd.Series:
-    """Return the mean of each cell over examples; see `Sweep.summary`."""
-    if measure != "ratio of means":
-        return table.groupby(columns, dropna=False)[measure].mean()
-    felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
-    sums = felt.groupby(columns, dropna=False)[["effect", "gap"]].sum()
-    # Where clean and corrupted do not differ there is nothing to be a share of: NaN, not a large number.
-    return (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT)
-
-
 def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.DataFrame:
     """Lay the means over examples out by two columns: numbers in order, names as they come first."""
-    means = cell_means(table, [rows, columns], measure).unstack(columns)
+    if measure != "ratio of means":
+        means = table.groupby([rows, columns], dropna=False)[measure].mean().unstack(columns)
+    else:
+        felt = table.assign(gap=gaps_of(table)).dropna(subset=["effect"])
+        sums = felt.groupby([rows, columns], dropna=False)[["effect", "gap"]].sum()
+        # Where clean and corrupted do not differ there is nothing to be a share of: NaN, not a large number.
+        means = (sums["effect"] / sums["gap"]).where(sums["gap"].abs() > NOTHING_LEFT).unstack(columns)
     seen = [table[name].dropna().drop_duplicates() for name in (rows, columns)]
     down, across = ((one.sort_values() if is_numeric_dtype(one) else one).tolist() for one in seen)
     return means.reindex(index=pd.Index(down, name=rows), columns=pd.Index(across, name=columns))
@@ -276,16 +269,10 @@ MATCH = ("layer", "site")
 
 
 class CellEffects:
-    """The cells of a sweep's table, one metric, as a matrix of effects.
-
-    Args:
-        table: the sweep's.
-        coordinates: the columns that name a cell.
-        value: the column of effects.
-        metric: which of the sweep's metrics; needed where there are several.
+    """The cells of a sweep's table, named by some of its columns, as a matrix of the effects on one metric.
 
     Raises:
-        InputError: there is no such metric, or it has to be chosen.
+        InputError: there is no such metric, or it has to be chosen: there are several.
     """
 
     def __init__(self, table: pd.DataFrame, coordinates: Sequence[str], value: str, metric: str | None):
@@ -367,9 +354,8 @@ class CellEffects:
             raise InputError(f"The other sweep has no cell {', '.join(absent[0])}.")
         return [here[row] for row in wanted]
 
-    def placebos(self, cells: Sequence[int], drawing: PlaceboOptions) -> Float[ndarray, "draw example"]:
+    def placebos(self, cells: Sequence[int], match: str, placebos: int, seed: int) -> Float[ndarray, "draw example"]:
         """Return the effects of random sets like one, on each prompt."""
-        match, draws, seed = drawing.match, drawing.placebos, drawing.seed
         by = [name for name in (("site", "layer") if match == "layer" else ("site",)) if name in self.columns]
         strata = self.named.groupby(by, dropna=False, sort=False).ngroup().to_numpy()
         # The claimed cells are in no random set: a placebo with the effect itself would hide it.
@@ -377,70 +363,8 @@ class CellEffects:
         free[list(cells)] = False
         pools = [(np.flatnonzero(free & (strata == s)), int((strata[list(cells)] == s).sum())) for s in set(strata)]
         pools = [(pool, count) for pool, count in pools if count]
-        drawn = [self.of(one) for one in random_sets(pools, draws, seed)]
+        drawn = [self.of(one) for one in random_sets(pools, placebos, seed)]
         return np.array(drawn) if drawn else np.zeros((0, len(self.effects)))
-
-
-@dataclass(frozen=True, eq=False)
-class Swept:
-    """What a claim reads of a sweep."""
-
-    table: pd.DataFrame
-    coordinates: list[str]
-    """The columns that name a cell."""
-    run: RunRecord
-
-
-@dataclass(frozen=True)
-class PlaceboOptions:
-    """How random sets are drawn."""
-
-    match: str
-    placebos: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        checked_name("match", self.match, MATCH)
-        checked_count("placebos", self.placebos)
-        checked_seed(self.seed)
-
-
-def claim_on(
-    sweep: Swept,
-    cells: object,
-    metric: str | None,
-    value: str,
-    others: Mapping[str, Swept],
-    drawing: PlaceboOptions,
-    *,
-    margin: object,
-    level: object,
-) -> Claim:
-    """Judge a claim on some cells of a sweep; see `Sweep.claim`, whose `other` and `held_out` are `others`."""
-    level = checked_number("level", level, above=0.0, below=1.0)
-    margin = None if margin is None else checked_number("margin", margin, above=0.0)
-    here = CellEffects(sweep.table, sweep.coordinates, value, metric)
-    chosen = here.chosen(cells)
-    drawn = here.placebos(chosen, drawing)
-    wider = "; match='site' draws from all layers" if drawing.match == MATCH[0] else ""
-    notes = notes_of_few(len(drawn), advice=wider)
-    same: dict[str, Float[ndarray, " _"]] = {}
-    for option, one in others.items():
-        if value not in one.table.columns:
-            raise InputError(f"{option}= has no column {value}: give a sweep of pairs, or value='effect'.")
-        there = CellEffects(one.table, one.coordinates, value, here.metric)
-        same[option] = there.of(there.same(here, chosen))
-        if option == "held_out" and (shared := shared_prompts(sweep.run, one.run)):
-            same[option] = same[option][[example not in shared for example in there.examples]]
-            notes.append(
-                f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
-                f"({', '.join(map(str, shared[:8]))})"
-            )
-    evidence = ClaimEffects(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
-    what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
-    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=drawing.seed, notes=notes)
-    options = {"cells": here.names(chosen), "metric": here.metric, "value": value, "margin": margin, **vars(drawing)}
-    return Claim.of(judged, sweep.run, options | {option: one.run for option, one in others.items()})
 
 
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:

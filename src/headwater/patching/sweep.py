@@ -25,8 +25,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from headwater.errors import InputError
 from headwater.models.memory import in_halves
-from headwater.options import checked_kind
+from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.attribution import AttributionRunner
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, waves
@@ -34,19 +35,19 @@ from headwater.patching.prompts import DIRECTIONS
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.patching.runners import CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import (
+    MATCH,
+    CellEffects,
     MeasureName,
     NormalizeName,
-    PlaceboOptions,
-    Swept,
     agreement,
     chosen_rows,
-    claim_on,
     edited_run,
     grid_axes,
     grid_of,
     measure_of,
     note_of_gaps,
     note_of_lengths,
+    shared_prompts,
     strongest,
     strongest_first,
     summarize,
@@ -57,6 +58,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size
+from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -331,12 +333,36 @@ class Sweep(Result):
             InputError: there are no such cells or metric, another sweep has not the same, or nothing to compare with.
         """
         sweeps = {"other": other, "held_out": held_out}
-        given = {o: checked_kind(o, one, Sweep, "hw.patch(...)") for o, one in sweeps.items() if one is not None}
-        others = {o: Swept(one.table, one.coordinates, one.run) for o, one in given.items()}
+        others = {o: checked_kind(o, one, Sweep, "hw.patch(...)") for o, one in sweeps.items() if one is not None}
         measure = measure_of(self.table, value, None)
-        drawing = PlaceboOptions(match, placebos, seed)
-        here = Swept(self.table, self.coordinates, self.run)
-        return claim_on(here, cells, metric, measure, others, drawing, margin=margin, level=level)
+        options: dict[str, Any] = {"match": match, "placebos": placebos, "seed": seed}
+        checked_name("match", match, MATCH)
+        checked_count("placebos", placebos)
+        checked_seed(seed)
+        level = checked_number("level", level, above=0.0, below=1.0)
+        margin = None if margin is None else checked_number("margin", margin, above=0.0)
+        here = CellEffects(self.table, self.coordinates, measure, metric)
+        chosen = here.chosen(cells)
+        drawn = here.placebos(chosen, **options)
+        wider = "; match='site' draws from all layers" if match == MATCH[0] else ""
+        notes = notes_of_few(len(drawn), advice=wider)
+        same: dict[str, np.ndarray] = {}
+        for option, one in others.items():
+            if measure not in one.table.columns:
+                raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
+            there = CellEffects(one.table, one.coordinates, measure, here.metric)
+            same[option] = there.of(there.same(here, chosen))
+            if option == "held_out" and (shared := shared_prompts(self.run, one.run)):
+                same[option] = same[option][[example not in shared for example in there.examples]]
+                notes.append(
+                    f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
+                    f"({', '.join(map(str, shared[:8]))})"
+                )
+        evidence = ClaimEffects(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
+        what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
+        judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
+        about = {"cells": here.names(chosen), "metric": here.metric, "value": measure, "margin": margin, **options}
+        return Claim.of(judged, self.run, about | {option: one.run for option, one in others.items()})
 
     def report(self) -> list[str]:
         """Return the strongest cell of each site and metric, and what to mind about the means."""
@@ -437,7 +463,9 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
         if name == "sample" and plan.pair.corruption is not None:
             columns[name] = examples % draws
         elif name == "token" and any(one.token_at is not None for one in templates):
-            columns[name] = _tokens(plan, n_metrics)
+            strings = [prompt.strings for prompt in plan.pair.base]
+            shown = [None if t.token_at is None else "".join([strings[i][at] for at in t.token_at]) for i, t in cells]
+            columns[name] = [token for token in shown for _ in range(n_metrics)]
         elif any(name in one.labels for one in cells.used):
             labels = [one.labels.get(name) for one in templates]
             if name in (*AXES, "kv_head", "from_layer", "sample"):
@@ -461,13 +489,3 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     if not bool(measured.edges.isnan().all()):
         columns["edges"] = np.repeat(measured.edges.numpy(), n_metrics).astype(np.int64)
     return pd.DataFrame(columns)
-
-
-def _tokens(plan: Plan, n_metrics: int) -> list[str | None]:
-    """Return the tokens that the table shows of each cell, once for every metric."""
-    strings = [prompt.strings for prompt in plan.pair.base]
-    shown = [
-        None if template.token_at is None else "".join([strings[example][place] for place in template.token_at])
-        for example, template in plan.cells
-    ]
-    return shown if n_metrics == 1 else [token for token in shown for _ in range(n_metrics)]

@@ -303,11 +303,7 @@ class Masks:
     """
 
     def __init__(
-        self,
-        recording: Recording,
-        variants: Variants,
-        n_heads: int,
-        applied: dict[tuple[int, int], list[Indices]],
+        self, recording: Recording, variants: Variants, n_heads: int, applied: dict[tuple[int, int], list[Indices]]
     ):
         self.recording, self.variants, self._n_heads, self._applied = recording, variants, n_heads, applied
         self._like = recording.activations[main_site(Stage.BLOCK_INPUT).hook_name(0)]
