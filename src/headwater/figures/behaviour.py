@@ -90,10 +90,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         if marked:
             _legend({name: labelled for name, (_, labelled) in marked.items()}, axes, ax is None)
         if len(shown) > 1:
-            entitle(
-                figure_of(axes[0]),
-                model_title(result.run, "what heads attend to"),
-            )
+            entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
 
 

@@ -173,13 +173,7 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
 
 
 def _alone(
-    ax: Axes,
-    table: pd.DataFrame,
-    names: list[str],
-    axis: str,
-    log_scale: bool,
-    title: str,
-    as_published: bool = False,
+    ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, title: str, as_published: bool = False
 ) -> None:
     """Draw a panel that is a figure: with its legend and title."""
     handles = _panel(ax, table, names, axis, log_scale, as_published)

@@ -373,11 +373,7 @@ MOST = len(SETS)
 
 @checked_call
 def dose_response(
-    sweeps: Mapping[float, Sweep],
-    *,
-    ax: Axes | None = None,
-    title: str | None = None,
-    figsize: Size | None = None,
+    sweeps: Mapping[float, Sweep], *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes:
     """Draw what steering does to a metric, by dose.
 

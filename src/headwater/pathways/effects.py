@@ -223,12 +223,7 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 
 
 def _after(
-    run: Run,
-    stage: str,
-    intervention: Intervention,
-    read: Callable[[Intervention], Logits],
-    found: Logits,
-    bar: Bar,
+    run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], found: Logits, bar: Bar
 ) -> Logits:
     """Write into `found` what is read after an intervention, where it applies."""
 

@@ -104,10 +104,7 @@ def _table(
         "correct": (measured.answered.z == 0)[example],
     }
     if random is not None:
-        columns |= {
-            "random_delta_p": random.delta_p,
-            "random_delta_logit": random.delta_logit,
-        }
+        columns |= {"random_delta_p": random.delta_p, "random_delta_logit": random.delta_logit}
     table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
     if random is not None:
         flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
