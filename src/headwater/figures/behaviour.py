@@ -14,8 +14,9 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK
 from headwater.errors import InputError
-from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, mark_heads
+from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, extent, frame, mark_heads
 from headwater.figures.style import (
+    color_bar,
     columns,
     entitle,
     figure_of,
@@ -26,7 +27,6 @@ from headwater.figures.style import (
     new_figure,
     others,
     style,
-    whole_numbers,
 )
 from headwater.figures.sweep import UNSEEN, shown
 from headwater.heads.behaviour import NONE as NOT_CALLED
@@ -74,7 +74,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     with style(ax):
         axes = [ax] if ax is not None else _axes(result, shown)
         for name, place in zip(shown, axes, strict=True):
-            _frame(result, place)
+            frame(place, result.heads)
             title = SEEN[name] if name in SEEN else SHADES[name].title
             place.set_title(
                 title
@@ -117,13 +117,9 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
     return named(table).merge(excess, on=["layer", "head", "label"], how="left")
 
 
-def _extent(result: AttentionBehaviour) -> tuple[int, int]:
-    return int(result.heads["layer"].max()) + 1, int(result.heads["head"].max()) + 1
-
-
 def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     """Make a figure of fitting size with axes for each map, those with marks above, and room for the legend."""
-    (n_layers, n_heads), maps = _extent(result), len(shown)
+    (n_layers, n_heads), maps = extent(result.heads), len(shown)
     rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
     width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
@@ -135,13 +131,6 @@ def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     for spare in (one for line, row in zip(panels, rows, strict=True) for one in line[len(row) :]):
         spare.remove()
     return [one for line, row in zip(panels, rows, strict=True) for one in line[: len(row)]]
-
-
-def _frame(result: AttentionBehaviour, ax: Axes) -> None:
-    n_layers, n_heads = _extent(result)
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
-    for axis in (ax.xaxis, ax.yaxis):
-        whole_numbers(axis)
 
 
 def _mark_heads(heads: pd.DataFrame, ax: Axes) -> None:
@@ -163,9 +152,7 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
         mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
         ax.set_xlabel("Layer (dot: beyond random heads)")
-    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02, ticks=shade.ticks)
-    bar.outline.set_visible(False)
-    bar.set_label(shade.bar)
+    color_bar(mesh, ax, shade.bar, ticks=shade.ticks)
 
 
 def _look(name: str) -> tuple[str, str, float]:
@@ -213,9 +200,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
             by = LONG[str(name)]
             one.set_title(by if len(kinds) > 1 else model_title(result.run, f"composition of heads by {by}"))
         axes[0].set_ylabel("Earlier head, by layer")
-        bar = axes[0].figure.colorbar(mesh, ax=axes, fraction=0.04, pad=0.02)
-        bar.outline.set_visible(False)
-        bar.set_label(f"Score above chance ({result.table['expected'].iloc[0]:.2f})")
+        color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
         if len(kinds) > 1:
             entitle(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
     return axes[0] if len(kinds) == 1 else figure_of(axes[0])
@@ -238,8 +223,7 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     ax.set_yticks((places + 0.5) * heads, [str(one) for one in places])
     ax.set_xticks((places + 0.5) * heads, [str(one + 1) for one in places])
     ax.tick_params(length=0)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     ax.set_xlabel("Later head, by layer")
     return mesh
 

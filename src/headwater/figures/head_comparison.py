@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.errors import InputError
+from headwater.figures.head_map import LARGEST, extent, frame
 from headwater.figures.style import (
     DASHED,
     LINES_ARE,
@@ -45,7 +46,6 @@ MARKS = {"gained": "^", "lost": "v", "stronger": "+", "weaker": "_"}
 UNCHANGED = "#cfcfcf"
 CELL = 0.24
 """Inches between heads."""
-LARGEST = (6.0, 4.2)
 
 
 @DRAWINGS.add(HeadComparison)
@@ -65,17 +65,15 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
 
 def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     table = comparison.table
-    n_layers, n_heads = int(table["layer"].max()) + 1, int(table["head"].max()) + 1
+    n_layers, n_heads = extent(table)
     is_alone = ax is None
     if ax is None:
         cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
         size = (max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9)
         ax = new_figure(*size).add_subplot()
     first, other = comparison.models
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
+    frame(ax, table)
     ax.set_title(label(f"{first} → {other}: heads that changed"))
-    for axis in (ax.xaxis, ax.yaxis):
-        whole_numbers(axis)
     largest = comparison.changed.drop_duplicates(["layer", "head"])
     same = _unchanged(table, first, largest)
     ax.scatter(same["layer"], same["head"], s=14, c=UNCHANGED, linewidths=0)
