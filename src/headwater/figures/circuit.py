@@ -131,14 +131,9 @@ def _mean_height(node: int, lines: list[Drawn], places: Mapping[int, Place]) -> 
     return float(np.mean(heights)) if heights else 0.0
 
 
-def _on_the_line(places: Mapping[int, Place], line: Drawn) -> bool:
-    """Whether an edge leads from one to another of the nodes that are on one line, which it must go around."""
-    return places[line.source][1] == places[line.target][1] == 0
-
-
 def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
     (x0, y0), (x1, y1) = places[line.source], places[line.target]
-    if _on_the_line(places, line):
+    if y0 == y1 == 0:  # between nodes that are on one line, those between them are in the way
         depth = -0.28 - 0.2 * (x1 - x0)
         middle = [(x0 + 0.25 * (x1 - x0), depth), (x1 - 0.25 * (x1 - x0), depth)]
     else:

@@ -134,7 +134,9 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
         if number % columns:
             boxes.set_ylabel("")
             densities.set_ylabel("")
-    _share_top([boxes for boxes, _ in pairs])
+    ends = np.array([boxes.get_ylim() for boxes, _ in pairs])
+    for boxes, _ in pairs:
+        boxes.set_ylim(ends.min(), ends.max())
     entitle(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
     return figure
 
@@ -295,10 +297,3 @@ def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
     ax.fill_between(x, y, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
     ax.plot(x, y, label=f"{named} (n = {len(gaps):,})", **look)
     return 1
-
-
-def _share_top(axes: Sequence[Axes]) -> None:
-    """Give boxes of several models one scale."""
-    bottom, top = min(ax.get_ylim()[0] for ax in axes), max(ax.get_ylim()[1] for ax in axes)
-    for ax in axes:
-        ax.set_ylim(bottom, top)

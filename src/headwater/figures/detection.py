@@ -141,8 +141,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         tokens = found.table["token"].nunique()
         across = min(2, len(sets))
         rows = -(-len(sets) // across)
-        size = (2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
-        figure = new_figure(*size)
+        figure = new_figure(2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
         axes = figure.subplots(rows, across, squeeze=False, sharey=True).ravel().tolist()
         for panel, name in zip(axes, sets, strict=False):
             image = _panel(found, name, panel)

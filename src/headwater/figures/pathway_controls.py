@@ -325,8 +325,7 @@ def logit_changes(
             ax.plot([], [], linestyle="none", label=f"all ({len(own):,}): {verdicts['all']}")
             if WITHIN in verdicts:
                 ax.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
-            ax.set_title(label(name))
-            ax.set_xlabel("Change of the probe's logit (SD)")
+            ax.set(title=label(name), xlabel="Change of the probe's logit (SD)")
             ax.set_yticks([])
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
@@ -418,15 +417,12 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
             label=f"{label(name)} ({own['example'].nunique():,})",
         )
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
-    ax.set_xlabel(f"Subject's popularity, in fifths ({BANDS_ARE})")
-    ax.set_ylabel("Q-anchored (%)")
+    ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)")
     ax.set_ylim(bottom=0)
     legend_above(ax, 2, "")
 
 
 def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
     """Per cent of rows that are so, with an interval over examples."""
-    if rows.empty:
-        raise InputError("There are no examples to average.")
     by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
     return interval(100 * Bootstrap.of(range(len(by_example))).ratio(*by_example.T))

@@ -161,6 +161,8 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
     columns = [name for name in by_head if name not in ("layer", "head")]
     named = found.way(NAMED)
     ways = found.ways.dropna(subset=["share"])
+    rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
+    heads_of = [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
     return {
         "title": evidence_title(found),
         "layers": layers,
@@ -171,16 +173,10 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
         "named": [int(named["layer"]), int(named["head"])],
         "when": _when(found.when),
         "tables": [
-            _rows("named by", ways.assign(heads=_heads_of(ways)), ["way", "heads", "share", "low", "high"]),
+            _rows("named by", ways.assign(heads=heads_of), ["way", "heads", "share", "low", "high"]),
             _rows("silenced", found.cost, ["what", "heads", "cost", "low", "high"]),
         ],
     }
-
-
-def _heads_of(ways: pd.DataFrame) -> list[str]:
-    """Return the head that each way names, or how many it names."""
-    rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
-    return [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
 
 
 def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:
