@@ -245,8 +245,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]
     with style(ax):
-        if ax is None:
-            ax = new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
+        ax = ax or new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
         # Beside the bars: two thirds of the width, in letters of their size.
@@ -263,8 +262,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
                     family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
                 )  # fmt: skip
         ax.set_yticks(vectors, [str(vector) for vector in vectors])
-        ax.set_ylim(max(vectors) + 0.6, 0.4)
-        ax.set_xlim(0, widest * 3.2)
+        ax.set(xlim=(0, widest * 3.2), ylim=(max(vectors) + 0.6, 0.4))
         ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= widest * 1.01]
         ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
         ax.set(ylabel="Singular vector")

@@ -215,14 +215,11 @@ def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[floa
 
 def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     """Say above the axes what lines mean."""
-    effects = circuit.effects
-    entries: list[tuple[str, dict[str, Any]]] = []
-    if (effects > 0).any():
-        entries.append(("effect above 0", {"color": ABOVE, "linewidth": 2}))
-    if (effects < 0).any():
-        entries.append(("effect below 0", {"color": BELOW, "linewidth": 2}))
-    if np.isnan(effects).any():
-        entries.append(("effect not known", {"color": FAINT, "linewidth": 2}))
+    effects: Any = circuit.effects
+    signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "not known": (np.isnan(effects), FAINT)}
+    entries: list[tuple[str, dict[str, Any]]] = [
+        (f"effect {name}", {"color": color, "linewidth": 2}) for name, (is_so, color) in signs.items() if is_so.any()
+    ]
     if not np.isnan(effects).all():
         entries.append((f"thickest: {top:.2g}", {"color": INK, "linewidth": WIDTHS[1]}))
     kinds = {line.kind for line in lines}

@@ -264,8 +264,7 @@ def layer_curves(
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
     with shared_look(ax):
-        if ax is None:
-            ax = new_figure(3.6, 2.9).add_subplot()
+        ax = ax or new_figure(3.6, 2.9).add_subplot()
         for number, depth in enumerate(profile.depths):
             line = rows[rows["depth"] == depth]
             color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]

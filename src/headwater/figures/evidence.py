@@ -144,9 +144,8 @@ def _when(when: pd.DataFrame, ax: Axes) -> None:
         color, mark = ROLE_LOOKS[str(role)]
         ax.fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.2, lw=0)
         ax.plot(rows["layer"], rows["share"], color=color, marker=mark, ms=2.5, label=f"at the {role} token")
-    ax.set(xlabel="Before layer", ylabel="Share of gap")
+    ax.set(xlabel="Before layer", ylabel="Share of gap", title="when: residual stream patched")
     whole_numbers(ax.xaxis)
-    ax.set_title("when: residual stream patched")
     ax.legend()
 
 

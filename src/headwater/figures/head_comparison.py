@@ -105,16 +105,16 @@ def _draw_curves(comparison: HeadComparison) -> Figure:
     for name, category in CATEGORIES.items():
         heads = summary[summary["category"] == name]["heads"]
         upper.plot(at, heads, marker=category.mark, color=category.color, markersize=4, clip_on=False, label=name)
-    upper.set(ylabel="Heads", ylim=(0, None))
-    upper.set_title("Heads by category")
+    upper.set(ylabel="Heads", ylim=(0, None), title="Heads by category")
     upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     every = summary[summary["category"] == "any"]
     lower.bar(at, every["gained"], width=0.6, color=BLUE, label="gained")
     lower.bar(at, -every["lost"], width=0.6, color=ORANGE, hatch="///", edgecolor="white", label="lost")
     lower.axhline(0, color=FAINT, linewidth=0.6)
     most = max(1, int(every[["gained", "lost"]].to_numpy().max()))
-    lower.set(ylabel="Heads", ylim=(-1.15 * most, 1.15 * most))
-    lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
+    lower.set(
+        ylabel="Heads", ylim=(-1.15 * most, 1.15 * most), title=label(f"Gained or lost a relation since {models[0]}")
+    )
     lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     lower.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
@@ -197,9 +197,8 @@ def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
         ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
     most = max(1, int(sensitivity.table["heads"].max()))
     what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
-    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most))
+    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most), title=f"{rule} rule")
     cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
-    ax.set_title(f"{rule} rule")
     whole_numbers(ax.yaxis)
 
 
@@ -216,8 +215,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     names = list(dict.fromkeys(rows["relation"]))
     heads = f"{int(rows['heads'].max()):,}"
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
+        ax = ax or new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
@@ -239,8 +237,7 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
     with style(ax):
-        if ax is None:
-            ax = new_figure(3.6, 3.0).add_subplot()
+        ax = ax or new_figure(3.6, 3.0).add_subplot()
         for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:

@@ -210,8 +210,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
     rows = whole_summary(found)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
+        ax = ax or new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
         for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
             color, marker = MODE_LOOKS[mode]
             y = [place + shift for place in range(len(rows))]

@@ -174,8 +174,7 @@ def _alone(
 ) -> None:
     """Draw a panel that is a figure: with its legend and title."""
     handles = _panel(ax, table, names, axis, log_scale, as_published)
-    ax.set(ylabel="Density")
-    ax.set_title(title)
+    ax.set(ylabel="Density", title=title)
     entries = _in_order(handles)
     marked = DAGGER_IS if _spelled(entries) != SPELLED else None
     ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=marked, title_fontsize=7)

@@ -111,10 +111,8 @@ def _suppressed(table: pd.DataFrame, relations: Sequence[str]) -> list[list[obje
     """List what heads suppress: layer, head, relation, and the numbers of that side."""
     rows = table[table["suppressed"]]
     numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
-    places = zip(
-        rows["layer"].tolist(), rows["head"].tolist(), rows["relation"].map(list(relations).index), strict=True
-    )
-    return [[*map(int, place), *of_row] for place, of_row in zip(places, zip(*numbers, strict=True), strict=True)]
+    places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
+    return [[*map(int, row[:3]), *row[3:]] for row in zip(*places, *numbers, strict=True)]
 
 
 def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
