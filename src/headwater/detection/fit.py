@@ -178,15 +178,10 @@ class AnswerSet:
         }
 
     def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:
+        states, z, recipe = self.states[:, torch.from_numpy(train)], self.answered.z[train], self.recipe
+        groups = [self.groups[i] for i in train]
         fitted = fit_probes(
-            self.states[:, torch.from_numpy(train)],
-            self.answered.z[train],
-            site=self.recipe.site,
-            token=self.recipe.token,
-            groups=[self.groups[i] for i in train],
-            seed=seed,
-            folds=FOLDS,
-            cross_fit=False,
+            states, z, site=recipe.site, token=recipe.token, groups=groups, seed=seed, folds=FOLDS, cross_fit=False
         )
         return fitted.best
 

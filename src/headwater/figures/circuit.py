@@ -146,13 +146,8 @@ def _draw(ax: Axes, curve: Path, line: Drawn, effect: float, top: float, rank: f
     share = 0.0 if np.isnan(effect) else float(np.sqrt(abs(effect) / top))
     color = FAINT if np.isnan(effect) else ABOVE if effect > 0 else BELOW
     width = WIDTHS[0] + share * (WIDTHS[1] - WIDTHS[0])
-    look: dict[str, Any] = {
-        "linestyle": LINES[line.kind],
-        "alpha": 0.35 + 0.55 * share,
-        "zorder": 1 + rank,
-        "capstyle": "butt",
-    }
-    ax.add_patch(PathPatch(curve, facecolor="none", edgecolor=color, linewidth=width, **look))
+    look: dict[str, Any] = {"linestyle": LINES[line.kind], "alpha": 0.35 + 0.55 * share, "zorder": 1 + rank}
+    ax.add_patch(PathPatch(curve, facecolor="none", edgecolor=color, linewidth=width, capstyle="butt", **look))
 
 
 def _write_effects(

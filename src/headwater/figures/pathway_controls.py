@@ -407,14 +407,8 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
         shares = np.array([_share(own.assign(q=own["mode"] == MODES[0])[group == g], "q") for g in sorted(set(group))])
         x = sorted(set(group))
         ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
-        ax.plot(
-            x,
-            shares[:, 0],
-            f"{mark}-",
-            color=color,
-            markersize=2.8,
-            label=f"{label(name)} ({own['example'].nunique():,})",
-        )
+        named = f"{label(name)} ({own['example'].nunique():,})"
+        ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=named)
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
     ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)")
     ax.set_ylim(bottom=0)

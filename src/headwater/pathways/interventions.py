@@ -238,14 +238,8 @@ def _blocked(name: str, answered: AnsweredQuestions, setup: Setup, keys: Sequenc
     table = answered.table
     exact_answer = list(table["exact_answer_tokens"])
     useful = [row for row, (own, at) in enumerate(zip(keys, positions, strict=True)) if own and min(own) < at]
-    whole = Intervention(
-        name,
-        np.arange(len(table)),
-        list(table["tokens"]),
-        positions,
-        keys,
-        exact_answer if setup.edges == "answer" else None,
-    )
+    queries = exact_answer if setup.edges == "answer" else None
+    whole = Intervention(name, np.arange(len(table)), list(table["tokens"]), positions, keys, queries)
     return whole.rows(useful)
 
 
