@@ -97,14 +97,10 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
 def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
     """Say beside a map or below several what marks mean, and how many heads each names, map by map."""
     counts = [one["label"].value_counts() for one in labelled.values()]
-    look: dict[str, Any] = {
-        "handles": [
-            _mark(name, " / ".join(f"{count.get(name, 0):,}" for count in counts)) for name in (*BEHAVIOURS, NOT_CALLED)
-        ],
-        "title": "area: excess over chance",
-    }
-    if len(labelled) > 1:
-        look["title"] = f"heads ({' / '.join(labelled)}), area: excess over chance"
+    texts = {name: " / ".join(f"{count.get(name, 0):,}" for count in counts) for name in (*BEHAVIOURS, NOT_CALLED)}
+    maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
+    handles = [_mark(name, text) for name, text in texts.items()]
+    look: dict[str, Any] = {"handles": handles, "title": f"{maps}area: excess over chance"}
     if len(axes) == 1:
         legend_beside(axes[0], is_alone, **look)
     else:

@@ -144,15 +144,9 @@ def saliency(
         entries = _in_order(handles)
         longest = max(len(entry.replace("$", "").replace("_", "")) for entry in entries)
         ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
-        figure.legend(
-            [entry[:2] for entry in entries.values()],
-            entries,
-            loc="outside lower center",
-            ncols=ncols,
-            handlelength=2.4,
-            title=None if as_published else _spelled(entries),
-            title_fontsize=7,
-        )
+        look: dict[str, Any] = {"title": None if as_published else _spelled(entries), "title_fontsize": 7}
+        drawn = [entry[:2] for entry in entries.values()]
+        figure.legend(drawn, entries, loc="outside lower center", ncols=ncols, handlelength=2.4, **look)
         if len(tables) > 1 and not as_published:
             entitle(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)

@@ -188,15 +188,9 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
     def compute(one: tuple[int, int]) -> dict[str, Tensor]:
         seed, side = one
         rows = np.flatnonzero(half[seed] != side)
+        there, z, asked = states[:, torch.from_numpy(rows)], answered.z[rows], [groups[row] for row in rows]
         fitted = fit_probes(
-            states[:, torch.from_numpy(rows)],
-            answered.z[rows],
-            site=setup.site,
-            token=setup.token,
-            groups=[groups[row] for row in rows],
-            seed=seed,
-            folds=FOLDS,
-            cross_fit=False,
+            there, z, site=setup.site, token=setup.token, groups=asked, seed=seed, folds=FOLDS, cross_fit=False
         )
         return probes_as_tensors(fitted)
 

@@ -143,18 +143,11 @@ class Intervention:
 
     def rows(self, chosen: Sequence[int]) -> Intervention:
         """Return some of the rows."""
-
-        def pick(values: Any) -> Any:
-            return None if values is None else [values[i] for i in chosen]
-
-        return replace(
-            self,
-            examples=self.examples[list(chosen)],
-            tokens=pick(self.tokens),
-            positions=pick(self.positions),
-            keys=pick(self.keys),
-            queries=pick(self.queries),
-        )
+        lists = {name: getattr(self, name) for name in ("tokens", "positions", "keys", "queries")}
+        picked: dict[str, Any] = {
+            name: [values[i] for i in chosen] for name, values in lists.items() if values is not None
+        }
+        return replace(self, examples=self.examples[list(chosen)], **picked)
 
 
 def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -> States:
