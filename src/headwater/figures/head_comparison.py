@@ -112,9 +112,8 @@ def _draw_curves(comparison: HeadComparison) -> Figure:
     lower.bar(at, -every["lost"], width=0.6, color=ORANGE, hatch="///", edgecolor="white", label="lost")
     lower.axhline(0, color=FAINT, linewidth=0.6)
     most = max(1, int(every[["gained", "lost"]].to_numpy().max()))
-    lower.set(
-        ylabel="Heads", ylim=(-1.15 * most, 1.15 * most), title=label(f"Gained or lost a relation since {models[0]}")
-    )
+    lower.set(ylabel="Heads", ylim=(-1.15 * most, 1.15 * most))
+    lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
     lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
     lower.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
