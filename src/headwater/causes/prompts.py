@@ -111,12 +111,7 @@ class RelationPrompts:
 
 @checked_call
 def relation_prompts(
-    model: HookedModel,
-    relation: "Relation | str",
-    *,
-    template: str = "auto",
-    pairs: int = 12,
-    seed: int = 0,
+    model: HookedModel, relation: "Relation | str", *, template: str = "auto", pairs: int = 12, seed: int = 0
 ) -> RelationPrompts:
     """Make prompts that ask for a relation's targets, in two halves that share no source.
 

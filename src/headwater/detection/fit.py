@@ -163,6 +163,8 @@ class AnswerSet:
             len(train),
             *(int((mode & label).sum()) for mode in (anchored, ~anchored) for label in (right, wrong)),
         ]
+        draws = Bootstrap.of([self.groups[row] for row in test])
+        gate_auc = interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
         return {
             "layer": torch.tensor(layer),
             "weight": detector.weight,
@@ -172,26 +174,14 @@ class AnswerSet:
             "test": torch.from_numpy(self.rows[test]),
             "scores": self._scores(detector, test),
             "counts": torch.tensor(counts),
-            "gate_auc": torch.tensor(self._gate_auc(gate, flipped, test), dtype=torch.float64),
+            "gate_auc": torch.tensor(gate_auc, dtype=torch.float64),
         }
 
-    def _gate_auc(
-        self, gate: NDArray[np.float64], flipped: NDArray[np.int64], test: NDArray[np.int64]
-    ) -> tuple[float, float, float]:
-        """Return the AUC of the gate for the modes, and the ends of its interval."""
-        draws = Bootstrap.of([self.groups[row] for row in test])
-        return interval(draws.apply(lambda counts: auc(gate, flipped, counts=counts)))
-
     def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:
+        states, z, recipe = self.states[:, torch.from_numpy(train)], self.answered.z[train], self.recipe
+        groups = [self.groups[i] for i in train]
         fitted = fit_probes(
-            self.states[:, torch.from_numpy(train)],
-            self.answered.z[train],
-            site=self.recipe.site,
-            token=self.recipe.token,
-            groups=[self.groups[i] for i in train],
-            seed=seed,
-            folds=FOLDS,
-            cross_fit=False,
+            states, z, site=recipe.site, token=recipe.token, groups=groups, seed=seed, folds=FOLDS, cross_fit=False
         )
         return fitted.best
 

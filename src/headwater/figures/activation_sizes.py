@@ -60,8 +60,7 @@ def plot_cache(
         if (sizes["rms"] > 0).all():
             ax.set_yscale("log")
         whole_numbers(ax.xaxis)
-        ax.set_xlabel("Layer")
-        ax.set_ylabel("Root mean square")
+        ax.set(xlabel="Layer", ylabel="Root mean square")
         ax.legend(fontsize=7)
         ax.set_title(model_title(cache.run, f"size of activations (n = {len(cache.frame):,} tokens)"))
     return ax

@@ -14,8 +14,9 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK
 from headwater.errors import InputError
-from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, mark_heads
+from headwater.figures.head_map import AREAS, CELL, LARGEST, NO_EXCESS_AREA, NONE, extent, frame, mark_heads
 from headwater.figures.style import (
+    color_bar,
     columns,
     entitle,
     figure_of,
@@ -26,7 +27,6 @@ from headwater.figures.style import (
     new_figure,
     others,
     style,
-    whole_numbers,
 )
 from headwater.figures.sweep import UNSEEN, shown
 from headwater.heads.behaviour import NONE as NOT_CALLED
@@ -74,7 +74,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     with style(ax):
         axes = [ax] if ax is not None else _axes(result, shown)
         for name, place in zip(shown, axes, strict=True):
-            _frame(result, place)
+            frame(place, result.heads)
             title = SEEN[name] if name in SEEN else SHADES[name].title
             place.set_title(
                 title
@@ -90,24 +90,17 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         if marked:
             _legend({name: labelled for name, (_, labelled) in marked.items()}, axes, ax is None)
         if len(shown) > 1:
-            entitle(
-                figure_of(axes[0]),
-                model_title(result.run, "what heads attend to"),
-            )
+            entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
 
 
 def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
     """Say beside a map or below several what marks mean, and how many heads each names, map by map."""
     counts = [one["label"].value_counts() for one in labelled.values()]
-    look: dict[str, Any] = {
-        "handles": [
-            _mark(name, " / ".join(f"{count.get(name, 0):,}" for count in counts)) for name in (*BEHAVIOURS, NOT_CALLED)
-        ],
-        "title": "area: excess over chance",
-    }
-    if len(labelled) > 1:
-        look["title"] = f"heads ({' / '.join(labelled)}), area: excess over chance"
+    texts = {name: " / ".join(f"{count.get(name, 0):,}" for count in counts) for name in (*BEHAVIOURS, NOT_CALLED)}
+    maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
+    handles = [_mark(name, text) for name, text in texts.items()]
+    look: dict[str, Any] = {"handles": handles, "title": f"{maps}area: excess over chance"}
     if len(axes) == 1:
         legend_beside(axes[0], is_alone, **look)
     else:
@@ -120,13 +113,9 @@ def _labelled(table: pd.DataFrame) -> pd.DataFrame:
     return named(table).merge(excess, on=["layer", "head", "label"], how="left")
 
 
-def _extent(result: AttentionBehaviour) -> tuple[int, int]:
-    return int(result.heads["layer"].max()) + 1, int(result.heads["head"].max()) + 1
-
-
 def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     """Make a figure of fitting size with axes for each map, those with marks above, and room for the legend."""
-    (n_layers, n_heads), maps = _extent(result), len(shown)
+    (n_layers, n_heads), maps = extent(result.heads), len(shown)
     rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
     cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
     width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
@@ -138,13 +127,6 @@ def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     for spare in (one for line, row in zip(panels, rows, strict=True) for one in line[len(row) :]):
         spare.remove()
     return [one for line, row in zip(panels, rows, strict=True) for one in line[: len(row)]]
-
-
-def _frame(result: AttentionBehaviour, ax: Axes) -> None:
-    n_layers, n_heads = _extent(result)
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
-    for axis in (ax.xaxis, ax.yaxis):
-        whole_numbers(axis)
 
 
 def _mark_heads(heads: pd.DataFrame, ax: Axes) -> None:
@@ -166,9 +148,7 @@ def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
         mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
         ax.set_xlabel("Layer (dot: beyond random heads)")
-    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02, ticks=shade.ticks)
-    bar.outline.set_visible(False)
-    bar.set_label(shade.bar)
+    color_bar(mesh, ax, shade.bar, ticks=shade.ticks)
 
 
 def _look(name: str) -> tuple[str, str, float]:
@@ -216,9 +196,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
             by = LONG[str(name)]
             one.set_title(by if len(kinds) > 1 else model_title(result.run, f"composition of heads by {by}"))
         axes[0].set_ylabel("Earlier head, by layer")
-        bar = axes[0].figure.colorbar(mesh, ax=axes, fraction=0.04, pad=0.02)
-        bar.outline.set_visible(False)
-        bar.set_label(f"Score above chance ({result.table['expected'].iloc[0]:.2f})")
+        color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
         if len(kinds) > 1:
             entitle(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
     return axes[0] if len(kinds) == 1 else figure_of(axes[0])
@@ -241,8 +219,7 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     ax.set_yticks((places + 0.5) * heads, [str(one) for one in places])
     ax.set_xticks((places + 0.5) * heads, [str(one + 1) for one in places])
     ax.tick_params(length=0)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     ax.set_xlabel("Later head, by layer")
     return mesh
 
@@ -264,8 +241,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]
     with style(ax):
-        if ax is None:
-            ax = new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
+        ax = ax or new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
         # Beside the bars: two thirds of the width, in letters of their size.
@@ -282,8 +258,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
                     family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
                 )  # fmt: skip
         ax.set_yticks(vectors, [str(vector) for vector in vectors])
-        ax.set_ylim(max(vectors) + 0.6, 0.4)
-        ax.set_xlim(0, widest * 3.2)
+        ax.set(xlim=(0, widest * 3.2), ylim=(max(vectors) + 0.6, 0.4))
         ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= widest * 1.01]
         ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
         ax.set(ylabel="Singular vector")

@@ -131,14 +131,9 @@ def _mean_height(node: int, lines: list[Drawn], places: Mapping[int, Place]) -> 
     return float(np.mean(heights)) if heights else 0.0
 
 
-def _on_the_line(places: Mapping[int, Place], line: Drawn) -> bool:
-    """Whether an edge leads from one to another of the nodes that are on one line, which it must go around."""
-    return places[line.source][1] == places[line.target][1] == 0
-
-
 def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
     (x0, y0), (x1, y1) = places[line.source], places[line.target]
-    if _on_the_line(places, line):
+    if y0 == y1 == 0:  # between nodes that are on one line, those between them are in the way
         depth = -0.28 - 0.2 * (x1 - x0)
         middle = [(x0 + 0.25 * (x1 - x0), depth), (x1 - 0.25 * (x1 - x0), depth)]
     else:
@@ -151,13 +146,8 @@ def _draw(ax: Axes, curve: Path, line: Drawn, effect: float, top: float, rank: f
     share = 0.0 if np.isnan(effect) else float(np.sqrt(abs(effect) / top))
     color = FAINT if np.isnan(effect) else ABOVE if effect > 0 else BELOW
     width = WIDTHS[0] + share * (WIDTHS[1] - WIDTHS[0])
-    look: dict[str, Any] = {
-        "linestyle": LINES[line.kind],
-        "alpha": 0.35 + 0.55 * share,
-        "zorder": 1 + rank,
-        "capstyle": "butt",
-    }
-    ax.add_patch(PathPatch(curve, facecolor="none", edgecolor=color, linewidth=width, **look))
+    look: dict[str, Any] = {"linestyle": LINES[line.kind], "alpha": 0.35 + 0.55 * share, "zorder": 1 + rank}
+    ax.add_patch(PathPatch(curve, facecolor="none", edgecolor=color, linewidth=width, capstyle="butt", **look))
 
 
 def _write_effects(
@@ -220,14 +210,11 @@ def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[floa
 
 def _legend(ax: Axes, circuit: Circuit, lines: list[Drawn], top: float) -> None:
     """Say above the axes what lines mean."""
-    effects = circuit.effects
-    entries: list[tuple[str, dict[str, Any]]] = []
-    if (effects > 0).any():
-        entries.append(("effect above 0", {"color": ABOVE, "linewidth": 2}))
-    if (effects < 0).any():
-        entries.append(("effect below 0", {"color": BELOW, "linewidth": 2}))
-    if np.isnan(effects).any():
-        entries.append(("effect not known", {"color": FAINT, "linewidth": 2}))
+    effects: Any = circuit.effects
+    signs = {"above 0": (effects > 0, ABOVE), "below 0": (effects < 0, BELOW), "not known": (np.isnan(effects), FAINT)}
+    entries: list[tuple[str, dict[str, Any]]] = [
+        (f"effect {name}", {"color": color, "linewidth": 2}) for name, (is_so, color) in signs.items() if is_so.any()
+    ]
     if not np.isnan(effects).all():
         entries.append((f"thickest: {top:.2g}", {"color": INK, "linewidth": WIDTHS[1]}))
     kinds = {line.kind for line in lines}

@@ -49,8 +49,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
     summary = whole_summary(runs)
     summary = summary[summary["metric"] == name].reset_index(drop=True)
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.6, 0.8 + 0.4 * len(summary)).add_subplot()
+        ax = ax or new_figure(4.6, 0.8 + 0.4 * len(summary)).add_subplot()
         for x in (0.0, 1.0):
             ax.axvline(x, color=LINE, linewidth=0.8)
         for place, (_, row) in enumerate(summary.iterrows()):
@@ -74,8 +73,7 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
     summary = whole_summary(curve)
     summary = summary[summary["metric"] == name].sort_values("size")
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.6, 3.2).add_subplot()
+        ax = ax or new_figure(4.6, 3.2).add_subplot()
         for y in (0.0, 1.0):
             ax.axhline(y, color=LINE, linewidth=0.8)
         others = [_placebos(table[table["circuit"] == circuit]) for circuit in summary["circuit"]]
@@ -85,9 +83,7 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
             ax.plot(summary["size"], middle, color=PLACEBO, linewidth=1.0, label="random ones of the same shape")
         ax.fill_between(summary["size"], summary["low"], summary["high"], color=CIRCUIT, alpha=0.2, linewidth=0)
         ax.plot(summary["size"], summary["faithfulness"], "o-", color=CIRCUIT, markersize=3.5, label="strongest edges")
-        ax.set_xscale("log")
-        ax.set_xlabel("Part of all edges")
-        ax.set_ylabel(label(f"Faithfulness on {name.replace('_', ' ')}"))
+        ax.set(xscale="log", xlabel="Part of all edges", ylabel=label(f"Faithfulness on {name.replace('_', ' ')}"))
         n = curve.table["example"].nunique()
         legend_above(ax, 2, model_title(curve.run, "circuits by size, run alone" + f" (n = {n})" * (n > 1)))
     return ax
@@ -102,23 +98,15 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
     left = len(begun) - np.cumsum(~kept)
     own = search.alone[search.alone["placebo"].isna()]
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.6, 3.2).add_subplot()
+        ax = ax or new_figure(4.6, 3.2).add_subplot()
         for name in ("clean", "corrupted"):
             ax.axhline(own[name].mean(), color=LINE, linewidth=0.8)
-            ax.annotate(
-                name,
-                (1.0, own[name].mean()),
-                xycoords=("axes fraction", "data"),
-                fontsize="small",
-                va="bottom",
-                ha="right",
-            )
+            at = ("axes fraction", "data")
+            ax.annotate(name, (1.0, own[name].mean()), xycoords=at, fontsize="small", va="bottom", ha="right")
         ax.plot(left, tried["value"], color=PLACEBO, linewidth=1.2, label="left")
         ax.plot(left[kept], tried["value"][kept], "|", color=CIRCUIT, markersize=9, label="an edge is kept")
         ax.invert_xaxis()
-        ax.set_xlabel("Edges left")
-        ax.set_ylabel(label(str(own["metric"].iloc[0]).replace("_", " ")))
+        ax.set(xlabel="Edges left", ylabel=label(str(own["metric"].iloc[0]).replace("_", " ")))
         ax.legend(frameon=False, loc="lower left")
         edges = f"{len(search.circuit):,} of {len(search.table):,} edges kept"
         ax.set_title(model_title(search.run, f"search for a circuit ({edges})"))
@@ -166,8 +154,7 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
     if not np.isnan(row["held_out"]):
         rows.append(("on held-out prompts", row["held_out"], None, INK, "^"))
     with style(ax):
-        if ax is None:
-            ax = new_figure(*SIZE).add_subplot()
+        ax = ax or new_figure(*SIZE).add_subplot()
         ax.axvline(0, color=FAINT, linewidth=0.6, zorder=0)
         if not np.isnan(row["margin"]):
             ax.axvline(side * row["margin"], color=INK, linewidth=0.8, linestyle=DASHED, zorder=0, label="margin")
@@ -195,7 +182,6 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
 
 
 DIVERGING = "RdBu_r"
-GRID_LINE = "#d0d0d0"
 MOST_TICKS = 16
 
 
@@ -208,14 +194,12 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     shown = matrix[np.ix_(down, across)]
     top = float(np.nanmax(np.abs(shown))) if shown.size else 1.0
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.6, 4.6).add_subplot()
+        ax = ax or new_figure(4.6, 4.6).add_subplot()
         norm = FuncNorm((root, square), vmin=-(top or 1.0), vmax=top or 1.0)
         image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
         _ticks(ax, "y", graph.receivers, np.flatnonzero(down))
-        ax.set_xlabel("Sender")
-        ax.set_ylabel("Receiver")
+        ax.set(xlabel="Sender", ylabel="Receiver")
         name = edges.metrics[0] if metric is None else metric
         what = "Effect" if edges.is_exact else "Estimate"
         bar = ax.figure.colorbar(image, ax=ax, pad=0.02)
@@ -246,7 +230,7 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
     # Of many layers as thin as leaves the cells between them to be seen.
     width = min(0.4, 2.4 * inches(ax)[0 if is_x else 1] / len(begins))
     for i in begins[1:]:
-        line(i - 0.5, color=GRID_LINE, linewidth=width)
+        line(i - 0.5, color=LINE, linewidth=width)
     kept = [float(i) for i in range(len(names))]
     if len(names) > MOST_TICKS:
         ends = [*begins[1:], len(present)]
@@ -265,14 +249,12 @@ def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str
     matrix = paths.matrix(metric)
     top = float(np.nanmax(np.abs(matrix.to_numpy()))) or 1.0
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.6, 3.6).add_subplot()
+        ax = ax or new_figure(4.6, 3.6).add_subplot()
         norm = FuncNorm((root, square), vmin=-top, vmax=top)
         image = ax.imshow(matrix, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):
             cell_ticks(axis, range(len(names)), ticks(names, LONGEST), rotation=90 if axis is ax.xaxis else 0)
-        ax.set_xlabel("Sender")
-        ax.set_ylabel("Receiver")
+        ax.set(xlabel="Sender", ylabel="Receiver")
         name = paths.metrics[0] if metric is None else metric
         ax.figure.colorbar(image, ax=ax, pad=0.02).set_label(label(f"Effect on {name.replace('_', ' ')}"))
         n = paths.table["example"].nunique()

@@ -134,7 +134,9 @@ def _panels(profiles: Sequence[DepthProfile], labels: Sequence[str]) -> Figure:
         if number % columns:
             boxes.set_ylabel("")
             densities.set_ylabel("")
-    _share_top([boxes for boxes, _ in pairs])
+    ends = np.array([boxes.get_ylim() for boxes, _ in pairs])
+    for boxes, _ in pairs:
+        boxes.set_ylim(ends.min(), ends.max())
     entitle(figure, BOTH if len(profiles) > 1 else f"{labels[0]}: {BOTH}")
     return figure
 
@@ -262,8 +264,7 @@ def layer_curves(
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
     with shared_look(ax):
-        if ax is None:
-            ax = new_figure(3.6, 2.9).add_subplot()
+        ax = ax or new_figure(3.6, 2.9).add_subplot()
         for number, depth in enumerate(profile.depths):
             line = rows[rows["depth"] == depth]
             color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]
@@ -295,10 +296,3 @@ def _density(ax: Axes, gaps: Float[ndarray, " node"], quartile: int) -> int:
     ax.fill_between(x, y, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
     ax.plot(x, y, label=f"{named} (n = {len(gaps):,})", **look)
     return 1
-
-
-def _share_top(axes: Sequence[Axes]) -> None:
-    """Give boxes of several models one scale."""
-    bottom, top = min(ax.get_ylim()[0] for ax in axes), max(ax.get_ylim()[1] for ax in axes)
-    for ax in axes:
-        ax.set_ylim(bottom, top)

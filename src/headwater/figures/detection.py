@@ -60,8 +60,7 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
             ax.plot(found["auc"], y, marker, color=color, markersize=3.2, zorder=3, label=counted)
         ax.set_yticks(range(len(methods)), [NAMES[method] for method in methods])
         ax.tick_params(axis="y", length=0)
-        ax.set_ylim(len(methods) - 0.5, -0.5)
-        ax.set_xlim(min(0.45, float(table["low"].min()) - 0.02), 1.0)
+        ax.set(xlim=(min(0.45, float(table["low"].min()) - 0.02), 1.0), ylim=(len(methods) - 0.5, -0.5))
         ax.set_xlabel(f"AUC, wrong against right answers\n({LINES_ARE})")
         ax.set_title(model_title(detection.run, "wrong answers detected"))
         if figure is not None:
@@ -92,8 +91,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     cut = [row["cut"] / row["questions"] for row in sets]
     dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.5, 1.0 + 0.3 * len(names)).add_subplot()
+        ax = ax or new_figure(4.5, 1.0 + 0.3 * len(names)).add_subplot()
         left = [0.0] * len(names)
         for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
             if not any(shares):
@@ -103,8 +101,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             ax.bar_label(bars, labels, label_type="center", color=INKS[name], fontsize=7)
             left = [start + share for start, share in zip(left, shares, strict=True)]
         ax.set_yticks(range(len(names)), names)
-        ax.set_ylim(len(names) - 0.5, -0.5)
-        ax.set(xlim=(0, 1), xlabel="Share of the questions")
+        ax.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel="Share of the questions")
         legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
     return ax
 
@@ -141,8 +138,7 @@ def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
         tokens = found.table["token"].nunique()
         across = min(2, len(sets))
         rows = -(-len(sets) // across)
-        size = (2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
-        figure = new_figure(*size)
+        figure = new_figure(2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
         axes = figure.subplots(rows, across, squeeze=False, sharey=True).ravel().tolist()
         for panel, name in zip(axes, sets, strict=False):
             image = _panel(found, name, panel)

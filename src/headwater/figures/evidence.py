@@ -21,6 +21,7 @@ from headwater.figures.style import (
     LINES_ARE,
     cell_ticks,
     checked_place,
+    color_bar,
     entitle,
     legend_beside,
     model_title,
@@ -135,8 +136,7 @@ def _map(table: pd.DataFrame, column: str, ax: Axes) -> None:
     ax.set(xlabel="Layer", ylabel="Head")
     for axis in (ax.xaxis, ax.yaxis):
         whole_numbers(axis)
-    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
-    bar.outline.set_visible(False)
+    color_bar(mesh, ax)
 
 
 def _when(when: pd.DataFrame, ax: Axes) -> None:
@@ -144,9 +144,8 @@ def _when(when: pd.DataFrame, ax: Axes) -> None:
         color, mark = ROLE_LOOKS[str(role)]
         ax.fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.2, lw=0)
         ax.plot(rows["layer"], rows["share"], color=color, marker=mark, ms=2.5, label=f"at the {role} token")
-    ax.set(xlabel="Before layer", ylabel="Share of gap")
+    ax.set(xlabel="Before layer", ylabel="Share of gap", title="when: residual stream patched")
     whole_numbers(ax.xaxis)
-    ax.set_title("when: residual stream patched")
     ax.legend()
 
 

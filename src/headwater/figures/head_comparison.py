@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 
 from headwater.colors import BLUE, FAINT, INK, ORANGE
 from headwater.errors import InputError
+from headwater.figures.head_map import LARGEST, extent, frame
 from headwater.figures.style import (
     DASHED,
     LINES_ARE,
@@ -45,7 +46,6 @@ MARKS = {"gained": "^", "lost": "v", "stronger": "+", "weaker": "_"}
 UNCHANGED = "#cfcfcf"
 CELL = 0.24
 """Inches between heads."""
-LARGEST = (6.0, 4.2)
 
 
 @DRAWINGS.add(HeadComparison)
@@ -65,17 +65,15 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
 
 def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     table = comparison.table
-    n_layers, n_heads = int(table["layer"].max()) + 1, int(table["head"].max()) + 1
+    n_layers, n_heads = extent(table)
     is_alone = ax is None
     if ax is None:
         cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
         size = (max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9)
         ax = new_figure(*size).add_subplot()
     first, other = comparison.models
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
+    frame(ax, table)
     ax.set_title(label(f"{first} → {other}: heads that changed"))
-    for axis in (ax.xaxis, ax.yaxis):
-        whole_numbers(axis)
     largest = comparison.changed.drop_duplicates(["layer", "head"])
     same = _unchanged(table, first, largest)
     ax.scatter(same["layer"], same["head"], s=14, c=UNCHANGED, linewidths=0)
@@ -107,8 +105,7 @@ def _draw_curves(comparison: HeadComparison) -> Figure:
     for name, category in CATEGORIES.items():
         heads = summary[summary["category"] == name]["heads"]
         upper.plot(at, heads, marker=category.mark, color=category.color, markersize=4, clip_on=False, label=name)
-    upper.set(ylabel="Heads", ylim=(0, None))
-    upper.set_title("Heads by category")
+    upper.set(ylabel="Heads", ylim=(0, None), title="Heads by category")
     upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     every = summary[summary["category"] == "any"]
     lower.bar(at, every["gained"], width=0.6, color=BLUE, label="gained")
@@ -199,9 +196,8 @@ def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
         ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
     most = max(1, int(sensitivity.table["heads"].max()))
     what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
-    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most))
+    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most), title=f"{rule} rule")
     cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
-    ax.set_title(f"{rule} rule")
     whole_numbers(ax.yaxis)
 
 
@@ -218,8 +214,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     names = list(dict.fromkeys(rows["relation"]))
     heads = f"{int(rows['heads'].max()):,}"
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
+        ax = ax or new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
@@ -241,8 +236,7 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
     with style(ax):
-        if ax is None:
-            ax = new_figure(3.6, 3.0).add_subplot()
+        ax = ax or new_figure(3.6, 3.0).add_subplot()
         for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:

@@ -71,7 +71,7 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     with shared_look(ax):
         lines, is_alone = _lines([head_map]), ax is None
         if ax is None:
-            n_layers, n_heads = _extent(head_map)
+            n_layers, n_heads = extent(head_map.categories)
             cell = min(CELL, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
             width, height = max(n_layers * cell, 2 * CELL), max(n_heads * cell, (len(lines) + 3) * LINE)
             ax = new_figure(LEFT + width + LEGEND, BOTTOM + height + TOP).add_subplot()
@@ -173,7 +173,7 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
 
 def _panel_width(head_map: HeadMap) -> float:
     """The width that spaces layers as heads are spaced, within reason."""
-    n_layers, n_heads = _extent(head_map)
+    n_layers, n_heads = extent(head_map.categories)
     return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
 
 
@@ -181,8 +181,17 @@ def _count_column(name: str) -> float:
     return max(COUNT_COLUMN, LETTER * len(name)) + GAP
 
 
-def _extent(head_map: HeadMap) -> tuple[int, int]:
-    return int(head_map.categories["layer"].max()) + 1, int(head_map.categories["head"].max()) + 1
+def extent(heads: pd.DataFrame) -> tuple[int, int]:
+    """Return how many layers and heads a map of these heads has."""
+    return int(heads["layer"].max()) + 1, int(heads["head"].max()) + 1
+
+
+def frame(ax: Axes, heads: pd.DataFrame) -> None:
+    """Give axes a place for each layer and head."""
+    n_layers, n_heads = extent(heads)
+    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
+    for axis in (ax.xaxis, ax.yaxis):
+        whole_numbers(axis)
 
 
 def _shown(maps: Sequence[HeadMap]) -> list[str]:
@@ -199,11 +208,8 @@ def mark_of(label: str) -> tuple[str, str]:
 
 
 def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
-    n_layers, n_heads = _extent(head_map)
-    ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
+    frame(ax, head_map.categories)
     ax.set_title(drawn_label(head_map.title))
-    for axis in (ax.xaxis, ax.yaxis):
-        whole_numbers(axis)
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))

@@ -13,6 +13,7 @@ from headwater.errors import InputError
 from headwater.figures.style import (
     MOST_TICKS,
     cell_ticks,
+    color_bar,
     columns,
     inches,
     model_title,
@@ -80,16 +81,13 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
             probability, cmap=COLORS, vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
         )
         _write(ax, tokens, probability)
-        for spine in ax.spines.values():
-            spine.set_visible(False)
+        ax.spines[:].set_visible(False)
         cell_ticks(ax.yaxis, np.arange(len(layers)) + 0.5, [str(layer) for layer in layers])
         names = [shown(token) for token in under]
         cell_ticks(ax.xaxis, np.arange(len(names)) + 0.5, names, rotation=45, ha="right", rotation_mode="anchor")
         ax.tick_params(length=0)
         ax.set(xlabel=f"The last {len(positions)} positions" if left_out else "", ylabel="Layer")
-        bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.04, pad=0.01)
-        bar.outline.set_visible(False)
-        bar.set_label("Probability")
+        color_bar(mesh, ax, "Probability", fraction=0.04, pad=0.01)
         texts = result.table["example"].nunique()
         ax.set_title(model_title(result.run, "top token of each layer" + f", text {example} of {texts}" * (texts > 1)))
     return ax
@@ -182,8 +180,7 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
     mesh = ax.pcolormesh(
         edges, np.arange(len(heads) + 1), drawn, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True
     )
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     cell_ticks(ax.xaxis, np.arange(n_heads) + 0.5, [str(i) for i in range(n_heads)], MOST_TICKS)
     cell_ticks(ax.yaxis, np.arange(len(heads)) + 0.5, [str(i) for i in heads.index], MOST_TICKS)
     ax.tick_params(length=0)
@@ -191,9 +188,7 @@ def _map(ax: Axes, means: pd.DataFrame) -> None:
         xytext=(0, 2), textcoords="offset points", ha="center")  # fmt: skip
     not_drawn = means["layer"].isna() | means["component"].isin(["bias", "mixer"])
     ax.set(xlabel=f"Head{_written(means[not_drawn])}", ylabel="Layer")
-    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.set_label(LABEL)
+    color_bar(mesh, ax, LABEL)
 
 
 def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
@@ -205,16 +200,13 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
     grid = drawn.to_numpy(dtype=float)
     mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     whole_numbers(ax.xaxis)
     whole_numbers(ax.yaxis)
     ax.tick_params(length=0)
     others = _written(means[means["component"] != "head"])
     ax.set(xlabel=f"Position attended to{others}", ylabel="Layer (its heads together)")
-    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.set_label(LABEL)
+    color_bar(mesh, ax, LABEL)
 
 
 def _written(means: pd.DataFrame) -> str:

@@ -101,8 +101,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         for row in table.to_dict("records")
     ]
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.2, 0.9 + 0.17 * len(names)).add_subplot()
+        ax = ax or new_figure(4.2, 0.9 + 0.17 * len(names)).add_subplot()
         y = np.arange(len(names))
         is_baseline = (table["score"] == BASELINE).to_numpy()
         for where, color, mark in ((~is_baseline, BLUE, "o"), (is_baseline, ORANGE, "s")):

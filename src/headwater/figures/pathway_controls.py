@@ -210,8 +210,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
     rows = whole_summary(found)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with style(ax):
-        if ax is None:
-            ax = new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
+        ax = ax or new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
         for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
             color, marker = MODE_LOOKS[mode]
             y = [place + shift for place in range(len(rows))]
@@ -325,8 +324,7 @@ def logit_changes(
             ax.plot([], [], linestyle="none", label=f"all ({len(own):,}): {verdicts['all']}")
             if WITHIN in verdicts:
                 ax.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
-            ax.set_title(label(name))
-            ax.set_xlabel("Change of the probe's logit (SD)")
+            ax.set(title=label(name), xlabel="Change of the probe's logit (SD)")
             ax.set_yticks([])
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
@@ -409,24 +407,15 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
         shares = np.array([_share(own.assign(q=own["mode"] == MODES[0])[group == g], "q") for g in sorted(set(group))])
         x = sorted(set(group))
         ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
-        ax.plot(
-            x,
-            shares[:, 0],
-            f"{mark}-",
-            color=color,
-            markersize=2.8,
-            label=f"{label(name)} ({own['example'].nunique():,})",
-        )
+        named = f"{label(name)} ({own['example'].nunique():,})"
+        ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=named)
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
-    ax.set_xlabel(f"Subject's popularity, in fifths ({BANDS_ARE})")
-    ax.set_ylabel("Q-anchored (%)")
+    ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)")
     ax.set_ylim(bottom=0)
     legend_above(ax, 2, "")
 
 
 def _share(rows: pd.DataFrame, column: str) -> tuple[float, float, float]:
     """Per cent of rows that are so, with an interval over examples."""
-    if rows.empty:
-        raise InputError("There are no examples to average.")
     by_example = rows.groupby("example")[column].agg(["sum", "size"]).to_numpy(dtype=float)
     return interval(100 * Bootstrap.of(range(len(by_example))).ratio(*by_example.T))

@@ -114,7 +114,6 @@ def _panel(ax: Any, quantity: object, rows: pd.DataFrame) -> None:
     limits = (low - room, high + room)
     ax.plot(limits, limits, color=FAINT, linewidth=0.8)
     ax.plot(rows["published"], rows["measured"], "o", color=INK, markersize=3.5, markerfacecolor="none")
-    ax.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured")
-    ax.set_aspect("equal")
+    ax.set(xlim=limits, ylim=limits, xlabel="published", ylabel="measured", aspect="equal")
     name = ",\n".join(label(part) for part in str(quantity).split(", "))
     ax.set_title(f"{name} (n = {len(rows):,})", fontsize=8)

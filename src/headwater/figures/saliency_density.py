@@ -106,10 +106,8 @@ def saliency(
                 "draw these runs apart."
             )
     models: dict[str, list[pd.DataFrame]] = {}
-    titles: dict[str, str] = {}
     for result in listed:
         models.setdefault(result.run.model, []).append(result.of(chosen))
-        titles[result.run.model] = short_name(result.run.model)
     tables = {model: pd.concat(parts) for model, parts in models.items()}
     names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
     if datasets is not None:
@@ -128,7 +126,7 @@ def saliency(
             (table,) = tables.values()
             _alone(ax, table, names, axis, log_scale, model_title(listed[0].run, SEEN), as_published)
             if as_published:
-                ax.set_title(model_name(*titles.values()))
+                ax.set_title(model_name(short_name(listed[0].run.model)))
             return apply_title_and_size(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
         figure = new_figure(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9))
@@ -136,10 +134,9 @@ def saliency(
         handles: dict[str, Any] = {}
         for column, (model, table) in enumerate(tables.items()):
             for panel, pair in zip(axes[:, column], pairs, strict=True):
-                found = _panel(panel, table[table["dataset"].isin(pair)], names, axis, log_scale, as_published)
-                handles |= found
+                handles |= _panel(panel, table[table["dataset"].isin(pair)], names, axis, log_scale, as_published)
                 panel.set_ylabel("" if column else "Density")
-            shown = model_name(titles[model]) if as_published else titles[model]
+            shown = model_name(short_name(model)) if as_published else short_name(model)
             only = len(tables) == 1 and not as_published
             axes[0, column].set_title(f"{shown}: {SEEN}" if only else shown)
         if not handles:
@@ -147,15 +144,9 @@ def saliency(
         entries = _in_order(handles)
         longest = max(len(entry.replace("$", "").replace("_", "")) for entry in entries)
         ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
-        figure.legend(
-            [entry[:2] for entry in entries.values()],
-            entries,
-            loc="outside lower center",
-            ncols=ncols,
-            handlelength=2.4,
-            title=None if as_published else _spelled(entries),
-            title_fontsize=7,
-        )
+        look: dict[str, Any] = {"title": None if as_published else _spelled(entries), "title_fontsize": 7}
+        drawn = [entry[:2] for entry in entries.values()]
+        figure.legend(drawn, entries, loc="outside lower center", ncols=ncols, handlelength=2.4, **look)
         if len(tables) > 1 and not as_published:
             entitle(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)
@@ -173,18 +164,11 @@ def plot_saliency(result: Saliency, ax: Axes | None = None) -> Axes | Figure:
 
 
 def _alone(
-    ax: Axes,
-    table: pd.DataFrame,
-    names: list[str],
-    axis: str,
-    log_scale: bool,
-    title: str,
-    as_published: bool = False,
+    ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, title: str, as_published: bool = False
 ) -> None:
     """Draw a panel that is a figure: with its legend and title."""
     handles = _panel(ax, table, names, axis, log_scale, as_published)
-    ax.set(ylabel="Density")
-    ax.set_title(title)
+    ax.set(ylabel="Density", title=title)
     entries = _in_order(handles)
     marked = DAGGER_IS if _spelled(entries) != SPELLED else None
     ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=marked, title_fontsize=7)
@@ -228,8 +212,7 @@ def _panel(
         ax.plot(places, height, markevery=40, **line)
         counted = f"n = {len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
         entry = _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} ({counted})"
-        swatch = Patch(**area)
-        handles[entry] = (swatch, Line2D([], [], **line), (list(KINDS).index(kind), place))
+        handles[entry] = (Patch(**area), Line2D([], [], **line), (list(KINDS).index(kind), place))
     ax.set_xlim(places[0], places[-1])
     ax.set_ylim(bottom=0)
     exponent = int(np.floor(np.log10(stop))) if not log_scale else 0

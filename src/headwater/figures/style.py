@@ -351,6 +351,13 @@ def _fitting(of: Axes | Figure, columns: int, **options: Any) -> Legend:
             legend.remove()
 
 
+def color_bar(mesh: Any, beside: Any, text: str = "", **place: Any) -> None:
+    """Put a bar without a frame beside axes, one or several, that says what the colours of a map mean."""
+    bar = mesh.axes.figure.colorbar(mesh, ax=beside, **{"fraction": 0.05, "pad": 0.02} | place)
+    bar.outline.set_visible(False)
+    bar.set_label(text)
+
+
 def figure_of(plot: Axes | Figure) -> Figure:
     """Return the figure that axes are in, or the figure itself."""
     if not isinstance(plot, Axes | Figure):

@@ -24,6 +24,7 @@ from headwater.figures.style import (
     WAYS,
     cell_ticks,
     checked_place,
+    color_bar,
     drawable,
     entitle,
     inches,
@@ -244,8 +245,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
     means = grid_of(part, axes[0], axes[1], measure)
     grid = means.to_numpy(dtype=float)
     limit = float(np.nanmax(np.abs(grid))) if np.isfinite(grid).any() else 1.0
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    ax.spines[:].set_visible(False)
     if np.isnan(grid).any():
         ax.patch.set(facecolor=UNSEEN, edgecolor=HATCH, hatch="//////", linewidth=0)
     mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
@@ -266,9 +266,7 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
         _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part)
     ax.set_ylabel("Query" if axes[0] in ("position", "role") and {"key", "key_role"} & {*axes} else LABELS[axes[0]])
     ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
-    bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.05, pad=0.02)
-    bar.outline.set_visible(False)
-    bar.set_label(label)
+    color_bar(mesh, ax, label)
 
 
 def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sweep: Sweep) -> None:
@@ -373,11 +371,7 @@ MOST = len(SETS)
 
 @checked_call
 def dose_response(
-    sweeps: Mapping[float, Sweep],
-    *,
-    ax: Axes | None = None,
-    title: str | None = None,
-    figsize: Size | None = None,
+    sweeps: Mapping[float, Sweep], *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
 ) -> Axes:
     """Draw what steering does to a metric, by dose.
 

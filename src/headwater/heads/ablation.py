@@ -92,15 +92,9 @@ class HeadAblation(Result):
         """Return what removing the relation's heads costs, beside random heads and on the controls."""
         rows = {(row["role"], row["removed"], row["n_heads"]): row for row in whole_summary(self).to_dict("records")}
         n_heads = len(self.heads)
-        untouched, without, random, control = (
-            rows.get(key)
-            for key in (
-                ("relation", "none", 0),
-                ("relation", "relation heads", n_heads),
-                ("relation", "random heads", n_heads),
-                ("control", "relation heads", n_heads),
-            )
-        )
+        untouched = rows.get(("relation", "none", 0))
+        kinds = ("relation", "relation heads"), ("relation", "random heads"), ("control", "relation heads")
+        without, random, control = (rows.get((*kind, n_heads)) for kind in kinds)
         heads = f"{n_heads} head" + "s" * (n_heads != 1)
         sentences = []
         if untouched is not None and without is not None:

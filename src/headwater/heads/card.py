@@ -249,11 +249,7 @@ def salient_operations(
         InputError: the head or the embedding does not exist, or less than one token is requested.
     """
     table = salient_of_heads(
-        weights,
-        [head_named(layer, head, weights.shape)],
-        embedding=embedding,
-        sources=sources,
-        targets=targets,
+        weights, [head_named(layer, head, weights.shape)], embedding=embedding, sources=sources, targets=targets
     )
     return table.drop(columns=["layer", "head"])
 

@@ -230,10 +230,7 @@ def layer_margins(
 
 
 def _own_means(
-    maps: OVMaps,
-    sources: Int[Tensor, " item"],
-    targets: Sequence[Sequence[int]],
-    orders: Int[Tensor, "draw item"],
+    maps: OVMaps, sources: Int[Tensor, " item"], targets: Sequence[Sequence[int]], orders: Int[Tensor, "draw item"]
 ) -> Float[Tensor, "draw head"]:
     """Return the mean over items i of z_i W_O u_j, j the item whose targets each order deals to i."""
     device = maps.x.device

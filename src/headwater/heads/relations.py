@@ -566,18 +566,10 @@ def relation_coverage(
         score), fallen_out (the sources of the pairs that are dropped; why, says `tokenize_relations`), note (whether it
         is left out, and how many pairs were repeated ones or had their own source as target).
     """
-    rows = [
-        (
-            tokens.relation.name,
-            tokens.relation.category,
-            len(tokens.relation.pairs),
-            len(tokens.targets),
-            len(tokens.dropped),
-            tokens.usable,
-            tuple(tokens.dropped["source"]),
-            tokens.note,
-        )
-        for tokens in tokenize_relations(load_relations(relations), tokenizer, multi_token=multi_token)
-    ]
+    rows = []
+    for tokens in tokenize_relations(load_relations(relations), tokenizer, multi_token=multi_token):
+        given, dropped = tokens.relation, tokens.dropped
+        counts = len(given.pairs), len(tokens.targets), len(dropped), tokens.usable
+        rows.append((given.name, given.category, *counts, tuple(dropped["source"]), tokens.note))
     columns = ["relation", "category", "items", "kept", "dropped", "usable", "fallen_out", "note"]
     return pd.DataFrame(rows, columns=columns)

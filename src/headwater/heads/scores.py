@@ -496,16 +496,9 @@ def _null(scores: Mapping[str, Numbers], pairs: Numbers, sources: Numbers) -> tu
 
 def relation_table(relations: Sequence[TokenRelation], ks: Sequence[int]) -> pd.DataFrame:
     """Return a row per relation: how many pairs survive, whether it is scored, with which k, and what fell out."""
-    rows = [
-        (
-            tokens.relation.name,
-            tokens.relation.category,
-            len(tokens.relation.pairs),
-            len(tokens.targets),
-            tokens.usable,
-            k,
-            tokens.note,
-        )
-        for tokens, k in zip(relations, ks, strict=True)
-    ]
+    rows = []
+    for tokens, k in zip(relations, ks, strict=True):
+        given = tokens.relation
+        counts = len(given.pairs), len(tokens.targets), tokens.usable
+        rows.append((given.name, given.category, *counts, k, tokens.note))
     return pd.DataFrame(rows, columns=["relation", "category", "pairs", "kept", "used", "k", "note"])

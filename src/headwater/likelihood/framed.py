@@ -166,13 +166,9 @@ class FrameScoring:
         size = last.groupby("text")["log_probability"].transform("size")
         count = np.maximum(1, np.floor(size.astype(float) * self.shares[0]))
         first = places.drop_duplicates("text").set_index("text")["id"]
-        return (
-            pd.DataFrame(
-                {"id": last["text"].map(first), **{c: last[c] for c in ("position", "token", "log_probability")}}
-            )
-            .assign(lowest=rank <= count)
-            .reset_index(drop=True)
-        )
+        columns = {name: last[name] for name in ("position", "token", "log_probability")}
+        found = pd.DataFrame({"id": last["text"].map(first), **columns})
+        return found.assign(lowest=rank <= count).reset_index(drop=True)
 
 
 # What a question of a depth graph is asked with: the questions that it builds on, in front of it.

@@ -250,15 +250,12 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tup
 def _file_of(folder: Path, name: str) -> Path | None:
     """Find the one file of a name, in the folder or in a folder of that name in it."""
     inside = [file for file in (folder / name).glob("*") if file.suffix in OBJECTS]
-    beside = [file for file in folder.glob("*") if file.suffix in OBJECTS and _is_named(file.stem, name)]
+    ends = f"_{name}", f"-{name}"
+    beside = [file for file in folder.glob("*") if file.suffix in OBJECTS and f"_{file.stem}".endswith(ends)]
     found = sorted(inside + beside)
     if len(found) > 1:
         raise InputError(f"The folder {folder} has several files of {name}: {', '.join(str(f) for f in found)}.")
     return found[0] if found else None
-
-
-def _is_named(stem: str, name: str) -> bool:
-    return stem == name or stem.endswith((f"_{name}", f"-{name}"))
 
 
 def _by_id(file: Path, name: str) -> dict[str, DepthRow]:

@@ -173,10 +173,7 @@ def membership(
     options = {"scores": scores.run.options, "labels": member.astype(int).tolist(), "baseline": baseline}
     options |= {"strata": kinds.tolist() if kinds is not None else None}
     run = dataclasses.replace(
-        scores.run,
-        analysis="membership",
-        options=options | {"level": level, "resamples": resamples},
-        seed=seed,
+        scores.run, analysis="membership", options=options | {"level": level, "resamples": resamples}, seed=seed
     )
     table = pd.DataFrame(rows)
     return Membership(table.astype({"layer": "Int64"}) if "layer" in table else table, run)

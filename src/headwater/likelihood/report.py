@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from numpy import ndarray
 
 from headwater.runs.result import each_row
@@ -250,10 +250,13 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: B
             add("depth", main, "shuffled", name, between_depths(shuffled, depth, a, b, graphs))
             add("depth", main, "minus shuffled", name, between_depths(values - shuffled, depth, a, b, graphs))
     gap, at_top = nodes["gap"].to_numpy(float), depth == present[-1]
-    for quartile in (25, 75):
-        here = np.where(at_top & (nodes["quartile"] == quartile).to_numpy(), gap, math.nan)
-        add("gap", main, f"quartile {quartile}", str(present[-1]), interval(graphs.mean(here)))
-    add("gap", main, "quartile 75 - 25", str(present[-1]), _between_quartiles(nodes, gap, at_top, graphs))
+    means = {
+        quartile: graphs.mean(np.where(at_top & (nodes["quartile"] == quartile).to_numpy(), gap, math.nan))
+        for quartile in (25, 75)
+    }
+    for quartile, mean in means.items():
+        add("gap", main, f"quartile {quartile}", str(present[-1]), interval(mean))
+    add("gap", main, "quartile 75 - 25", str(present[-1]), interval(means[75] - means[25]))
     for score in scores:
         values = nodes[score].to_numpy(float)
         found = rank_correlation(np.where(at_top, values, math.nan), gap, graphs)
@@ -318,14 +321,6 @@ def _lengths(tokens: Int[ndarray, " node"]) -> Int[ndarray, " node"]:
     """Number lengths so that those which count as equal share a number."""
     long = LENGTHS_APART + np.log(np.maximum(tokens, LENGTHS_APART + 1) / LENGTHS_APART) / math.log(1.1)
     return np.where(tokens <= LENGTHS_APART, tokens, np.ceil(long)).astype(np.int64)
-
-
-def _between_quartiles(
-    nodes: pd.DataFrame, gap: Float[ndarray, " node"], at_top: Shaped[ndarray, " node"], graphs: Bootstrap
-) -> Interval:
-    quartile = nodes["quartile"].to_numpy()
-    lower, upper = (graphs.mean(np.where(at_top & (quartile == one), gap, math.nan)) for one in (25, 75))
-    return interval(upper - lower)
 
 
 # How answers to questions of neighbouring depths agree: the discrepancies of DepthQA (Ko et al., EMNLP 2024).

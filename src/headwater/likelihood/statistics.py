@@ -198,8 +198,7 @@ def token_statistics(
     checked_name("precision", precision, PRECISIONS)
     options = {"texts": digest([str(text) for text in texts]), "count": len(texts), "spans": spans or []}
     options |= {"layers": list(chosen), "lens": lens_named(lens), "long": long, "stride": stride}
-    options |= {"precision": precision}
-    options |= {"layer_column": layers != "final", **note_on_chats(texts)}
+    options |= {"precision": precision, "layer_column": layers != "final", **note_on_chats(texts)}
 
     def work(run: Run) -> TextStatistics:
         n_ctx = model.shape.n_ctx

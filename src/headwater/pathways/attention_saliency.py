@@ -185,7 +185,25 @@ def saliency(
     checked_name("target", target, TARGETS)
     _check(model, answered, probe, wanted, batch_size)
     fold = _folds(answered, probe)
-    options = _options(answered, probe, fold, wanted) | {"target": target, "batch_size": batch_size}
+    options = {
+        "answered": answered,
+        "probe": {
+            "site": probe.site,
+            "token": probe.token,
+            "layer": probe.layer,
+            "weight": probe.weight.double(),
+            "bias": probe.bias,
+            "fitted_on": len(probe.fitted_on),
+            "folds": [[one.weight.double(), one.bias] for one in probe.folds],
+            "fold_of_each": fold,
+        },
+        "edges": list(wanted.edges),
+        "heads": wanted.heads,
+        "pairs": wanted.pairs,
+        "layers": list(wanted.layers),
+        "target": target,
+        "batch_size": batch_size,
+    }
 
     def work(run: Run) -> Saliency:
         rows = rows_of(answered, probe, wanted.edges)
@@ -332,29 +350,6 @@ def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPair
             "depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
             stacklevel=5,
         )
-
-
-def _options(
-    answered: AnsweredQuestions, probe: Probe, fold: NDArray[np.int64], wanted: WantedPairs
-) -> dict[str, object]:
-    """Return what a saliency depends on."""
-    return {
-        "answered": answered,
-        "probe": {
-            "site": probe.site,
-            "token": probe.token,
-            "layer": probe.layer,
-            "weight": probe.weight.double(),
-            "bias": probe.bias,
-            "fitted_on": len(probe.fitted_on),
-            "folds": [[one.weight.double(), one.bias] for one in probe.folds],
-            "fold_of_each": fold,
-        },
-        "edges": list(wanted.edges),
-        "heads": wanted.heads,
-        "pairs": wanted.pairs,
-        "layers": list(wanted.layers),
-    }
 
 
 # The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.

@@ -188,15 +188,9 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
     def compute(one: tuple[int, int]) -> dict[str, Tensor]:
         seed, side = one
         rows = np.flatnonzero(half[seed] != side)
+        there, z, asked = states[:, torch.from_numpy(rows)], answered.z[rows], [groups[row] for row in rows]
         fitted = fit_probes(
-            states[:, torch.from_numpy(rows)],
-            answered.z[rows],
-            site=setup.site,
-            token=setup.token,
-            groups=[groups[row] for row in rows],
-            seed=seed,
-            folds=FOLDS,
-            cross_fit=False,
+            there, z, site=setup.site, token=setup.token, groups=asked, seed=seed, folds=FOLDS, cross_fit=False
         )
         return probes_as_tensors(fitted)
 
@@ -223,12 +217,7 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 
 
 def _after(
-    run: Run,
-    stage: str,
-    intervention: Intervention,
-    read: Callable[[Intervention], Logits],
-    found: Logits,
-    bar: Bar,
+    run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], found: Logits, bar: Bar
 ) -> Logits:
     """Write into `found` what is read after an intervention, where it applies."""
 

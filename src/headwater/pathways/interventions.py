@@ -41,34 +41,6 @@ from headwater.questions.asking import SLOT, Frame
 from headwater.questions.states import ProbeSiteName, probe_positions, states_at
 
 
-def severed_states(
-    model: HookedModel,
-    tokens: Sequence[Sequence[int]],
-    edges: Edges,
-    site: ProbeSiteName,
-    positions: Sequence[int],
-    variant: VariantName,
-    batch_size: int,
-) -> States:
-    """Return the state of every layer at one position of each row, severed in all layers up to it."""
-    cuts = [
-        edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.looks_ahead) for i, row in enumerate(tokens)
-    ]
-
-    def cutting(rows: Sequence[int], first: int) -> Iterator[Hook]:
-        cut = _stacked([cuts[row] for row in rows])[:, :, first:]
-        return _hooks(to_device(cut, model.device), model.shape.n_layers, variant)
-
-    # The first query that loses a key; what is before it may be run once for all rows.
-    cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
-    try:
-        return states_at(model, tokens, positions, site, batch_size, False, editing=cutting, edited_from=cut_from)
-    except InterventionError:  # its edits of attention are thrown away, or a query has no key: the walk says which
-        given = [list(row) for row in tokens]
-        options = {"sites": site, "variant": variant, "batch_size": batch_size, "progress": False}
-        return knocked_out_states(model, given, block=edges, at=list(positions), **options)[1][site]  # type: ignore[arg-type]
-
-
 def _stacked(cuts: Sequence[Bool[Tensor, "_ _"]]) -> Bool[Tensor, "row head query key"]:
     """Put the edges of rows of several lengths together, the same for all heads."""
     longest = max(map(len, cuts))
@@ -143,27 +115,34 @@ class Intervention:
 
     def rows(self, chosen: Sequence[int]) -> Intervention:
         """Return some of the rows."""
-
-        def pick(values: Any) -> Any:
-            return None if values is None else [values[i] for i in chosen]
-
-        return replace(
-            self,
-            examples=self.examples[list(chosen)],
-            tokens=pick(self.tokens),
-            positions=pick(self.positions),
-            keys=pick(self.keys),
-            queries=pick(self.queries),
-        )
+        lists = {name: getattr(self, name) for name in ("tokens", "positions", "keys", "queries")}
+        picked: dict[str, Any] = {
+            name: [values[i] for i in chosen] for name, values in lists.items() if values is not None
+        }
+        return replace(self, examples=self.examples[list(chosen)], **picked)
 
 
 def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -> States:
-    """Run the rows of an intervention and return the state that the probe reads, of every layer."""
+    """Run the rows of an intervention, edges severed in every layer; return the state that the probe reads, of each."""
     tokens, positions = [list(row) for row in intervention.tokens], list(intervention.positions)
     if intervention.keys is None:
         return states_at(model, tokens, positions, setup.site, setup.batch_size, progress=False)
-    edges = intervention.edges
-    return severed_states(model, tokens, edges, setup.site, positions, setup.variant, setup.batch_size)
+    edges, site, variant, batch_size = intervention.edges, setup.site, setup.variant, setup.batch_size
+    cuts = [
+        edges.matrix(Prompt(tuple(row), ()), i, len(tokens), ahead=model.looks_ahead) for i, row in enumerate(tokens)
+    ]
+
+    def cutting(rows: Sequence[int], first: int) -> Iterator[Hook]:
+        cut = _stacked([cuts[row] for row in rows])[:, :, first:]
+        return _hooks(to_device(cut, model.device), model.shape.n_layers, variant)
+
+    # The first query that loses a key; what is before it may be run once for all rows.
+    cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)
+    try:
+        return states_at(model, tokens, positions, site, batch_size, False, editing=cutting, edited_from=cut_from)
+    except InterventionError:  # its edits of attention are thrown away, or a query has no key: the walk says which
+        options = {"sites": site, "variant": variant, "batch_size": batch_size, "progress": False}
+        return knocked_out_states(model, tokens, block=edges, at=positions, **options)[1][site]  # type: ignore[arg-type]
 
 
 def after_windows(
@@ -238,14 +217,8 @@ def _blocked(name: str, answered: AnsweredQuestions, setup: Setup, keys: Sequenc
     table = answered.table
     exact_answer = list(table["exact_answer_tokens"])
     useful = [row for row, (own, at) in enumerate(zip(keys, positions, strict=True)) if own and min(own) < at]
-    whole = Intervention(
-        name,
-        np.arange(len(table)),
-        list(table["tokens"]),
-        positions,
-        keys,
-        exact_answer if setup.edges == "answer" else None,
-    )
+    queries = exact_answer if setup.edges == "answer" else None
+    whole = Intervention(name, np.arange(len(table)), list(table["tokens"]), positions, keys, queries)
     return whole.rows(useful)
 
 

@@ -269,25 +269,20 @@ def _against_zero(difference: tuple[float, float, float], above: str, below: str
     return above if difference[1] > 0 else below if difference[2] < 0 else neither
 
 
-def _interval(found: tuple[float, float, float]) -> str:
+def _interval(found: tuple[float, float, float], digits: str = ".3f", unit: str = "") -> str:
     value, low, high = found
     if not np.isfinite(value):
         return "not measured"
-    return f"{value:.3f} ({low:.3f} to {high:.3f})" if np.isfinite(low) else f"{value:.3f}"
+    ends = f" ({low:{digits}} to {high:{digits}})" if np.isfinite(low) else ""
+    return f"{value:{digits}}{unit}{ends}"
 
 
 def _percent(found: tuple[float, float, float]) -> str:
-    value, low, high = (100 * number for number in found)
-    if not np.isfinite(value):
-        return "not measured"
-    return f"{value:.0f} % ({low:.0f} to {high:.0f})" if np.isfinite(low) else f"{value:.0f} %"
+    return _interval((100 * found[0], 100 * found[1], 100 * found[2]), ".0f", " %")
 
 
 def _points(found: tuple[float, float, float]) -> str:
-    value, low, high = found
-    if not np.isfinite(value):
-        return "not measured"
-    return f"{value:+.1f} points ({low:+.1f} to {high:+.1f})" if np.isfinite(low) else f"{value:+.1f} points"
+    return _interval(found, "+.1f", " points")
 
 
 # The numbers of a trace that are worth a glance, question set by question set, and whether two modes survive.

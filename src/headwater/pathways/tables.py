@@ -74,7 +74,9 @@ def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[st
     for name in ("table", "modes"):
         # From places within the set to rows of the whole answered table.
         tables[name]["example"] = np.asarray(rows)[tables[name]["example"]]
-    return {name: _in_front(table, dataset) for name, table in tables.items()}
+    for table in tables.values():
+        table.insert(0, "dataset", dataset)
+    return tables
 
 
 def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> NDArray[Any]:
@@ -104,10 +106,7 @@ def _table(
         "correct": (measured.answered.z == 0)[example],
     }
     if random is not None:
-        columns |= {
-            "random_delta_p": random.delta_p,
-            "random_delta_logit": random.delta_logit,
-        }
+        columns |= {"random_delta_p": random.delta_p, "random_delta_logit": random.delta_logit}
     table = pd.DataFrame({name: np.asarray(values).ravel() for name, values in columns.items()})
     if random is not None:
         flipped = pd.Series(random.flipped.ravel(), dtype="boolean")
@@ -231,11 +230,6 @@ def _spread(measured: Effects) -> NDArray[np.float64]:
         here = half[seed] == side
         spread[seed, here] = logits[seed, here].std() or 1.0
     return spread
-
-
-def _in_front(table: pd.DataFrame, dataset: str) -> pd.DataFrame:
-    table.insert(0, "dataset", dataset)
-    return table
 
 
 def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:

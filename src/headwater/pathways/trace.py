@@ -166,14 +166,8 @@ class Pathways(Result):
         rows = self.modes[self.modes["seed"] == seed]
         rows = rows.drop_duplicates("question") if dataset == POOLED else rows[rows["dataset"] == dataset]
         seen = set(rows["question"]) - set(rows.loc[rows["split"] == split, "question"])
-        return Probes(
-            options["site"],
-            options["token"],
-            self.weight[row],
-            self.bias[row],
-            int(self.fits["best"].iloc[row]),
-            fitted_on=frozenset(seen),
-        )
+        weight, bias, best = self.weight[row], self.bias[row], int(self.fits["best"].iloc[row])
+        return Probes(options["site"], options["token"], weight, bias, best, fitted_on=frozenset(seen))
 
     def summary(self) -> pd.DataFrame:
         """Return a row per question set: how well the probe works at l* (`layer`), and what knocking E_Q out changes.
@@ -343,12 +337,8 @@ def _sampled(measured: Effects, halves_before: dict[str, int]) -> _Sample:
     questions = measured.answered.table["question"].astype(str).tolist()
     half = [halves_before.setdefault(*row) for row in zip(questions, measured.fits.half[0].tolist(), strict=True)]
     rows = np.sort(np.random.default_rng(0).permutation(len(questions))[:POOLED_ROWS])
-    return _Sample(
-        measured.states[:, torch.from_numpy(rows)],
-        measured.answered.z[rows],
-        [questions[row] for row in rows],
-        np.array(half)[rows],
-    )
+    states, z = measured.states[:, torch.from_numpy(rows)], measured.answered.z[rows]
+    return _Sample(states, z, [questions[row] for row in rows], np.array(half)[rows])
 
 
 def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:

@@ -135,12 +135,8 @@ def _word(text: str, folded: str, kinds: str, places: list[Span], span: Span, wr
         return Word(written, *characters)
     is_letter = written in "ai" and _LETTER_FOLLOWS.match(folded, end) is not None
     in_capitals = text[characters[0]].isupper() and not _BEGINNING.search(folded[:start])
-    return Word(
-        written,
-        *characters,
-        may_be_article=written != "i" and not is_letter,
-        may_be_letter=is_letter or (written != "i" and in_capitals),
-    )
+    may_be_letter = is_letter or (written != "i" and in_capitals)
+    return Word(written, *characters, may_be_article=written != "i" and not is_letter, may_be_letter=may_be_letter)
 
 
 def _number(number: str, kinds: str) -> str:

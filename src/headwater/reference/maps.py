@@ -62,12 +62,7 @@ RELATIONS = (
 
 
 def multi_token_scores(
-    model: HookedModel,
-    head_map: HeadMap,
-    relations: Relations,
-    *,
-    progress: bool = True,
-    out: str | Path | None = None,
+    model: HookedModel, head_map: HeadMap, relations: Relations, *, progress: bool = True, out: str | Path | None = None
 ) -> DynamicScores | None:
     """Score the heads of a map after sources of several tokens, of the published relations; None without a source.
 

@@ -120,11 +120,8 @@ def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:
     """Return the options of `memorization` that ask a model as was published; none where it has no chat template."""
     if not getattr(model.tokenizer, "chat_template", None):
         return {}
-    after = {
-        GOLD: _messages(ASKED_PAIRS, SYSTEM_PAIRS),
-        PREDICTED: _messages(ASKED_PAIRS, SYSTEM_PAIRS),
-        TURNS: _messages(ASKED_LAST),
-    }
+    in_pairs = _messages(ASKED_PAIRS, SYSTEM_PAIRS)
+    after = {GOLD: in_pairs, PREDICTED: in_pairs, TURNS: _messages(ASKED_LAST)}
     return {
         "context": "chat",
         "prompt": _messages(ASKED, SYSTEM),

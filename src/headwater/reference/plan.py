@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,15 +167,9 @@ def _maps(runs: Path, kind: str) -> Iterator[PlanLine]:
         yield _line(runs, kind, model, words, ("MAPS/datasets",), numbers)
 
 
-def _pathways(runs: Path, kind: str) -> Iterator[PlanLine]:
-    words = " ".join(f"--questions {name}" for name in QUESTIONS) + " --extract rules --dtype bfloat16"
+def _alike(words: str, data: tuple[str, ...], runs: Path, kind: str) -> Iterator[PlanLine]:
     for model, numbers in published_numbers(kind).models.items():
-        yield _line(runs, kind, model, words, QUESTIONS, numbers)
-
-
-def _memorization(runs: Path, kind: str) -> Iterator[PlanLine]:
-    for model, numbers in published_numbers(kind).models.items():
-        yield _line(runs, kind, model, "--data depthqa --dtype bfloat16", ("depthqa",), numbers)
+        yield _line(runs, kind, model, words, data, numbers)
 
 
 def _membership(runs: Path, kind: str) -> Iterator[PlanLine]:
@@ -185,9 +180,10 @@ def _membership(runs: Path, kind: str) -> Iterator[PlanLine]:
             yield _line(runs, kind, model, words, TEXTS[benchmark], numbers[benchmark], benchmark)
 
 
+_ASKED = " ".join(f"--questions {name}" for name in QUESTIONS) + " --extract rules --dtype bfloat16"
 _LINES: dict[str, Callable[[Path, str], Iterator[PlanLine]]] = {
     "maps": _maps,
-    "pathways": _pathways,
-    "memorization": _memorization,
+    "pathways": partial(_alike, _ASKED, QUESTIONS),
+    "memorization": partial(_alike, "--data depthqa --dtype bfloat16", ("depthqa",)),
     "membership": _membership,
 }

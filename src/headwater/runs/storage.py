@@ -202,15 +202,9 @@ def release_writer(lock: FileLock) -> None:
 
 
 def _flush(path: Path) -> None:
-    with _descriptor(path) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield descriptor
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -93,14 +93,11 @@ def _text(cache: Cache, number: int, layers: Sequence[int], values: HookedModel 
             f"Text {number} has {len(tokens):,} tokens and {whole.shape[-2]:,} of its queries are kept: a view takes "
             f"patterns of all positions, of texts of at most {LONGEST:,} tokens."
         )
-    text: dict[str, object] = {
-        "name": f"{number}: {short_of(''.join(tokens))} ({len(tokens)} tokens)",
-        "tokens": tokens,
-        **weights_of(whole),
-    }
-    return (
-        text if values is None else text | {"norms": packed(written_norms(values, cache, number, layers).numpy(), "f2")}
-    )
+    name = f"{number}: {short_of(''.join(tokens))} ({len(tokens)} tokens)"
+    text: dict[str, object] = {"name": name, "tokens": tokens, **weights_of(whole)}
+    if values is not None:
+        text["norms"] = packed(written_norms(values, cache, number, layers).numpy(), "f2")
+    return text
 
 
 def weights_of(patterns: Float[np.ndarray, "layer head query key"]) -> dict[str, object]:

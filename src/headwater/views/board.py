@@ -156,14 +156,13 @@ def widget_of(clicks: Clicks) -> Any:
     shown = board_page(clicks, [clicks.how], live=True)
     # The class is made here, since anywidget need not be installed.
     widget = type("BoardWidget", (anywidget.AnyWidget,), spec)(page=shown.page, height=shown.height)
-    widget.on_msg(lambda _, message, buffers: _send(widget, clicks, message))
+
+    def respond(_: object, message: object, buffers: object) -> None:
+        if (reply := answer(clicks, message)) is not None:
+            widget.send(reply)
+
+    widget.on_msg(respond)
     return widget
-
-
-def _send(widget: Any, clicks: Clicks, message: object) -> None:
-    reply = answer(clicks, message)
-    if reply is not None:
-        widget.send(reply)
 
 
 def answer(clicks: Clicks, message: object) -> dict[str, Any] | None:

@@ -111,10 +111,8 @@ def _suppressed(table: pd.DataFrame, relations: Sequence[str]) -> list[list[obje
     """List what heads suppress: layer, head, relation, and the numbers of that side."""
     rows = table[table["suppressed"]]
     numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
-    places = zip(
-        rows["layer"].tolist(), rows["head"].tolist(), rows["relation"].map(list(relations).index), strict=True
-    )
-    return [[*map(int, place), *of_row] for place, of_row in zip(places, zip(*numbers, strict=True), strict=True)]
+    places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
+    return [[*map(int, row[:3]), *row[3:]] for row in zip(*places, *numbers, strict=True)]
 
 
 def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
@@ -161,6 +159,8 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
     columns = [name for name in by_head if name not in ("layer", "head")]
     named = found.way(NAMED)
     ways = found.ways.dropna(subset=["share"])
+    rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
+    heads_of = [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
     return {
         "title": evidence_title(found),
         "layers": layers,
@@ -171,16 +171,10 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
         "named": [int(named["layer"]), int(named["head"])],
         "when": _when(found.when),
         "tables": [
-            _rows("named by", ways.assign(heads=_heads_of(ways)), ["way", "heads", "share", "low", "high"]),
+            _rows("named by", ways.assign(heads=heads_of), ["way", "heads", "share", "low", "high"]),
             _rows("silenced", found.cost, ["what", "heads", "cost", "low", "high"]),
         ],
     }
-
-
-def _heads_of(ways: pd.DataFrame) -> list[str]:
-    """Return the head that each way names, or how many it names."""
-    rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
-    return [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
 
 
 def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:
