@@ -72,6 +72,7 @@ def opened(browser, folder, page, width):
     return tab
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("host", ["a page", "JupyterLab", "VS Code", "Colab"])
 def test_a_frame_ends_where_its_page_does_and_what_is_below_comes_next(browser, tmp_path, host, width):
