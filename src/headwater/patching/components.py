@@ -50,7 +50,7 @@ from headwater.models.positions import Prompt, Where
 from headwater.models.sites import SITES, Site, place_named, sites_named
 from headwater.options import checked_flag, checked_name, checked_seed, is_one, one_or_several, shown, whole_number
 from headwater.patching.edits import CellTable, CellTemplate, Edit, ReplacementSpec, refuse_too_many_cells
-from headwater.patching.metrics import Measures, Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan, check_call, recorded_roles
 from headwater.patching.prompts import Prompts, read_prompt_pair, seen_positions
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
@@ -266,9 +266,7 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
         raise InputError(
             f"{called} is empty: name {', '.join(f'{kind}=' for kind in (*KINDS, FEATURES))}, one or several of them."
         )
-    parts: list[Part] = []
-    for kind, listed in members.items():
-        parts += _feature_parts(listed, complement) if kind == FEATURES else _parts(model, kind, listed, complement)
+    parts = [part for kind, listed in members.items() for part in _parts(model, kind, listed, complement)]
     if not parts:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
     return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))
@@ -299,17 +297,6 @@ def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
     return fitted
 
 
-def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
-    """What a set of features, or its complement in their dictionaries, holds."""
-    parts = []
-    for site in members:
-        chosen = set(site.units)
-        among = tuple(feature for feature in range(site.count) if (feature in chosen) != complement)
-        if among:
-            parts.append(Part(site, site.layer, None if len(among) == site.count else among))
-    return parts
-
-
 def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
     """Check pairs (layer, neuron)."""
     neurons: list[tuple[int, ...]] = []
@@ -325,20 +312,23 @@ def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
 
 
 def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:
-    """What a set, or its complement, holds at the site of a kind, layer by layer."""
-    row, shape = KINDS[kind], model.shape
-    (site,) = sites_named(row.site, model)
-    # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
-    layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
-    if row.among is None:
-        return [Part(site, layer, None) for layer in layers if (layer in members) != complement]
-    every, chosen = range(row.among(shape)), set(members)
+    """What a set, or its complement, holds at the sites of a kind, layer by layer."""
+    if kind == FEATURES:
+        places = [(site, site.layer, site.count, set(site.units)) for site in members]
+    else:
+        among, shape = KINDS[kind].among, model.shape
+        (site,) = sites_named(KINDS[kind].site, model)
+        # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
+        layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
+        # The whole activation is the one component of its layer.
+        pairs = members if among is not None else [(layer, 0) for layer in members]
+        count = 1 if among is None else among(shape)
+        places = [(site, layer, count, {index for at, index in pairs if at == layer}) for layer in layers]
     parts = []
-    for layer in layers:
-        among = tuple(index for index in every if ((layer, index) in chosen) != complement)
-        if among:
+    for site, layer, count, chosen in places:
+        if indices := tuple(index for index in range(count) if (index in chosen) != complement):
             # None where all are named: the whole activation is written without an index.
-            parts.append(Part(site, layer, None if len(among) == len(every) else among))
+            parts.append(Part(site, layer, None if len(indices) == count else indices))
     return parts
 
 
@@ -442,8 +432,6 @@ def ablate(
     refuse_too_many_cells(sum(map(len, edited)) * len(chosen) * len(metrics) * (replacement.samples or 1) * pair.draws)
 
     site_label = {"site": "complement" if complement else "ablation"}
-    values_label = {"values": replacement.label} if replacement.label else {}
-    by_role = isinstance(positions, Mapping)
     rows = []
     for example, prompt in enumerate(pair.base):
         i = example // pair.draws
@@ -453,9 +441,8 @@ def ablate(
             seen = {site.name: seen_positions(site, prompt, span.base) for site in sites}
             at = {name: None if len(found) == len(prompt) else found for name, found in seen.items()}
             for component_set, sample in product(chosen, range(replacement.samples or 1)):
-                labels: dict[str, Any] = site_label | values_label | ({"role": role} if by_role else {})
-                labels |= {"set": component_set.name}
-                labels |= {} if replacement.samples is None else {"sample": sample}
+                labels = site_label | {"set": component_set.name} | replacement.labels(sample)
+                labels |= {"role": role} if isinstance(positions, Mapping) else {}
                 edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
                 # A list per cell, unlike a sweep's: sets and roles make few cells of each prompt.
                 rows.append((example, [CellTemplate(labels, tuple(edits))]))
@@ -472,37 +459,5 @@ def joint_template(
     nodes: Sequence[ActivationNode], example: int, replacement: Replacement, sample: int = 0
 ) -> CellTemplate:
     """Return what is edited where nodes of one example are replaced together."""
-    labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
-    labels |= {"values": replacement.label} if replacement.label else {}
-    labels |= {} if replacement.samples is None else {"sample": sample}
-    since = replacement.since(example)
-    return CellTemplate(labels, tuple(node.edit(since, sample) for node in nodes))
-
-
-def patch_together(
-    model: HookedModel,
-    clean: Any,
-    corrupted: Any,
-    nodes: object,
-    *,
-    metrics: tuple[Metric, ...],
-    direction: str,
-    values: Any,
-    dataset: Prompts | None,
-    seed: int,
-    batch_size: int | None,
-    engine: str,
-    progress: bool,
-    out: str | Path | None,
-) -> Sweep:
-    """Patch several nodes at once: what `hw.patch(..., together=)` does, whose options these are, checked."""
-    pair = read_prompt_pair(model, clean, corrupted, direction)
-    read = read_nodes(model, nodes, pair.prompts)
-    sites = sites_named(list(dict.fromkeys(node.site for node in read)), model)
-    replacement = build_replacement(model, values, dataset, pair, sites, seed)
-    draws = range(replacement.samples or 1)
-    examples = range(len(pair.base))
-    cells = CellTable.of((i, [joint_template(read, i, replacement, sample) for sample in draws]) for i in examples)
-    plan = Plan(model, pair, cells, metrics, replacement, batch_size)
-    options = {"together": [node.described() for node in read]}
-    return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
+    since, labels = replacement.since(example), {"site": "together", "set": set_name(nodes)}
+    return CellTemplate(labels | replacement.labels(sample), tuple(node.edit(since, sample) for node in nodes))

@@ -148,6 +148,11 @@ class Replacement(ABC):
         """What the table's column `values` says of them, if anything."""
         return self.inputs.kind if self.labelled else None
 
+    def labels(self, sample: int) -> dict[str, Any]:
+        """Return what the table says of them in a cell: their label, and which draw they are of several."""
+        labels: dict[str, Any] = {"values": self.label} if self.label else {}
+        return labels if self.samples is None else labels | {"sample": sample}
+
     @property
     def described(self) -> Any:
         """What the record of a run says: the name, with what was given, and of a kind that was added its code.
