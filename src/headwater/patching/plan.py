@@ -24,7 +24,7 @@ from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
-from headwater.models.tokens import Batch
+from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count, shown
 from headwater.patching.edits import (
     LOGITS,
@@ -210,12 +210,28 @@ class Group:
         return {(edit.source_of(layer), edit.sample) for edit in here}
 
     def batch(self, *sides: Side) -> Batch:
-        """The examples' prompts of one side, then those of the next."""
-        return self.plan.pair.batch(self.plan.model, self.examples, *sides)
+        """The examples' prompts of one side, then of the next, each called by its example and, of a pair, its side."""
+        # Sides one after the other, as `corrupting` and the recorded halves count on.
+        pair, examples = self.plan.pair, self.examples
+        prompts = {"base": pair.base, "other": pair.other or ()}
+        ids = [prompts[side][i].ids for side in sides for i in examples]
+        batch = Batch.of(ids, pad_id(self.plan.model.tokenizer))
+        if pair.other is None:
+            return batch.named(examples)
+        kinds = ["clean" if pair.is_clean(side) else "corrupted" for side in sides]
+        if pair.corruption is None:
+            return batch.named(f"{i} ({kind} prompt)" for kind in kinds for i in examples)
+        draws = [divmod(i, pair.draws) for i in examples]
+        return batch.named(f"{i} ({kind} run, sample {draw})" for kind in kinds for i, draw in draws)
 
     def corrupting(self, *sides: Side, rows: Sequence[int] | None = None) -> list[Hook]:
         """The hooks that make a `batch`, or some rows of it, the runs that are meant, edits apart."""
-        return self.plan.pair.corrupting(self.examples, *sides, rows=rows)
+        pair = self.plan.pair
+        noisy = [None if pair.is_clean(side) else i for side in sides for i in self.examples]
+        noisy = noisy if rows is None else [noisy[row] for row in rows]
+        if pair.corruption is None or all(example is None for example in noisy):
+            return []
+        return [pair.corruption.hook(noisy)]
 
     def aligned_with_base(
         self, activation: Shaped[Tensor, "example ... position *width"], site: Site
@@ -359,8 +375,6 @@ class Measured:
     """The states requested, of the base run."""
     after: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
     """The same after the edits."""
-    engine: str = ""
-    """The name of the runner."""
 
     @classmethod
     def empty(cls, n_cells: int, n_metrics: int) -> Measured:
@@ -427,9 +441,14 @@ class Readout:
         chosen = self.plan.cells.part(cells)
         measured = Measured.empty(len(chosen), len(self.plan.metrics))
         rows = chosen.example - self.examples.start
-        measured.unedited = self._of(self._of_base, chosen, rows)
-        if self._of_other is not None:
-            measured.other = self._of(self._of_other, chosen, rows)
+        for m, metric in enumerate(self.plan.metrics):
+            readings = [self.plan.reading(metric, one.edits) for one in chosen.templates]
+            for reading in {readings[number] for number in np.unique(chosen.template)}:
+                reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[chosen.template])
+                here, examples = torch.from_numpy(reading_cells), torch.from_numpy(rows[reading_cells])
+                measured.unedited[here, m] = self._of_base[reading][examples, m]
+                if self._of_other is not None:
+                    measured.other[here, m] = self._of_other[reading][examples, m]
         cutting = [any(not edit.writes for edit in one.edits) for one in chosen.templates]
         if self.plan.metrics and len(cutting_cells := np.flatnonzero(np.array(cutting)[chosen.template])):
             numbers, which = np.unique(chosen.template[cutting_cells], return_inverse=True)
@@ -510,16 +529,6 @@ class Readout:
                         values = torch.stack([run[reading][i] for i in examples])
                         columns[examples, m] = self.apply(m, reading, values, examples)
             table[reading] = columns
-        return table
-
-    def _of(self, baseline: Mapping[Reading, Tensor], cells: CellTable, rows: Indices) -> Float[Tensor, "cell metric"]:
-        """What each cell's metrics gave on an unedited run of its example."""
-        table = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
-        for m, metric in enumerate(self.plan.metrics):
-            readings = [self.plan.reading(metric, one.edits) for one in cells.templates]
-            for reading in {readings[number] for number in np.unique(cells.template)}:
-                reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
-                table[torch.from_numpy(reading_cells), m] = baseline[reading][torch.from_numpy(rows[reading_cells]), m]
         return table
 
     def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:

@@ -89,16 +89,8 @@ def run_sweep(
 ) -> Sweep:
     """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
 
-    Args:
-        analysis: the name of the call, for the record.
-        plan: what is measured.
-        options: what decides the result beside prompts, metrics and values, which are taken from the plan.
-        engine: as the caller gave it.
-        runner: what measures; default: that of the engine.
-        finish: a last look at what was measured, which it may change or refuse.
-        seed: of the call.
-        progress: show a bar.
-        out: the folder.
+    `options` decide the result beside prompts, metrics and values, which are taken from the plan. `runner` measures;
+    without one that of the engine. `finish` looks last at what was measured, which it may change or refuse.
     """
     replacement, runner = plan.replacement, runner or ENGINES[engine]
     options = {**options, **plan.pair.described(replacement.inputs.dataset if replacement is not None else None)}
@@ -107,42 +99,34 @@ def run_sweep(
         options |= {"mean_over": replacement.mean_over}
     # Only where it was chosen: by default a folder is the same run whichever engine the model allows.
     options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
-
-    def work(run: Run) -> Sweep:
-        measured = measure(plan, run, runner)
-        finish(plan, measured)
-        strings = tuple(prompt.strings for prompt in plan.pair.prompts)
-        return Sweep(tabulate(plan, measured), run.record, strings, measured.engine)
-
-    return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
-
-
-def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
-    """Measure the cells of a sweep, a wave in a piece."""
-    measured = Measured.empty(len(plan.cells), len(plan.metrics))
     measuring = _Measuring(plan, runner)
-    planned, outcome = list(waves(plan)), NOT_WRITTEN
 
     def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
         parts = [part.tables() for _, part in measuring.parts(*wave)]
         tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        outcome = plan.replacement.outcome if plan.replacement is not None else CHANGED
+        outcome = replacement.outcome if replacement is not None else CHANGED
         return tables | {"whole": torch.tensor(measuring.runner is WholeRuns), "outcome": torch.tensor(outcome)}
 
-    with run.bar("cells", "cell", len(plan.cells)) as bar:
-        pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
-        for (_, cells), piece in zip(planned, pieces, strict=True):
-            for name, table in measured.tables().items():
-                table[cells.start : cells.stop] = piece[name]
-            # A piece of an interrupted run says which engine it took: the rest goes on with it.
-            if bool(piece["whole"]):
-                measuring.runner = WholeRuns
-            outcome = max(outcome, int(piece.get("outcome", CHANGED)))
-    if plan.replacement is not None:
-        # At the end: a piece may change nothing by chance, all of them together do not.
-        refuse_values_that_change_nothing(plan.replacement, outcome)
-    measured.engine = measuring.runner.name
-    return measured
+    def work(run: Run) -> Sweep:
+        measured = Measured.empty(len(plan.cells), len(plan.metrics))
+        planned, outcome = list(waves(plan)), NOT_WRITTEN
+        with run.bar("cells", "cell", len(plan.cells)) as bar:
+            pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
+            for (_, cells), piece in zip(planned, pieces, strict=True):
+                for name, table in measured.tables().items():
+                    table[cells.start : cells.stop] = piece[name]
+                # A piece of an interrupted run says which engine it took: the rest goes on with it.
+                if bool(piece["whole"]):
+                    measuring.runner = WholeRuns
+                outcome = max(outcome, int(piece.get("outcome", CHANGED)))
+        if replacement is not None:
+            # At the end: a piece may change nothing by chance, all of them together do not.
+            refuse_values_that_change_nothing(replacement, outcome)
+        finish(plan, measured)
+        strings = tuple(prompt.strings for prompt in plan.pair.prompts)
+        return Sweep(tabulate(plan, measured), run.record, strings, measuring.runner.name)
+
+    return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
 
 
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
@@ -374,17 +358,12 @@ class Sweep(Result):
         if self.engine == AttributionRunner.name:
             sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
         sentences += edited_run(self.run.options)
-        return [*sentences, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
-
-    def _equal_sets(self) -> list[str]:
-        """Say which ablated sets have the same members under two names."""
-        names: dict[str, str] = {}
-        equal = []
+        names: dict[str, str] = {}  # of ablated sets, by their members
         for one in self.run.options.get("sets", []):  # type: ignore[attr-defined]
             members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
             if (first := names.setdefault(members, one["name"])) != one["name"]:
-                equal.append(f"The sets {first!r} and {one['name']!r} have the same members.")
-        return equal
+                sentences.append(f"The sets {first!r} and {one['name']!r} have the same members.")
+        return [*sentences, *self.notes_on_averages(self.table, value)]
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
         """Warn of what makes the means over examples another thing than they seem, and return it."""
