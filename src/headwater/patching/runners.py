@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,14 +72,19 @@ class Runner(ABC):
 
     name: ClassVar[str]
     needs_graph: ClassVar[bool]
+    readout: Readout
 
     @abstractmethod
     def __init__(self, plan: Plan, examples: range):
         """Make the unedited runs."""
 
-    @abstractmethod
     def measure(self, cells: range) -> Measured:
         """Measure some of the group's cells."""
+        return self.readout.collect(cells, self.run)
+
+    def run(self, variants: Variants, deliver: Deliver) -> None:
+        """Deliver what is read of variants of the group's runs."""
+        raise NotImplementedError
 
 
 class CannotStepError(Exception):
@@ -142,10 +147,6 @@ class WalkRunner(Runner):
         other = self._read(others, "other", self.group.other_kept) if plan.pair.other is not None else None
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
 
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, all in one walk."""
-        return self.readout.collect(cells, self.run)
-
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
@@ -156,7 +157,14 @@ class WalkRunner(Runner):
         try:
             walk.run()
         except NotFiniteError as found:
-            self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
+            # Made once more as a whole run, whose own checks say in which layer it went wrong.
+            variant, example = variants[found.variant], int(variants.example[found.variant])
+            model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
+            before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
+            model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
+            token = int(batch.tokens[0, found.position])
+            where = batch.name(0), found.position, token
+            raise NumericsError(not_finite(model, "the logits", *where, edited=True)) from None
         # Remembered where memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
@@ -222,15 +230,6 @@ class WalkRunner(Runner):
         # Also where it is NaN.
         return f"stepping through its blocks changes its logits by {difference:.1e}"
 
-    def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
-        """Say in which layer an edited run went wrong, by making it once more as a whole run."""
-        model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
-        before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
-        # For what the model's own checks say of it.
-        model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
-        token = int(batch.tokens[0, position])
-        raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
-
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
         names = [main_site(Stage.BLOCK_INPUT).hook_name(0)]
@@ -248,7 +247,14 @@ class WalkRunner(Runner):
         read = read_run(group, kept, activations)
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
-            read[LOGITS, n_layers] = self._logits_at(residual, kept)
+            if self._answers is None:
+                columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
+                read[LOGITS, n_layers] = [self.blocks.logits(residual[i, places]) for i, places in enumerate(columns)]
+            else:
+                listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
+                row, place = to_device(listed, residual.device).unbind(1)
+                logits = self.blocks.logits_of(residual[row, place], self._answers[row])
+                read[LOGITS, n_layers] = list(logits.split([len(places) for places in kept]))
             # All examples in one look: each look waits for the device.
             if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
@@ -258,16 +264,6 @@ class WalkRunner(Runner):
                         token = int(batch.tokens[i, position])
                         raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(i), position, token))
         return read
-
-    def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
-        """Return the logits of each example at its positions, `kept d_vocab_or_answer`, of many examples at once."""
-        if self._answers is None:
-            columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
-            return [self.logits(residual[i, places], i) for i, places in enumerate(columns)]
-        listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
-        row, place = to_device(listed, residual.device).unbind(1)
-        logits = self.blocks.logits_of(residual[row, place], self._answers[row])
-        return list(logits.split([len(places) for places in kept]))
 
     def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
         """Return the logits of states after the last block, of an example's answers where these suffice."""
@@ -326,10 +322,6 @@ class WholeRuns(Runner):
         self.readout = Readout(group, base, other, visible)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """How many rows a forward has: as many tokens as a tile of the walk."""
-
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, many in each forward."""
-        return self.readout.collect(cells, self.run)
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs, `at_once` of them in a forward.
