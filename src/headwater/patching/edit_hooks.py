@@ -22,7 +22,7 @@ from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
 from headwater.patching.activation_patching import materialize
-from headwater.patching.edits import Edit, ReplacementSpec, ReplacementValues
+from headwater.patching.edits import Edit, ReplacementSpec
 from headwater.patching.prompts import PromptPair, read_prompts, seen_positions
 from headwater.patching.replacements import (
     VALUES,
@@ -78,7 +78,10 @@ class EditHook(PromptHook):
         if goes_on and not self._everywhere:
             return site.hook_name(layer), read_hook(lambda activation, hook: None)
         if batch is not None:
-            prompts = _without_strings(batch) if goes_on else read_prompts(model, batch)
+            rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
+            # Of new tokens no positions are named: they need no strings.
+            new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
+            prompts = tuple(new) if goes_on else read_prompts(model, batch)
             return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
         if not self._everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
             raise InputError(
@@ -109,10 +112,6 @@ class EditHook(PromptHook):
             # None, not all positions: in generation the tokens that follow are meant too.
             write = Edit(site, range(layer, layer + 1), None if every else at, heads, of, units)
             edits.append((write, example))
-        values = self._values(model, site, layer, prompts)
-        return lambda activation: written_into(activation, None, edits, values, layer)
-
-    def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> ReplacementValues:
         replacement = build_replacement(
             model, self.recipe, None, PromptPair(prompts), (site,), positions=self.positions
         )
@@ -120,13 +119,8 @@ class EditHook(PromptHook):
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         # A tensor made in inference mode could not be part of a graph that the caller is building.
         with torch.inference_mode(not torch.is_grad_enabled()):
-            return compute_values(replacement, wanted, lengths)
-
-
-def _without_strings(batch: Batch) -> tuple[Prompt, ...]:
-    """Return the new tokens of each row, in which no positions are named."""
-    rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
-    return tuple(Prompt(tuple(ids[:length]), ()) for ids, length in rows)
+            values = compute_values(replacement, wanted, lengths)
+        return lambda activation: written_into(activation, None, edits, values, layer)
 
 
 @dataclass(frozen=True, eq=False)

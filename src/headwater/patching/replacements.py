@@ -347,28 +347,23 @@ class Mean(_OfDataset):
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return each mean for every example, and where it is one over tokens, for every position."""
+        by_position = self.mean_over == "examples"
         if missing := tuple(place for place in wanted.places if place not in self._means):
-            self._take_means(ValueRequest(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites))
-        size = (len(wanted.examples),) if self.mean_over == "examples" else (len(wanted.examples), wanted.width)
+            request = ValueRequest(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites)
+            sums: dict[Place, Tensor] = {}
+            for start in range(0, len(self.pool), BATCH):
+                numbers = range(start, min(start + BATCH, len(self.pool)))
+                for place, activation in self.runs(request, numbers).items():
+                    each = activation.double()
+                    if not by_position:
+                        rows = zip(each, (len(self.pool[i]) for i in numbers), strict=True)
+                        each = torch.stack([one[1:length].sum(0) for one, length in rows])
+                    sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
+            # One less per prompt over tokens: its first is left out of the sum.
+            count = len(self.pool) if by_position else sum(len(prompt) - 1 for prompt in self.pool)
+            self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
+        size = (len(wanted.examples),) if by_position else (len(wanted.examples), wanted.width)
         return {place: self._means[place].expand(*size, *self._means[place].shape) for place in wanted.places}
-
-    def _take_means(self, wanted: ValueRequest) -> None:
-        """Run the data set once and add up each activation."""
-        sums: dict[Place, Tensor] = {}
-        count = 0
-        for start in range(0, len(self.pool), BATCH):
-            numbers = range(start, min(start + BATCH, len(self.pool)))
-            lengths = [len(self.pool[i]) for i in numbers]
-            values = self.runs(wanted, numbers)
-            by_position = self.mean_over == "examples"
-            # One less per prompt: its first token is left out of the sum.
-            count += len(numbers) if by_position else sum(lengths) - len(numbers)
-            for place, activation in values.items():
-                each = activation.double()
-                if not by_position:
-                    each = torch.stack([one[1:length].sum(0) for one, length in zip(each, lengths, strict=True)])
-                sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
-        self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
 
 
 @VALUES.add("resample")
