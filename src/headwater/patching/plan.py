@@ -7,7 +7,7 @@ of a group's cells that are measured together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -30,7 +30,6 @@ from headwater.patching.edits import (
     LOGITS,
     CellTable,
     CellTemplate,
-    Deliver,
     Edit,
     Indices,
     Place,
@@ -291,16 +290,20 @@ def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
 
 def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
-    per_example = np.bincount(plan.cells.example, tokens_of(plan), len(plan.pair.base)).astype(np.int64).tolist()
+    pair, shape, ahead = plan.pair, plan.model.shape, plan.model.looks_ahead
+    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(pair.base, plan.positions, strict=True)])
+    of_cell = stop[plan.cells.example]
+    # A cell whose first change lies after all that is read has no tokens, and no run.
+    of_cell = of_cell if ahead else (of_cell - plan.cells.first_position).clip(0)
+    per_example = np.bincount(plan.cells.example, of_cell, len(pair.base)).astype(np.int64).tolist()
     edits = [edit for template in plan.cells.used for edit in template.edits if edit.writes]
     written = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
-    shape = plan.model.shape
     # By layer beside what edits need: keys and values.
     recorded = len(written) * (2 if plan.replacement is not None else 1) + 2 * shape.n_layers
     groups: list[list[int]] = []
     width, tokens = 0, 0
-    for example, prompt in enumerate(plan.pair.base):
-        longer = max(len(prompt), len(plan.pair.other[example]) if plan.pair.other is not None else 0)
+    for example, prompt in enumerate(pair.base):
+        longer = max(len(prompt), len(pair.other[example]) if pair.other is not None else 0)
         wider = max(width, longer)
         fits = groups and (len(groups[-1]) + 1) * wider * shape.d_model * recorded <= GROUP_FLOATS
         if not (fits and tokens + per_example[example] <= WAVE_TOKENS):
@@ -310,34 +313,26 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
         width, tokens = wider, tokens + per_example[example]
     for group in groups:
         examples = range(group[0], group[-1] + 1)
-        yield from ((examples, wave) for wave in _cut(plan, plan.cells.among(examples)))
+        cells = plan.cells.among(examples)
+        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop]):
+            yield examples, range(cells.start + wave.start, cells.start + wave.stop)
 
 
-def _cut(plan: Plan, cells: range) -> Iterator[range]:
+def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
     """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens, nested cells left together."""
-    part = plan.cells.part(cells)
-    filled = np.cumsum(tokens_of(plan)[cells.start : cells.stop])
-    keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in part.used))}
-    by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in part.templates]
-    key = np.array(by_template, dtype=np.int64)[part.template]
+    filled = np.cumsum(tokens)
+    keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in cells.used))}
+    by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in cells.templates]
+    key = np.array(by_template, dtype=np.int64)[cells.template]
     # A wave may begin at a cell that is not nested in the one before it: a trunk and what follows it stay together.
     begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
     start, before = 0, 0
-    while start < len(part):
+    while start < len(cells):
         over = int(np.searchsorted(filled, before + WAVE_TOKENS, side="right"))
         later = begins[np.searchsorted(begins, max(over, start + 1)) :]
-        stop = int(later[0]) if over < len(part) and len(later) else len(part)
-        yield range(cells.start + start, cells.start + stop)
+        stop = int(later[0]) if over < len(cells) and len(later) else len(cells)
+        yield range(start, stop)
         start, before = stop, int(filled[stop - 1])
-
-
-def tokens_of(plan: Plan) -> Int[np.ndarray, " cell"]:
-    """Count the tokens of each cell's row."""
-    ahead = plan.model.looks_ahead
-    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.pair.base, plan.positions, strict=True)])
-    tokens = stop[plan.cells.example]
-    # A cell whose first change lies after all that is read has no tokens, and no run.
-    return tokens if ahead else (tokens - plan.cells.first_position).clip(0)
 
 
 def check_call(model: object, batch_size: object) -> int | None:
@@ -459,29 +454,6 @@ class Readout:
         states = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
         measured.before, measured.after = states, {reading: state.clone() for reading, state in states.items()}
         return measured
-
-    def collect(self, cells: range, run: Callable[[Variants, Deliver], None]) -> Measured:
-        """Return what cells measure when `run` delivers what is read of their variants."""
-        chosen = self.plan.cells.part(cells)
-        variants = self.group.variants(chosen)
-        measured_cells = self.unedited(cells)
-        readings = [[self.plan.reading(metric, one.edits) for metric in self.plan.metrics] for one in chosen.templates]
-
-        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
-            for m in range(len(self.plan.metrics)):
-                asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
-                if asks.any():
-                    asking = indices[asks]
-                    # Usually all variants of a reading ask: no copy of logits then.
-                    part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
-                    measured = self.apply(m, reading, part, variants.example[asking])
-                    measured_cells.values[torch.from_numpy(asking), m] = measured
-            # The last of the kept positions, as in `unedited`.
-            if reading in measured_cells.after:
-                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
-
-        run(variants, deliver)
-        return measured_cells
 
     def apply(self, m: int, reading: Reading, read: Tensor, owners: Indices | Sequence[int]) -> Float[Tensor, " row"]:
         """Apply one metric to rows that belong to these examples of the group."""

@@ -72,6 +72,8 @@ class Runner(ABC):
 
     name: ClassVar[str]
     needs_graph: ClassVar[bool]
+    plan: Plan
+    group: Group
     readout: Readout
 
     @abstractmethod
@@ -79,8 +81,27 @@ class Runner(ABC):
         """Make the unedited runs."""
 
     def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells."""
-        return self.readout.collect(cells, self.run)
+        """Measure some of the group's cells by what `run` delivers of their variants."""
+        plan, readout, chosen = self.plan, self.readout, self.plan.cells.part(cells)
+        variants = self.group.variants(chosen)
+        measured_cells = readout.unedited(cells)
+        readings = [[plan.reading(metric, one.edits) for metric in plan.metrics] for one in chosen.templates]
+
+        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
+            for m in range(len(plan.metrics)):
+                asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
+                if asks.any():
+                    asking = indices[asks]
+                    # Usually all variants of a reading ask: no copy of logits then.
+                    part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
+                    measured = readout.apply(m, reading, part, variants.example[asking])
+                    measured_cells.values[torch.from_numpy(asking), m] = measured
+            # The last of the kept positions, as in `Readout.unedited`.
+            if reading in measured_cells.after:
+                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
+
+        self.run(variants, deliver)
+        return measured_cells
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs."""
