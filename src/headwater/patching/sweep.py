@@ -45,8 +45,7 @@ from headwater.patching.summaries import (
     grid_axes,
     grid_of,
     measure_of,
-    note_of_gaps,
-    note_of_lengths,
+    notes_on_averages,
     shared_prompts,
     strongest,
     strongest_first,
@@ -376,7 +375,7 @@ class Sweep(Result):
         """Say what makes the means over examples of some of the table's rows another thing than they seem."""
         lengths = [len(self.tokens[i]) for i in table["example"].unique()] if len(self.tokens) else []
         columns = [name for name in self.coordinates if name in table.columns and table[name].notna().any()]
-        return [note for note in (note_of_lengths(lengths, columns), note_of_gaps(table, columns, measure)) if note]
+        return notes_on_averages(table, lengths, columns, measure)
 
     @property
     def coordinates(self) -> list[str]:
