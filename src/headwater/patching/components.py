@@ -34,7 +34,7 @@ is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -132,7 +132,15 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
     for axis in asked:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
-    places = {axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
+    places: dict[str, int] = {}
+    for axis, value in asked.items():
+        try:
+            number = whole_number(value)
+        except TypeError:
+            raise InputError(f"The {axis} of a node is a whole number, not {shown(value)}.") from None
+        if not -counts[axis] <= number < counts[axis]:
+            raise InputError(f"There is no {axis} {number} of {site.name}; they are 0 to {counts[axis] - 1}.")
+        places[axis] = number % counts[axis]
     node = ActivationNode(site.name, **places)
     site.among([node.layer], model, edited=True)
     return node
@@ -147,16 +155,6 @@ def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
     if layer is None or site not in SITES:
         raise InputError(f"{shown(name)} is not a node with a layer; give one such as '9.2', 'm9' or a mapping.")
     return {"site": site, "layer": layer, "head": head}
-
-
-def _within(value: object, count: int, axis: str, site: Site) -> int:
-    try:
-        number = whole_number(value)
-    except TypeError:
-        raise InputError(f"The {axis} of a node is a whole number, not {shown(value)}.") from None
-    if not -count <= number < count:
-        raise InputError(f"There is no {axis} {number} of {site.name}; they are 0 to {count - 1}.")
-    return number % count
 
 
 NAMED_IN_FULL = 8
@@ -237,7 +235,15 @@ def read_sets(
         named = [(None, members) for members in several]
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
-    return _numbered([_read_set(model, _by_kind(members, name), name, complement) for name, members in named])
+    read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
+    # Sets of different names may be equal, one without a name may not; those that would be called the same are numbered.
+    distinct: list[ComponentSet] = []
+    for found in read:
+        if any(other.parts == found.parts and other.name == found.name for other in distinct):
+            raise InputError(f"The set {shown(found.name)} was given twice: give it once, or name both.")
+        count = sum(other.name.split(" #")[0] == found.name for other in distinct)
+        distinct.append(replace(found, name=f"{found.name} #{count + 1}") if count else found)
+    return tuple(distinct)
 
 
 def _by_kind(members: object, name: object) -> dict[str, Any]:
@@ -348,18 +354,6 @@ def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
         sizes = {k: sum(len(m.units) if k == FEATURES else 1 for m in listed) for k, listed in members.items()}
         names = [f"{size:,} {kind}" for kind, size in sizes.items() if size]
     return f"all {' and '.join(members)} but {', '.join(names)}" if complement else ", ".join(names)
-
-
-def _numbered(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
-    """Number sets that would be called the same; sets of different names may be equal, one without a name may not."""
-    distinct: list[ComponentSet] = []
-    for component_set in sets:
-        if any(other.parts == component_set.parts and other.name == component_set.name for other in distinct):
-            raise InputError(f"The set {shown(component_set.name)} was given twice: give it once, or name both.")
-        count = sum(other.name.split(" #")[0] == component_set.name for other in distinct)
-        numbered = replace(component_set, name=f"{component_set.name} #{count + 1}")
-        distinct.append(numbered if count else component_set)
-    return tuple(distinct)
 
 
 @checked_call

@@ -266,11 +266,6 @@ class Variants:
     noop: Bool[np.ndarray, " _"] | None = None
     """By run: whether it is known to be as if nothing were edited."""
 
-    @classmethod
-    def one(cls, change: Variant, example: int) -> Variants:
-        """Return a single run."""
-        return cls((change,), np.array([0]), np.array([example]), np.array([-1]))
-
     def __len__(self) -> int:
         return len(self.which)
 

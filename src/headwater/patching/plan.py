@@ -405,12 +405,8 @@ def read_run(
 class Readout:
     """What metrics give on the unedited runs of a group, and on edited ones.
 
-    Args:
-        group: whose runs.
-        base: what was read of the unedited runs of the prompts that are edited.
-        other: the same of the other prompts.
-        visible: which keys each query sees, by layer: wherever edges are severed.
-        answers: the tokens whose logits are read, where not all are.
+    `base` and `other` were read of the unedited runs of either side. `visible` says, by layer, which keys each query
+    sees wherever edges are severed; `answers` are the tokens whose logits are read, where not all are.
     """
 
     def __init__(

@@ -320,14 +320,6 @@ class PromptPair:
         """Whether a side is the clean runs."""
         return (side == "base") == self.base_is_clean
 
-    @cached_property
-    def first_differences(self) -> tuple[int, ...]:
-        """By example: the first position at which its two runs differ. Until there they are one."""
-        if self.corruption is not None:
-            return tuple(min(at) for at in self.corruption.at for _ in range(self.draws))
-        assert self.other is not None
-        return tuple(first_difference(*pair) for pair in zip(self.base, self.other, strict=True))
-
     def spans(self, where: Where, *, in_base: bool = False) -> list[dict[str, AlignedSpan]]:
         """By prompt: what positions are in both runs, by role; by an empty name where they are not named by role.
 

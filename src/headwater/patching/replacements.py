@@ -36,7 +36,7 @@ from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_seed, shown
 from headwater.patching.edits import EditedRows, Place, ReplacementSpec, ReplacementValues
-from headwater.patching.prompts import BATCH, PromptPair, Prompts, read_prompts
+from headwater.patching.prompts import BATCH, PromptPair, Prompts, first_difference, read_prompts
 from headwater.registry import Registry
 
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
@@ -193,7 +193,11 @@ class OtherRun(Replacement):
 
     def since(self, example: int) -> int:
         """Return the first position at which the two runs differ."""
-        return self.inputs.pair.first_differences[example]
+        pair = self.inputs.pair
+        if pair.corruption is not None:
+            return min(pair.corruption.at[example // pair.draws])
+        assert pair.other is not None
+        return first_difference(pair.base[example], pair.other[example])
 
 
 @VALUES.add("zero")

@@ -115,11 +115,8 @@ class CannotStepError(Exception):
 class WalkRunner(Runner):
     """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
 
-    Args:
-        plan: the sweep.
-        examples: whose runs are made.
-        also: further activations to record of both sides, by hook name.
-        gradients_at: where gradients will be taken, by hook name; the first comes before the others.
+    By hook name, `also` are further activations to record of both sides, and `gradients_at` where gradients will be
+    taken; the first of these comes before the others.
 
     Raises:
         CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
@@ -233,7 +230,8 @@ class WalkRunner(Runner):
         read_logits: list[Tensor] = []
         # From the middle on, so that recorded keys before a row are tried too; looking ahead, there are none.
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
-        variants = Variants.one(Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole), 0)
+        unedited = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
+        variants = Variants((unedited,), np.array([0]), np.array([0]), np.array([-1]))
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
         keep, nothing = (lambda *read: read_logits.append(read[-1][0, 0])), ReplacementValues({})
         try:
