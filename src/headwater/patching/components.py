@@ -236,7 +236,7 @@ def read_sets(
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
     read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
-    # Sets of different names may be equal, one without a name may not; those that would be called the same are numbered.
+    # Sets of different names may be equal, one without a name may not; where names are the same they are numbered.
     distinct: list[ComponentSet] = []
     for found in read:
         if any(other.parts == found.parts and other.name == found.name for other in distinct):

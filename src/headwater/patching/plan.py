@@ -133,7 +133,14 @@ class Plan:
         ]
         for metric, answers in zip(self.metrics, by_metric, strict=True):
             if metric.name == "logit_difference" and len(answers) == 2:
-                _refuse_equal(metric, *answers)
+                same = answers[0] == answers[1]
+                if bool(same.any()):
+                    prompt = int(same.nonzero()[0])
+                    what = f"token {int(answers[0][prompt])} with itself for prompt {prompt}"
+                    what = f"{shown(metric.answers[0])} with itself" if bool(same.all()) else what
+                    raise InputError(
+                        f"hw.logit_difference compares {what}, which is always 0: give two different answers."
+                    )
         # An answer "Paris" after " is" is another token than " Paris": warned of once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)
@@ -268,19 +275,6 @@ class Group:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
             changes.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
         return Variants(tuple(changes), which.reshape(-1), example, cells.longest_of_nested())
-
-
-def _refuse_equal(metric: Metric, right: Int[Tensor, " example"], wrong: Int[Tensor, " example"]) -> None:
-    """Refuse the difference of a token's logit with itself, for all prompts or for one."""
-    same = right == wrong
-    if bool(same.all()):
-        what = f"{shown(metric.answers[0])} with itself"
-    elif bool(same.any()):
-        prompt = int(same.nonzero()[0])
-        what = f"token {int(right[prompt])} with itself for prompt {prompt}"
-    else:
-        return
-    raise InputError(f"hw.logit_difference compares {what}, which is always 0: give two different answers.")
 
 
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
@@ -491,9 +485,17 @@ class Readout:
         table: dict[Reading, Tensor] = {}
         for reading in self.group.readings:
             columns = torch.full((len(self.examples), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
+            by_shape: dict[tuple[int, ...], list[int]] = {}
+            for i, values in enumerate(run[reading]):
+                by_shape.setdefault(tuple(values.shape), []).append(i)
+            parts: list[list[int]] = []
+            for shape, alike in by_shape.items():
+                # So many at once that what they read is not there twice at length.
+                most = max(1, AT_ONCE // max(1, math.prod(shape)))
+                parts += [alike[start : start + most] for start in range(0, len(alike), most)]
             for m, metric in enumerate(self.plan.metrics):
                 if metric.site == reading[0] and metric.layer in (None, reading[1]):
-                    for examples in _batches(run[reading]):
+                    for examples in parts:
                         values = torch.stack([run[reading][i] for i in examples])
                         columns[examples, m] = self.apply(m, reading, values, examples)
             table[reading] = columns
@@ -548,13 +550,3 @@ class Readout:
             return each * (n_heads if cut.heads is None else len(cut.heads))
 
         return torch.tensor([float(sum(map(count, some))) for some in cuts], dtype=torch.float64)
-
-
-def _batches(read: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Number examples that read as many positions, so many at once that what they read is not held twice at length."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for i, values in enumerate(read):
-        by_shape.setdefault(tuple(values.shape), []).append(i)
-    for shape, examples in by_shape.items():
-        most = max(1, AT_ONCE // max(1, math.prod(shape)))
-        yield from (examples[start : start + most] for start in range(0, len(examples), most))

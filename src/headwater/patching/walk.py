@@ -329,11 +329,7 @@ def _how_many_fit(rows: RowTable, tile_tokens: int, folded: bool) -> int:
 class Masks:
     """The masks of one walk.
 
-    Args:
-        recording: the unedited run.
-        variants: what is severed in whose runs.
-        n_heads: of the model.
-        applied: by edit and layer, the variants in which it was made; what is severed is added.
+    `applied`: by edit and layer, the variants in which it was made; what is severed is added.
     """
 
     def __init__(
