@@ -34,7 +34,6 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models.families import ModelShape
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
@@ -217,8 +216,19 @@ def patch(
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
 
     steps = spec.steps(chosen_sites, pair, edited, attended)
-    if method == "exact":
-        _refuse_whole_dictionaries(chosen_sites, steps, model.shape)
+    for number, site in enumerate(chosen_sites if method == "exact" else ()):
+        # A run for each feature, of which most do nothing.
+        count = site.width(model.shape, 1) if site.has_units else 0
+        if count > MOST_FEATURES and len(steps[0][number]["feature"]) == count:
+            n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
+            # A run begins at the dictionary's layer: what is below it is recorded.
+            above = model.shape.n_layers - min(site.layers(model.shape))
+            raise InputError(
+                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
+                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
+                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
+                "forward and one backward for all."
+            )
     # Counted before the cells are made: their list alone can be more than the memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
@@ -245,23 +255,6 @@ def patch(
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
     runner = AttributionRunner if method == "attribution" else None  # None: that of the engine
     return run_sweep("patch", plan, options, runner=runner, engine=engine, seed=seed, progress=progress, out=out)
-
-
-def _refuse_whole_dictionaries(sites: Sequence[Site], steps: Sequence[Sequence[Steps]], shape: ModelShape) -> None:
-    """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing."""
-    for number, site in enumerate(sites):
-        count = site.width(shape, 1) if site.has_units else 0
-        if count <= MOST_FEATURES or len(steps[0][number]["feature"]) != count:
-            continue
-        n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
-        # A run begins at the dictionary's layer: what is below it is recorded.
-        above = shape.n_layers - min(site.layers(shape))
-        raise InputError(
-            f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
-            f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
-            "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
-            "forward and one backward for all."
-        )
 
 
 @dataclass(frozen=True)

@@ -179,16 +179,11 @@ def edit(
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if recipe.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    return EditHook(row, _layer_of(row, layer), recipe, positions, materialize(heads), keys)
-
-
-def _layer_of(site: Site, layer: object) -> int:
-    """Return the layer of an edit; a dictionary brings its own."""
-    own = getattr(site, "layer", None)
+    own = getattr(row, "layer", None)
     if own is None:
         if isinstance(layer, list | tuple | range):
             raise InputError(f"layer={shown(layer)} are several: give one hw.edit for each, all in the list of hooks.")
-        return checked_count("layer", layer, least=0)
-    if layer is not None and checked_count("layer", layer, least=0) != own:
-        raise InputError(f"layer={layer} was given, but {site.name} is a dictionary of layer {own}: give layer=None.")
-    return int(own)
+        own = checked_count("layer", layer, least=0)
+    elif layer is not None and checked_count("layer", layer, least=0) != own:
+        raise InputError(f"layer={layer} was given, but {row.name} is a dictionary of layer {own}: give layer=None.")
+    return EditHook(row, int(own), recipe, positions, materialize(heads), keys)

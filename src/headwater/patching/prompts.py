@@ -469,19 +469,17 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
     if isinstance(roles, dict) and isinstance(where, str) and where in roles:
         where = roles[where]
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
-    unit = 1.0 if arguments["absolute"] else embedding_std(model, prompts, at)
-    return Corruption(at, arguments["std"] * unit, arguments["samples"], arguments["seed"])
+    std = arguments["std"]
+    if not arguments["absolute"]:
+        # In standard deviations of the entries of these embeddings, over all prompts.
+        entries: list[Tensor] = []
 
+        def keep(activation: Tensor, hook: object, start: int) -> None:
+            rows = zip(activation, at[start:], strict=False)
+            entries.extend(activations[list(places)].float().flatten().cpu() for activations, places in rows)
 
-def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Sequence[int]]) -> float:
-    """Return the standard deviation of the entries of some tokens' embeddings, over all prompts."""
-    entries: list[Tensor] = []
-
-    def keep(activation: Tensor, hook: object, start: int) -> None:
-        rows = zip(activation, at[start:], strict=False)
-        entries.extend(activations[list(places)].float().flatten().cpu() for activations, places in rows)
-
-    for start in range(0, len(prompts), BATCH):
-        batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
-        model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
-    return float(torch.cat(entries).std())
+        for start in range(0, len(prompts), BATCH):
+            batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
+            model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
+        std *= float(torch.cat(entries).std())
+    return Corruption(at, std, arguments["samples"], arguments["seed"])
