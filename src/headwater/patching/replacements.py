@@ -382,15 +382,23 @@ class Resample(_OfDataset):
 
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
-        generator = torch.Generator().manual_seed(inputs.seed)
-        by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
-        self._roles = self._roles_of_pool() if by_role else None
+        pair, generator = inputs.pair, torch.Generator().manual_seed(inputs.seed)
+        self._by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
+        # By prompt: its roles. Where none are named it is one role, of all its tokens.
+        self._edited: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(prompt))} for prompt in pair.prompts]
+        self._roles: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(donor))} for donor in self.pool]
+        if self._by_role:
+            self._edited, self._roles = inputs.positions_by_role, self._roles_of_pool()
+        needed, offered = (
+            [{role: len(at) for role, at in roles.items()} for roles in some] for some in (self._edited, self._roles)
+        )
         # Drawn here, for all prompts in order: the same donors whichever groups or pieces a process measures.
         self.donors: list[int] = []
-        for i, prompt in enumerate(inputs.pair.base):
-            fitting = [j for j, donor in enumerate(self.pool) if donor.ids != prompt.ids and self._fits(i, j)]
+        for i, prompt in enumerate(pair.base):
+            fits = [size == needed[i // pair.draws] for size in offered]
+            fitting = [j for j, donor in enumerate(self.pool) if fits[j] and donor.ids != prompt.ids]
             if not fitting:
-                same = "tokens in each role" if self._roles is not None else f"tokens as prompt {i} ({len(prompt)})"
+                same = "tokens in each role" if self._by_role else f"tokens as prompt {i} ({len(prompt)})"
                 raise InputError(
                     f"No other prompt has as many {same}: the activations of prompt {i} cannot be resampled. Give a "
                     "dataset= with prompts that have."
@@ -417,24 +425,15 @@ class Resample(_OfDataset):
             )
         return by_prompt
 
-    def _edited(self, example: int) -> Mapping[str, Sequence[int]]:
-        return self.inputs.positions_by_role[example // self.inputs.pair.draws]
-
-    def _fits(self, i: int, j: int) -> bool:
-        if self._roles is None:
-            return len(self.pool[j]) == len(self.inputs.pair.base[i])
-        edited = self._edited(i)
-        return all(len(edited[role]) == len(at) for role, at in self._roles[j].items())
-
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts are."""
         drawn = self.runs(wanted, [self.donors[i] for i in wanted.examples])
-        if self._roles is None:
+        if not self._by_role:
             return drawn
         index = torch.zeros(len(wanted.examples), wanted.width, dtype=torch.long)
         for row, example in enumerate(wanted.examples):
             donor = self._roles[self.donors[example]]
-            for role, at in self._edited(example).items():
+            for role, at in self._edited[example // self.inputs.pair.draws].items():
                 index[row, list(at)] = torch.tensor(list(donor[role]))
         rows = torch.arange(len(index))[:, None]
         return {place: activation[rows, index] for place, activation in drawn.items()}

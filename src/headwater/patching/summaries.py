@@ -298,26 +298,25 @@ class CellEffects:
             )
         numbers: dict[int, None] = {}
         for cell in listed:
-            numbers |= dict.fromkeys(self._matching(cell))
+            fits = np.ones(len(self.named), dtype=bool)
+            for name, wanted in cell.items():
+                if name not in self.columns:
+                    raise InputError(f"A cell of this sweep has no {shown(name)}; it has {', '.join(self.columns)}.")
+                values = list(wanted) if isinstance(wanted, list | tuple | set | range | np.ndarray) else [wanted]
+                known = self.named[name].dropna().tolist()
+                if absent := [value for value in values if not isinstance(value, str | int | np.integer)]:
+                    raise InputError(
+                        f"{name}={shown(absent[0])} names no cells; give a number, a name, or a list of them."
+                    )
+                if absent := [value for value in values if value not in known]:
+                    raise InputError(f"This sweep has no cell with {name} {shown(absent[0])}.")
+                fits &= self.named[name].isin(values).fillna(False).to_numpy(dtype=bool)
+            if not fits.any():
+                raise InputError(f"This sweep has no cell {shown(dict(cell))}.")
+            numbers |= dict.fromkeys(np.flatnonzero(fits).tolist())
         if len(numbers) == len(self.named):
             raise InputError("These are all cells of the sweep: none is left to compare them with. Name fewer.")
         return list(numbers)
-
-    def _matching(self, cell: Mapping[object, object]) -> list[int]:
-        fits = np.ones(len(self.named), dtype=bool)
-        for name, wanted in cell.items():
-            if name not in self.columns:
-                raise InputError(f"A cell of this sweep has no {shown(name)}; it has {', '.join(self.columns)}.")
-            values = list(wanted) if isinstance(wanted, list | tuple | set | range | np.ndarray) else [wanted]
-            known = self.named[name].dropna().tolist()
-            if absent := [value for value in values if not isinstance(value, str | int | np.integer)]:
-                raise InputError(f"{name}={shown(absent[0])} names no cells; give a number, a name, or a list of them.")
-            if absent := [value for value in values if value not in known]:
-                raise InputError(f"This sweep has no cell with {name} {shown(absent[0])}.")
-            fits &= self.named[name].isin(values).fillna(False).to_numpy(dtype=bool)
-        if not fits.any():
-            raise InputError(f"This sweep has no cell {shown(dict(cell))}.")
-        return np.flatnonzero(fits).tolist()
 
     def names(self, cells: Sequence[int]) -> list[dict[str, object]]:
         """Return what names some cells, by column; what does not apply to a cell is left out."""
