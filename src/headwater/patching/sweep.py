@@ -15,7 +15,7 @@ When memory runs out, half of a group's examples are taken at a time from then o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError
+from headwater.errors import InputError, InterventionError
 from headwater.models.memory import in_halves
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.attribution import AttributionRunner
@@ -81,7 +81,6 @@ def run_sweep(
     *,
     engine: str,
     runner: type[Runner] | None = None,
-    finish: Callable[[Plan, Measured], None] = lambda plan, measured: None,
     seed: int = 0,
     progress: bool,
     out: str | Path | None,
@@ -89,7 +88,7 @@ def run_sweep(
     """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
 
     `options` decide the result beside prompts, metrics and values, which are taken from the plan. `runner` measures;
-    without one that of the engine. `finish` looks last at what was measured, which it may change or refuse.
+    without one that of the engine.
     """
     replacement, runner = plan.replacement, runner or ENGINES[engine]
     options = {**options, **plan.pair.described(replacement.inputs.dataset if replacement is not None else None)}
@@ -121,7 +120,21 @@ def run_sweep(
         if replacement is not None:
             # At the end: a piece may change nothing by chance, all of them together do not.
             refuse_values_that_change_nothing(replacement, outcome)
-        finish(plan, measured)
+        # Counted by the run's own mask: a layer that slides may see none of the edges that a knockout severs.
+        nothing = measured.edges == 0
+        if bool(nothing.any()):
+            if bool(nothing.all()):
+                raise InterventionError(
+                    "No requested layer can see any of these edges: they lie outside its sliding window."
+                )
+            pairs = zip(plan.cells, nothing, strict=True)
+            blind = sorted({template.labels.get("layer", -1) for (_, template), none in pairs if none})
+            warnings.warn(
+                f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed "
+                "there, and the effect is NaN.",
+                stacklevel=5,
+            )
+            measured.values[nothing] = torch.nan
         strings = tuple(prompt.strings for prompt in plan.pair.prompts)
         return Sweep(tabulate(plan, measured), run.record, strings, measuring.runner.name)
 
