@@ -161,25 +161,9 @@ NAMED_IN_FULL = 8
 """A set of more components is called by how many it has of each kind."""
 
 
-@dataclass(frozen=True)
-class ComponentKind:
-    """A kind of component."""
-
-    name: str
-    """Of one."""
-    site: str
-    """Whose activation it is a part of."""
-    among: Callable[[ModelShape], int] | None
-    """How many there are in a layer; None where the layer's one is the whole activation."""
-
-
 FEATURES = "features"
-KINDS = {
-    "heads": ComponentKind("head", "z", lambda shape: shape.n_heads),
-    "mlps": ComponentKind("mlp", "mlp_out", None),
-    "neurons": ComponentKind("neuron", "mlp_post", lambda shape: shape.d_mlp),
-}
-"""By the word that names several of them."""
+KINDS = {"heads": "z", "mlps": "mlp_out", "neurons": "mlp_post"}
+"""By the word that names several components: the site that they are parts of; an MLP is all of it."""
 
 
 @dataclass(frozen=True)
@@ -280,14 +264,13 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
 
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
     """Check the members of one kind; layers counted from the end are counted from the beginning."""
-    row = KINDS[kind]
     members = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
     if twice := [member for member, count in Counter(members).items() if count > 1]:
-        raise InputError(f"{_called(row, twice[0])} is named twice.")
-    (site,) = sites_named(row.site, model)
+        raise InputError(f"{_called(kind, twice[0])} is named twice.")
+    (site,) = sites_named(KINDS[kind], model)
     for layer in sorted({layer for layer, *_ in members}):
         site.among([layer], model, edited=True)
-    return tuple(sorted(members)) if row.among is not None else tuple(sorted(layer for layer, *_ in members))
+    return tuple(sorted(layer for layer, *_ in members)) if kind == "mlps" else tuple(sorted(members))
 
 
 def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
@@ -322,13 +305,12 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
     if kind == FEATURES:
         places = [(site, site.layer, site.count, set(site.units)) for site in members]
     else:
-        among, shape = KINDS[kind].among, model.shape
-        (site,) = sites_named(KINDS[kind].site, model)
+        (site,), shape = sites_named(KINDS[kind], model), model.shape
         # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
         layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
-        # The whole activation is the one component of its layer.
-        pairs = members if among is not None else [(layer, 0) for layer in members]
-        count = 1 if among is None else among(shape)
+        # Of MLPs the whole activation is the one component of its layer.
+        pairs = [(layer, 0) for layer in members] if kind == "mlps" else members
+        count = {"heads": shape.n_heads, "mlps": 1, "neurons": shape.d_mlp}[kind]
         places = [(site, layer, count, {index for at, index in pairs if at == layer}) for layer in layers]
     parts = []
     for site, layer, count, chosen in places:
@@ -338,15 +320,15 @@ def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bo
     return parts
 
 
-def _called(row: ComponentKind, member: object) -> str:
+def _called(kind: str, member: object) -> str:
     numbers = member if isinstance(member, tuple) else (member,)
-    return f"{row.name} {'.'.join(map(str, numbers))}"
+    return f"{kind.removesuffix('s')} {'.'.join(map(str, numbers))}"
 
 
 def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
     """Name a set by its members, or by their number."""
     names = [
-        f"feature {number} of {member.name}" if kind == FEATURES else _called(KINDS[kind], member)
+        f"feature {number} of {member.name}" if kind == FEATURES else _called(kind, member)
         for kind, listed in members.items()
         for member, number in ((m, n) for m in listed for n in (m.units if kind == FEATURES else (None,)))
     ]

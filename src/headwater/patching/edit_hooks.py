@@ -58,10 +58,6 @@ class EditHook(PromptHook):
         return f"hw.edit({self.site.name!r}, {self.layer}, {self.recipe.kind}, {where})"
 
     @property
-    def _everywhere(self) -> bool:
-        return is_all(self.positions) and is_all(self.keys)
-
-    @property
     def identity(self) -> str:
         """What tells it from other edits, in the record of a run."""
         described = [self.site.described, self.layer, self.recipe.kind, dict(self.recipe.arguments), self.positions]
@@ -75,7 +71,8 @@ class EditHook(PromptHook):
         """
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
-        if goes_on and not self._everywhere:
+        everywhere = is_all(self.positions) and is_all(self.keys)
+        if goes_on and not everywhere:
             return site.hook_name(layer), read_hook(lambda activation, hook: None)
         if batch is not None:
             rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
@@ -83,7 +80,7 @@ class EditHook(PromptHook):
             new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
             prompts = tuple(new) if goes_on else read_prompts(model, batch)
             return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
-        if not self._everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
+        if not everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
             )

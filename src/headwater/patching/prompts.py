@@ -7,7 +7,6 @@ the tokens of a role in one prompt are those of the same role in the other, one 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -375,12 +374,6 @@ class PromptPair:
                         )
         return tuple(matched)
 
-    def described(self, dataset: Sequence[Prompt] | None) -> dict[str, Any]:
-        """Return what the record of a run says of them, with the prompts of a data set."""
-        if self.corruption is None:
-            return prompt_options(self.clean, self.corrupted, dataset)
-        return prompt_options(self.clean, None, dataset) | {"corruption": dataclasses.asdict(self.corruption)}
-
 
 def read_prompt_pair(
     model: HookedModel,
@@ -439,15 +432,13 @@ class Corruption:
             noisy = activation.clone()
             for row, example in enumerate(examples):
                 if example is not None:
-                    noisy[row, list(self.at[example // self.samples])] += self.noise(example, noisy.shape[-1]).to(noisy)
+                    prompt, sample = divmod(example, self.samples)
+                    at, width = list(self.at[prompt]), noisy.shape[-1]
+                    drawn = self.std * draw(self.seed, "embed", 0, prompt, sample, (len(at), width))
+                    noisy[row, at] += drawn.to(noisy)
             return noisy
 
         return hook_name("embed"), replace_hook(corrupt)
-
-    def noise(self, example: int, width: int) -> Tensor:
-        """Return what is added to the corrupted tokens of an example, `token width`."""
-        prompt, sample = divmod(example, self.samples)
-        return self.std * draw(self.seed, "embed", 0, prompt, sample, (len(self.at[prompt]), width))
 
 
 def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:

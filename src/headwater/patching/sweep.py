@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.attribution import AttributionRunner
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, waves
-from headwater.patching.prompts import DIRECTIONS
+from headwater.patching.prompts import DIRECTIONS, prompt_options
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.patching.runners import CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import (
@@ -90,11 +90,14 @@ def run_sweep(
     `options` decide the result beside prompts, metrics and values, which are taken from the plan. `runner` measures;
     without one that of the engine.
     """
-    replacement, runner = plan.replacement, runner or ENGINES[engine]
-    options = {**options, **plan.pair.described(replacement.inputs.dataset if replacement is not None else None)}
+    pair, replacement, runner = plan.pair, plan.replacement, runner or ENGINES[engine]
+    pool = replacement.inputs.dataset if replacement is not None else None
+    # Noise makes the corrupted runs of the clean prompts: these have no texts of their own.
+    corrupted = pair.corrupted if pair.corruption is None else None
+    options = {**options, **prompt_options(pair.clean, corrupted, pool)}
+    options |= {} if pair.corruption is None else {"corruption": asdict(pair.corruption)}
     if replacement is not None:
-        options |= {"direction": plan.pair.direction, "values": replacement.described}
-        options |= {"mean_over": replacement.mean_over}
+        options |= {"direction": pair.direction, "values": replacement.described, "mean_over": replacement.mean_over}
     # Only where it was chosen: by default a folder is the same run whichever engine the model allows.
     options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
     measuring = _Measuring(plan, runner)
@@ -135,7 +138,7 @@ def run_sweep(
                 stacklevel=5,
             )
             measured.values[nothing] = torch.nan
-        strings = tuple(prompt.strings for prompt in plan.pair.prompts)
+        strings = tuple(prompt.strings for prompt in pair.prompts)
         return Sweep(tabulate(plan, measured), run.record, strings, measuring.runner.name)
 
     return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
