@@ -110,7 +110,8 @@ class AttributionRunner(Runner):
         for (site, layer), slope in zip(places, slopes, strict=True):
             current = recorded[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(current) if slope is None else slope
-            for source, sample in sorted(self.group.drawn(site, layer)):
+            here = [edit for edit in self.group.writes if edit.site.name == site and layer in edit.layers]
+            for source, sample in sorted({(edit.source_of(layer), edit.sample) for edit in here}):
                 row = sites[site]
                 value = self._written(row.inner, layer, source, sample, row.read(current))
                 product = row.first_order(current, slope, value)

@@ -26,17 +26,7 @@ from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count, shown
-from headwater.patching.edits import (
-    LOGITS,
-    CellTable,
-    CellTemplate,
-    Edit,
-    Indices,
-    Place,
-    Reading,
-    Variant,
-    Variants,
-)
+from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_spans
 from headwater.patching.replacements import Replacement
@@ -209,11 +199,6 @@ class Group:
     def sources(self) -> set[Place]:
         """Where the values are taken that edits write."""
         return {(edit.site.name, edit.source_of(layer)) for edit in self.writes for layer in edit.layers}
-
-    def drawn(self, site: str, layer: int) -> set[tuple[int, int]]:
-        """Return the layers that values of a place are taken from, and which draws of them, as pairs."""
-        here = [edit for edit in self.writes if edit.site.name == site and layer in edit.layers]
-        return {(edit.source_of(layer), edit.sample) for edit in here}
 
     def batch(self, *sides: Side) -> Batch:
         """The examples' prompts of one side, then of the next, each called by its example and, of a pair, its side."""
