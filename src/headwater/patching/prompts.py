@@ -375,22 +375,6 @@ class PromptPair:
         return tuple(matched)
 
 
-def read_prompt_pair(
-    model: HookedModel,
-    clean: Any,
-    corrupted: object,
-    direction: str,
-    *,
-    positions: Where = "all",
-    by_role: bool | None = None,
-) -> PromptPair:
-    """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
-    if not isinstance(corrupted, ReplacementSpec):
-        return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
-    prompts = read_prompts(model, clean)
-    return PromptPair(prompts, prompts, direction, corruption_of(model, corrupted, prompts, positions))
-
-
 # The corrupted run of causal tracing: the clean prompt with noise at the embeddings of some of its tokens.
 #
 # Meng et al. (2022), for every corrupted token i, such as those of a subject:
@@ -441,14 +425,25 @@ class Corruption:
         return hook_name("embed"), replace_hook(corrupt)
 
 
-def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:
-    """Resolve `corrupted=hw.noise(...)` for the clean prompts; where positions are by role, it may name a role."""
-    if recipe.kind != "noise":
+def read_prompt_pair(
+    model: HookedModel,
+    clean: Any,
+    corrupted: object,
+    direction: str,
+    *,
+    positions: Where = "all",
+    by_role: bool | None = None,
+) -> PromptPair:
+    """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
+    if not isinstance(corrupted, ReplacementSpec):
+        return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
+    prompts = read_prompts(model, clean)
+    if corrupted.kind != "noise":
         raise InputError(
-            f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "
+            f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
             "hw.noise(3, positions=...), which corrupts embeddings."
         )
-    arguments = recipe.arguments
+    arguments = corrupted.arguments
     if arguments["std"] == 0:
         raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
     where = arguments.get("positions")
@@ -457,8 +452,8 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
             "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
             "instance, the last token's number, or the name of a role of positions=."
         )
-    if isinstance(roles, dict) and isinstance(where, str) and where in roles:
-        where = roles[where]
+    if isinstance(positions, dict) and isinstance(where, str) and where in positions:
+        where = positions[where]
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
     std = arguments["std"]
     if not arguments["absolute"]:
@@ -473,4 +468,5 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
             batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
             model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
         std *= float(torch.cat(entries).std())
-    return Corruption(at, std, arguments["samples"], arguments["seed"])
+    corruption = Corruption(at, std, arguments["samples"], arguments["seed"])
+    return PromptPair(prompts, prompts, direction, corruption)

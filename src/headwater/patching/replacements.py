@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -61,12 +61,6 @@ class ReplacementInputs:
     """What the kind was given by the caller, such as a factor."""
     roles: Mapping[str, Any] | None = None
     """The edited positions as they were named, where they were named by role."""
-
-    @cached_property
-    def positions_by_role(self) -> list[dict[str, tuple[int, ...]]]:
-        """By prompt of the caller's: what the roles are in the one that is edited."""
-        spans = self.pair.spans(self.roles or {})
-        return [{role: span.base for role, span in of_prompt.items()} for of_prompt in spans]
 
 
 @dataclass(frozen=True)
@@ -388,7 +382,9 @@ class Resample(_OfDataset):
         self._edited: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(prompt))} for prompt in pair.prompts]
         self._roles: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(donor))} for donor in self.pool]
         if self._by_role:
-            self._edited, self._roles = inputs.positions_by_role, self._roles_of_pool()
+            spans = pair.spans(inputs.roles or {})
+            self._edited = [{role: span.base for role, span in of_prompt.items()} for of_prompt in spans]
+            self._roles = self._roles_of_pool()
         needed, offered = (
             [{role: len(at) for role, at in roles.items()} for roles in some] for some in (self._edited, self._roles)
         )
@@ -411,7 +407,7 @@ class Resample(_OfDataset):
         assert roles is not None
         where = self.inputs.arguments.get("positions") or roles
         if self.inputs.dataset is None and where is roles:
-            return self.inputs.positions_by_role
+            return self._edited
         try:
             by_prompt = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
         except InputError as error:
