@@ -167,8 +167,12 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
     return down, across
 
 
-def notes_on_averages(table: pd.DataFrame, lengths: Sequence[int], columns: Sequence[str], measure: str) -> list[str]:
-    """Say what makes means over examples another thing than they seem, given the lengths of their prompts."""
+def notes_on_averages(
+    table: pd.DataFrame, tokens: Sequence[Sequence[str]], coordinates: Sequence[str], measure: str
+) -> list[str]:
+    """Say what makes the means over examples of some rows another thing than they seem (`tokens`: by example)."""
+    lengths = [len(tokens[i]) for i in table["example"].unique()] if len(tokens) else []
+    columns = [name for name in coordinates if name in table.columns and table[name].notna().any()]
     notes = []
     counted = [name for name in ("position", "key") if name in columns]
     if counted and len(set(lengths)) > 1:

@@ -378,20 +378,14 @@ class Sweep(Result):
             members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
             if (first := names.setdefault(members, one["name"])) != one["name"]:
                 sentences.append(f"The sets {first!r} and {one['name']!r} have the same members.")
-        return [*sentences, *self.notes_on_averages(self.table, value)]
+        return [*sentences, *notes_on_averages(self.table, self.tokens, self.coordinates, value)]
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
         """Warn of what makes the means over examples another thing than they seem, and return it."""
-        notes = self.notes_on_averages(table, measure)
+        notes = notes_on_averages(table, self.tokens, self.coordinates, measure)
         for note in notes:
             warnings.warn(note, stacklevel=3)
         return notes
-
-    def notes_on_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
-        """Say what makes the means over examples of some of the table's rows another thing than they seem."""
-        lengths = [len(self.tokens[i]) for i in table["example"].unique()] if len(self.tokens) else []
-        columns = [name for name in self.coordinates if name in table.columns and table[name].notna().any()]
-        return notes_on_averages(table, lengths, columns, measure)
 
     @property
     def coordinates(self) -> list[str]:
