@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.patching import runners
-from headwater.patching.tile import FoldedRows
+from headwater.patching.walk import FoldedRows
 from tests.random_models import random_model
 from tests.same_table import assert_same_table
 from tests.tiny import FAMILIES, tiny_hooked, tiny_tokenizer

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
@@ -33,14 +34,13 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models.families import ModelShape
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
 from headwater.options import checked_count, checked_name, checked_seed, one_or_several, resolve_indices, shown
 from headwater.patching.attribution import AttributionRunner
-from headwater.patching.components import patch_together
+from headwater.patching.components import joint_template, read_nodes
 from headwater.patching.edits import (
     AXES,
     AxisName,
@@ -170,11 +170,26 @@ def patch(
     if together is not None:
         where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         where |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
-        _refuse_beside_together(where | {"keys": None if is_all(keys) else keys}, method)
-        return patch_together(
-            model, clean, corrupted, together, metrics=metrics, direction=direction, values=values,
-            dataset=dataset, seed=seed, batch_size=batch_size, engine=engine, progress=progress, out=out,
-        )  # fmt: skip
+        where |= {"keys": None if is_all(keys) else keys}
+        if given := [name for name, value in where.items() if value is not None]:
+            raise InputError(
+                f"together= and {given[0]}= were both given: a node says its site, layer and place itself."
+            )
+        if method != METHODS[0]:
+            raise InputError(
+                f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up."
+            )
+        pair = read_prompt_pair(model, clean, corrupted, direction)
+        nodes = read_nodes(model, together, pair.prompts)
+        of_nodes = sites_named(list(dict.fromkeys(node.site for node in nodes)), model)
+        replacement = build_replacement(model, values, dataset, pair, of_nodes, seed)
+        draws = range(replacement.samples or 1)
+        cells = CellTable.of(
+            (i, [joint_template(nodes, i, replacement, sample) for sample in draws]) for i in range(len(pair.base))
+        )
+        plan = Plan(model, pair, cells, metrics, replacement, batch_size)
+        options: dict[str, Any] = {"together": [node.described() for node in nodes]}
+        return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
     if sites is None:
         raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
 
@@ -183,8 +198,8 @@ def patch(
     layers, head_numbers = layers_and_heads(
         materialize(layers), materialize(heads), model.shape, kv_site_of(chosen_sites)
     )
-    spec = SweepSpec(over, layers, positions, head_numbers, window, spans, from_layer, keys)
-    by_role = None if over == () else spec.by_role
+    spec = SweepSpec(model, over, layers, positions, head_numbers, window, spans, from_layer, keys)
+    by_role = None if over == () else spec.by_role["position"]
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
     names = ", ".join(site.name for site in chosen_sites)
     if heads is not None and not any(site.has_heads for site in chosen_sites):
@@ -194,115 +209,52 @@ def patch(
 
     # What is edited of each prompt, and what that is in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
-    matched = pair.matched(edited, chosen_sites, attended if spec.keys_by_role else None)
+    matched = pair.matched(edited, chosen_sites, attended if spec.by_role["key"] else None)
     replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
     if from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
 
-    steps = _steps(spec, model, chosen_sites, pair, edited, attended)
-    if method == "exact":
-        _refuse_whole_dictionaries(chosen_sites, steps, model.shape)
+    steps = spec.steps(chosen_sites, pair, edited, attended)
+    for number, site in enumerate(chosen_sites if method == "exact" else ()):
+        # A run for each feature, of which most do nothing.
+        count = site.width(model.shape, 1) if site.has_units else 0
+        if count > MOST_FEATURES and len(steps[0][number]["feature"]) == count:
+            n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
+            # A run begins at the dictionary's layer: what is below it is recorded.
+            above = model.shape.n_layers - min(site.layers(model.shape))
+            raise InputError(
+                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
+                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
+                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
+                "forward and one backward for all."
+            )
     # Counted before the cells are made: their list alone can be more than the memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
-    n_each = len(metrics) * (replacement.samples or 1) * len(spec.source_layers(model)) * pair.draws
-    refuse_too_many_cells(n_places * n_each)
-    cells = _cells(spec, model, chosen_sites, pair, steps, replacement, matched)
+    refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
+    cells = spec.cells(chosen_sites, pair, steps, replacement, matched)
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
 
-    at = [covered(of_prompt[0]["position"], len(prompt)) for of_prompt, prompt in zip(steps, pair.prompts, strict=True)]
+    at: list[tuple[int, ...] | str] = []
+    for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
+        covers = [step.covers for step in of_prompt[0]["position"]]
+        covered = sorted({position for one in covers for position in one or ()})
+        at.append("all" if None in covers or len(covered) == len(prompt) else tuple(covered))
     of_heads = [site for site in chosen_sites if site.has_heads]
-    options: dict[str, Any] = {
+    options = {
         "sites": [site.described for site in chosen_sites],
         "over": {site.name: spec.axes(site) for site in chosen_sites},
         "window": {site.name: spec.windows(site) for site in chosen_sites},
         "layers": resolve_indices(layers, model.shape.n_layers, "layer"),
         "positions": at,
         "heads": {site.name: resolve_indices(head_numbers, site.n_heads(model.shape), "head") for site in of_heads},
-        "from_layer": spec.source_layers(model) if from_layer is not None else None,
+        "from_layer": spec.source_layers if from_layer is not None else None,
         "method": method,
     }
-    options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role else {}
+    options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role["position"] else {}
     options |= {} if is_all(keys) else {"keys": recorded_roles(attended), "spans": spans}
     runner = AttributionRunner if method == "attribution" else None  # None: that of the engine
     return run_sweep("patch", plan, options, runner=runner, engine=engine, seed=seed, progress=progress, out=out)
-
-
-def _refuse_beside_together(where: Mapping[str, object], method: str) -> None:
-    """Refuse options that say where to patch, beside nodes that say it themselves."""
-    if given := [name for name, value in where.items() if value is not None]:
-        raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
-    if method != METHODS[0]:
-        raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
-
-
-def _refuse_whole_dictionaries(sites: Sequence[Site], steps: Sequence[Sequence[Steps]], shape: ModelShape) -> None:
-    """Refuse to sweep exactly over all features of a large dictionary: a run for each, of which most do nothing."""
-    for number, site in enumerate(sites):
-        count = site.width(shape, 1) if site.has_units else 0
-        if count <= MOST_FEATURES or len(steps[0][number]["feature"]) != count:
-            continue
-        n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
-        # A run begins at the dictionary's layer: what is below it is recorded.
-        above = shape.n_layers - min(site.layers(shape))
-        raise InputError(
-            f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
-            f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
-            "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
-            "forward and one backward for all."
-        )
-
-
-def _steps(
-    spec: SweepSpec,
-    model: HookedModel,
-    sites: Sequence[Site],
-    pair: PromptPair,
-    edited: Sequence[Mapping[str, AlignedSpan]],
-    attended: Sequence[Mapping[str, AlignedSpan]],
-) -> list[list[Steps]]:
-    """Return by prompt and site the steps of each axis.
-
-    Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
-    """
-    known: dict[Hashable, Steps] = {}
-
-    def steps(i: int, site: Site) -> Steps:
-        prompt = pair.prompts[i]
-        same = (site.name, len(prompt), id(edited[i]), id(attended[i]), site.left_out(prompt.ids))
-        if same not in known:
-            known[same] = spec.steps(model, site, prompt, edited[i], attended[i])
-        return known[same]
-
-    return [[steps(i, site) for site in sites] for i in range(len(pair.prompts))]
-
-
-def _cells(
-    spec: SweepSpec,
-    model: HookedModel,
-    sites: Sequence[Site],
-    pair: PromptPair,
-    steps: Sequence[Sequence[Steps]],
-    replacement: Replacement,
-    matched: Sequence[Mapping[int, int] | None],
-) -> CellTable:
-    """Return the cells of every example. Prompts that share their steps share one list of templates."""
-    known: dict[tuple[int, int], list[CellTemplate]] = {}
-
-    def templates(example: int, site: Site, of_site: Steps) -> list[CellTemplate]:
-        # Tokens before the first difference are known to be equal only where they are at the same positions.
-        since = replacement.since(example) if matched[example // pair.draws] is None else 0
-        if (id(of_site), since) not in known:
-            known[id(of_site), since] = list(spec.templates(site, of_site, replacement, since, model))
-        return known[id(of_site), since]
-
-    return CellTable.of(
-        (example, templates(example, site, of_site))
-        for i, of_prompt in enumerate(steps)
-        for example, (site, of_site) in product(
-            range(i * pair.draws, (i + 1) * pair.draws), zip(sites, of_prompt, strict=True)
-        )
-    )
 
 
 @dataclass(frozen=True)
@@ -323,71 +275,85 @@ Steps: TypeAlias = Mapping[str, list[AxisStep]]
 class SweepSpec:
     """Which cells were requested, of whatever site."""
 
+    model: HookedModel
     over: str | Iterable[str] | None
     layers: Iterable[int] | int | None
     positions: Where
     heads: Any
     window: Window
-    spans: SpansName = "together"
+    spans: SpansName
     """Whether the tokens of a role are edited together, or each by itself."""
-    from_layer: Iterable[int] | int | None = None
+    from_layer: Iterable[int] | int | None
     """The layers that values come from; None is the layer that is written."""
-    keys: Where = "all"
+    keys: Where
     """Of a pattern, the tokens that are attended to."""
 
     def __post_init__(self) -> None:
         checked_name("spans", self.spans, SPANS)
-        if self.spans != SPANS[0] and not (self.by_role or self.keys_by_role):
+        if self.spans != SPANS[0] and not any(self.by_role.values()):
             raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
 
-    @property
-    def by_role(self) -> bool:
-        """Whether positions are named by role."""
-        return isinstance(self.positions, Mapping)
+    @cached_property
+    def by_role(self) -> dict[str, bool]:
+        """Whether positions, and keys, are named by role."""
+        return {"position": isinstance(self.positions, Mapping), "key": isinstance(self.keys, Mapping)}
 
-    @property
-    def keys_by_role(self) -> bool:
-        """Whether keys are named by role."""
-        return isinstance(self.keys, Mapping)
-
-    def source_layers(self, model: HookedModel) -> tuple[int | None, ...]:
-        """Return the layers that values come from, in turn; None is the layer that is written."""
+    @cached_property
+    def source_layers(self) -> tuple[int | None, ...]:
+        """The layers that values come from, in turn; None is the layer that is written."""
         if self.from_layer is None:
             return (None,)
-        return resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
+        return resolve_indices(self.from_layer, self.model.shape.n_layers, "layer", "from_layer")
 
     def axes(self, site: Site) -> tuple[str, ...]:
         """Return the axes that run; roles are distinguished unless `over` leaves positions out."""
-        named = {"position": self.by_role, "key": self.keys_by_role and site.has_keys}
-        by_role = [axis for axis, is_named in named.items() if is_named and axis not in site.default_axes]
-        return axes_of(self.over, (*site.default_axes, *by_role), site.swept_axes, f"The site {site.name}")
+        named = [axis for axis, is_named in self.by_role.items() if is_named and axis in site.swept_axes]
+        default = (*site.default_axes, *(axis for axis in named if axis not in site.default_axes))
+        return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
 
     def windows(self, site: Site) -> dict[str, int | str]:
         """Return the window of each axis that has one; positions and keys by role have no order, and so none."""
         windows = windows_of(self.window, self.axes(site))
-        for axis, by_role in (("position", self.by_role), ("key", self.keys_by_role)):
+        for axis, by_role in self.by_role.items():
             if by_role and axis in windows:
                 raise InputError(f"A window of {axis}s needs {axis}s in a row; roles have none. Name a span as a role.")
         return windows
 
     def steps(
         self,
-        model: HookedModel,
-        site: Site,
-        prompt: Prompt,
-        spans: Mapping[str, AlignedSpan],
-        keys: Mapping[str, AlignedSpan],
-    ) -> dict[str, list[AxisStep]]:
-        """Return the steps of each axis of a site, in one prompt; `spans` and `keys` are its positions and keys."""
-        axes, windows, shape = self.axes(site), self.windows(site), model.shape
+        sites: Sequence[Site],
+        pair: PromptPair,
+        edited: Sequence[Mapping[str, AlignedSpan]],
+        attended: Sequence[Mapping[str, AlignedSpan]],
+    ) -> list[list[Steps]]:
+        """Return by prompt and site the steps of each axis; `edited` and `attended` are what positions and keys are.
+
+        Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
+        """
+        known: dict[Hashable, Steps] = {}
+        by_prompt = []
+        for prompt, spans, keys in zip(pair.prompts, edited, attended, strict=True):
+            same = [(site.name, len(prompt), id(spans), id(keys), site.left_out(prompt.ids)) for site in sites]
+            for site, one in zip(sites, same, strict=True):
+                if one not in known:
+                    known[one] = self._steps_in(prompt, site, spans, keys)
+            by_prompt.append([known[one] for one in same])
+        return by_prompt
+
+    def _steps_in(
+        self, prompt: Prompt, site: Site, spans: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan]
+    ) -> Steps:
+        axes, windows, shape = self.axes(site), self.windows(site), self.model.shape
         # A dictionary may leave tokens out, such as the first, on which it was not trained.
-        at = seen_positions(site, prompt, positions_in(spans))
-        seen = {role: tuple(p for p in span.base if p in at) for role, span in spans.items()}
+        at = seen_positions(site, prompt, sorted({p for span in spans.values() for p in span.base}))
+        wanted, has = resolve_indices(self.layers, shape.n_layers, "layer"), site.layers(shape)
+        if not (layers := tuple(layer for layer in wanted if layer in has)):
+            raise InputError(f"layers={shown(self.layers)}, but {site.name} is of layer {', '.join(map(str, has))}.")
         among: dict[str, Sequence[int]] = {
-            "layer": layers_of(self.layers, site, model),
+            "layer": site.among(layers, self.model, edited=True),
             "position": at,
             "head": resolve_indices(self.heads, site.n_heads(shape), "head") if site.has_heads else (),
-            "key": positions_in(keys),
+            "key": sorted({p for span in keys.values() for p in span.base}),
             "feature": site.units or (),
         }
         total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
@@ -396,34 +362,50 @@ class SweepSpec:
             axis: axis_steps(among[axis], axis in axes, windows.get(axis), len(among[axis]) == total.get(axis))
             for axis in site.swept_axes
         }
-        if self.by_role:
+        if self.by_role["position"]:
+            seen = {role: tuple(p for p in span.base if p in at) for role, span in spans.items()}
             by_axis["position"] = role_steps({r: p for r, p in seen.items() if p}, "position" in axes, self.spans)
-        if self.keys_by_role and site.has_keys:
+        if self.by_role["key"] and site.has_keys:
             by_axis["key"] = role_steps({r: span.base for r, span in keys.items()}, "key" in axes, self.spans)
         return by_axis
 
-    def templates(
-        self, site: Site, steps: Mapping[str, list[AxisStep]], replacement: Replacement, since: int, model: HookedModel
-    ) -> Iterator[CellTemplate]:
+    def cells(
+        self,
+        sites: Sequence[Site],
+        pair: PromptPair,
+        steps: Sequence[Sequence[Steps]],
+        replacement: Replacement,
+        matched: Sequence[Mapping[int, int] | None],
+    ) -> CellTable:
+        """Return the cells of every example. Prompts that share their steps share one list of templates."""
+        known: dict[tuple[int, int], list[CellTemplate]] = {}
+        rows = []
+        for example in range(len(pair.base)):
+            i = example // pair.draws
+            # Tokens before the first difference are known to be equal only where they are at the same positions.
+            since = replacement.since(example) if matched[i] is None else 0
+            for site, of_site in zip(sites, steps[i], strict=True):
+                if (same := (id(of_site), since)) not in known:
+                    known[same] = list(self._templates(site, of_site, replacement, since))
+                rows.append((example, known[same]))
+        return CellTable.of(rows)
+
+    def _templates(self, site: Site, steps: Steps, replacement: Replacement, since: int) -> Iterator[CellTemplate]:
         """Yield what is edited of one site, once for each layer that values come from and each draw.
 
         Before the position `since` the values of a layer are those of the run itself.
         """
-        windows = self.windows(site)
-        values = {"values": replacement.label} if replacement.label else {}
-        draws = range(replacement.samples or 1)
-        for from_layer, sample, step in product(self.source_layers(model), draws, grid(steps)):
+        windows, draws = self.windows(site), range(replacement.samples or 1)
+        for from_layer, sample, step in product(self.source_layers, draws, grid(steps)):
             covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
             runs = layer_runs(covers["layer"] or ())
             at, of, to, units = (covers[axis] for axis in ("position", "head", "key", "feature"))
             # Before the first difference both runs are equal layer by layer; another layer's values differ everywhere.
             first = since if from_layer is None else 0
             edits = tuple(Edit(site, run, at, of, to, units, first, from_layer, sample) for run in runs)
-            labels = {"site": site.name} | labels_of(step, windows) | values
+            labels: dict[str, Any] = {"site": site.name} | labels_of(step, windows) | replacement.labels(sample)
             if from_layer is not None:
                 labels["from_layer"] = from_layer
-            if replacement.samples is not None:
-                labels["sample"] = sample
             token_at = (labels["position"],) if "position" in labels else (at or ()) if "role" in labels else None
             if "head" in labels:
                 labels[site.head_column] = labels.pop("head")
@@ -462,29 +444,13 @@ def windows_of(window: Window, over: Iterable[str]) -> dict[str, int | str]:
     return by_axis
 
 
-def layers_of(indices: Iterable[int] | int | None, site: Site, model: HookedModel) -> tuple[int, ...]:
-    """Return the requested layers of a site; refuse those that the site has not, or that cannot be edited."""
-    wanted, has = resolve_indices(indices, model.shape.n_layers, "layer"), site.layers(model.shape)
-    found = tuple(layer for layer in wanted if layer in has)
-    if not found:
-        raise InputError(f"layers={shown(indices)}, but {site.name} is of layer {', '.join(map(str, has))}.")
-    return site.among(found, model, edited=True)
-
-
 def materialize(value: T) -> T:
     """Turn an iterator into a tuple, which can be gone through twice."""
     return cast("T", tuple(value)) if isinstance(value, Iterator) else value
 
 
 def axis_steps(among: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
-    """Return the steps on one axis.
-
-    Args:
-        among: the indices that take part.
-        swept: whether the sweep runs over the axis; otherwise one step covers all of them.
-        window: size of the window, or "cumulative".
-        is_all: whether `among` is everything there is, so that a step covering it can say None.
-    """
+    """Return the steps on one axis of what takes part; not swept over, one for all (None if it `is_all`)."""
     if not swept:
         return [AxisStep(None, None if is_all else tuple(among))]
     if window is None:
@@ -538,14 +504,3 @@ def labels_of(step: Mapping[str, AxisStep], windows: Mapping[str, int | str]) ->
         sizes = [str(size) if axis == "layer" else f"{axis} {size}" for axis, size in windows.items()]
         labels["window"] = ", ".join(sizes)
     return labels
-
-
-def positions_in(spans: Mapping[str, AlignedSpan]) -> list[int]:
-    """Return every position of the edited prompt that is meant."""
-    return sorted({position for span in spans.values() for position in span.base})
-
-
-def covered(steps: Sequence[AxisStep], length: int) -> tuple[int, ...] | str:
-    """Return the positions that the steps of an axis cover together."""
-    positions = sorted({position for step in steps for position in step.covers or ()})
-    return "all" if any(step.covers is None for step in steps) or len(positions) == length else tuple(positions)

@@ -26,7 +26,7 @@ from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
 from headwater.patching.edits import LOGITS, CellTable, Edit, Indices
-from headwater.patching.plan import Group, Measured, Plan, Readout, Reads, columns_of, read_run
+from headwater.patching.plan import Group, Measured, Plan, Readout, columns_of, read_run
 from headwater.patching.runners import Runner, other_run, state_names, values_written, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]
@@ -56,10 +56,27 @@ class AttributionRunner(Runner):
                 f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number."
             )
         self.plan, self.group = plan, Group(plan, examples)
-        recorded, base = self._run_with_graph()
-        others, other = other_run(self.group)
-        self.values = values_written(self.group, others)
-        self.readout = Readout(self.group, base, other, {})
+        group, places = self.group, self.group.places
+        recorded: dict[str, Tensor] = {}
+
+        def hold(activation: Tensor, hook: object, name: str) -> Tensor:
+            # a fork: what else is computed of the same tensor (Gemma 4's later layers read the embedding) is not edited
+            recorded[name] = activation.view_as(activation)
+            return recorded[name]
+
+        names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
+        names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
+        # Detached: the graph begins here, at the embeddings, whether or not parameters are frozen.
+        begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
+        hooks: list[Hook] = [*group.corrupting("base"), (hook_name("embed"), begin)]
+        # Returned, not only kept: the hooks of q, k, v and z see a reshaped view that nothing later is computed from.
+        hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
+        logits = plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
+        with torch.enable_grad():
+            base = read_run(group, group.kept, recorded, logits)
+        others, other = other_run(group)
+        self.values = values_written(group, others)
+        self.readout = Readout(group, base, other, {})
         self._products = [self._product(m, recorded) for m in range(len(plan.metrics))]
 
     def measure(self, cells: range) -> Measured:
@@ -68,27 +85,6 @@ class AttributionRunner(Runner):
         for m, products in enumerate(self._products):
             measured.values[:, m] += sums(products, chosen, self.group.examples.start).cpu()
         return measured
-
-    def _run_with_graph(self) -> tuple[dict[str, Tensor], Reads]:
-        """Run the prompts that are edited, with gradients from the embeddings on; return what they are wanted at."""
-        recorded: dict[str, Tensor] = {}
-
-        def hold(activation: Tensor, hook: object, name: str) -> Tensor:
-            # a fork: what else is computed of the same tensor (Gemma 4's later layers read the embedding) is not edited
-            recorded[name] = activation.view_as(activation)
-            return recorded[name]
-
-        group, places = self.group, self.group.places
-        names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
-        names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
-        # Detached: the graph begins here, whether or not parameters are frozen.
-        begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
-        hooks: list[Hook] = [*group.corrupting("base"), (hook_name("embed"), begin)]
-        # Returned, not only kept: the hooks of q, k, v and z see a reshaped view that nothing later is computed from.
-        hooks += [(name, replace_hook(partial(hold, name=name))) for name in dict.fromkeys(names)]
-        logits = self.plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
-        with torch.enable_grad():
-            return recorded, read_run(group, group.kept, recorded, logits)
 
     def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
         """By place, layer of the values and draw: (value - activation) · gradient of one metric.
@@ -114,7 +110,8 @@ class AttributionRunner(Runner):
         for (site, layer), slope in zip(places, slopes, strict=True):
             current = recorded[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(current) if slope is None else slope
-            for source, sample in sorted(self.group.drawn(site, layer)):
+            here = [edit for edit in self.group.writes if edit.site.name == site and layer in edit.layers]
+            for source, sample in sorted({(edit.source_of(layer), edit.sample) for edit in here}):
                 row = sites[site]
                 value = self._written(row.inner, layer, source, sample, row.read(current))
                 product = row.first_order(current, slope, value)

@@ -153,7 +153,12 @@ class Function(_Changing):
             )
         # Weight on a later key is the future leaking into a prediction; nothing after the pattern would show it.
         if self.site(rows.site).has_keys:
-            self._refuse_unseen_keys(written, rows)
+            keys = torch.arange(written.shape[-1], device=written.device)
+            if bool((written.masked_fill(keys <= rows.position[:, None], 0.0) != 0).any()):
+                raise InterventionError(
+                    f"{self._named} lets a query of layer {rows.layer} attend to a later key; its weights there must "
+                    "be 0."
+                )
         return written
 
     @property
@@ -193,18 +198,13 @@ class Function(_Changing):
                 "at random, which hw.noise does."
             )
 
-    def _refuse_unseen_keys(self, written: Tensor, rows: EditedRows) -> None:
-        keys = torch.arange(written.shape[-1], device=written.device)
-        if bool((written.masked_fill(keys <= rows.position[:, None], 0.0) != 0).any()):
-            raise InterventionError(
-                f"{self._named} lets a query of layer {rows.layer} attend to a later key; its weights there must be 0."
-            )
-
 
 class _OfTensor(_Changing):
     """Values from a tensor of the caller's: one row for all, or one for each head, prompt or token."""
 
-    tensor: Tensor
+    def __init__(self, inputs: ReplacementInputs):
+        super().__init__(inputs)
+        self.tensor: Tensor = inputs.arguments[self.needs[0]]
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return nothing, once the tensor is seen to fit."""
@@ -253,10 +253,6 @@ class TensorReplacement(_OfTensor):
 
     needs = ("tensor",)
 
-    def __init__(self, inputs: ReplacementInputs):
-        super().__init__(inputs)
-        self.tensor = inputs.arguments["tensor"]
-
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return the tensor's rows."""
         return self.rows_of(activation, rows)
@@ -270,7 +266,6 @@ class Added(_OfTensor):
 
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
-        self.tensor = inputs.arguments["direction"]
         self.is_control = not bool(self.tensor.any())
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:

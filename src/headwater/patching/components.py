@@ -34,7 +34,7 @@ is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -50,7 +50,7 @@ from headwater.models.positions import Prompt, Where
 from headwater.models.sites import SITES, Site, place_named, sites_named
 from headwater.options import checked_flag, checked_name, checked_seed, is_one, one_or_several, shown, whole_number
 from headwater.patching.edits import CellTable, CellTemplate, Edit, ReplacementSpec, refuse_too_many_cells
-from headwater.patching.metrics import Measures, Metric, as_metrics
+from headwater.patching.metrics import Measures, as_metrics
 from headwater.patching.plan import Plan, check_call, recorded_roles
 from headwater.patching.prompts import Prompts, read_prompt_pair, seen_positions
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
@@ -132,7 +132,15 @@ def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode
     for axis in asked:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
-    places = {axis: _within(value, counts[axis], axis, site) for axis, value in asked.items()}
+    places: dict[str, int] = {}
+    for axis, value in asked.items():
+        try:
+            number = whole_number(value)
+        except TypeError:
+            raise InputError(f"The {axis} of a node is a whole number, not {shown(value)}.") from None
+        if not -counts[axis] <= number < counts[axis]:
+            raise InputError(f"There is no {axis} {number} of {site.name}; they are 0 to {counts[axis] - 1}.")
+        places[axis] = number % counts[axis]
     node = ActivationNode(site.name, **places)
     site.among([node.layer], model, edited=True)
     return node
@@ -149,39 +157,13 @@ def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
     return {"site": site, "layer": layer, "head": head}
 
 
-def _within(value: object, count: int, axis: str, site: Site) -> int:
-    try:
-        number = whole_number(value)
-    except TypeError:
-        raise InputError(f"The {axis} of a node is a whole number, not {shown(value)}.") from None
-    if not -count <= number < count:
-        raise InputError(f"There is no {axis} {number} of {site.name}; they are 0 to {count - 1}.")
-    return number % count
-
-
 NAMED_IN_FULL = 8
 """A set of more components is called by how many it has of each kind."""
 
 
-@dataclass(frozen=True)
-class ComponentKind:
-    """A kind of component."""
-
-    name: str
-    """Of one."""
-    site: str
-    """Whose activation it is a part of."""
-    among: Callable[[ModelShape], int] | None
-    """How many there are in a layer; None where the layer's one is the whole activation."""
-
-
 FEATURES = "features"
-KINDS = {
-    "heads": ComponentKind("head", "z", lambda shape: shape.n_heads),
-    "mlps": ComponentKind("mlp", "mlp_out", None),
-    "neurons": ComponentKind("neuron", "mlp_post", lambda shape: shape.d_mlp),
-}
-"""By the word that names several of them."""
+KINDS = {"heads": "z", "mlps": "mlp_out", "neurons": "mlp_post"}
+"""By the word that names several components: the site that they are parts of; an MLP is all of it."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +219,15 @@ def read_sets(
         named = [(None, members) for members in several]
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
-    return _numbered([_read_set(model, _by_kind(members, name), name, complement) for name, members in named])
+    read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
+    # Sets of different names may be equal, one without a name may not; where names are the same they are numbered.
+    distinct: list[ComponentSet] = []
+    for found in read:
+        if any(other.parts == found.parts and other.name == found.name for other in distinct):
+            raise InputError(f"The set {shown(found.name)} was given twice: give it once, or name both.")
+        count = sum(other.name.split(" #")[0] == found.name for other in distinct)
+        distinct.append(replace(found, name=f"{found.name} #{count + 1}") if count else found)
+    return tuple(distinct)
 
 
 def _by_kind(members: object, name: object) -> dict[str, Any]:
@@ -266,9 +256,7 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
         raise InputError(
             f"{called} is empty: name {', '.join(f'{kind}=' for kind in (*KINDS, FEATURES))}, one or several of them."
         )
-    parts: list[Part] = []
-    for kind, listed in members.items():
-        parts += _feature_parts(listed, complement) if kind == FEATURES else _parts(model, kind, listed, complement)
+    parts = [part for kind, listed in members.items() for part in _parts(model, kind, listed, complement)]
     if not parts:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
     return ComponentSet(str(name) if name is not None else _name(members, complement), members, tuple(parts))
@@ -276,14 +264,13 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
 
 def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
     """Check the members of one kind; layers counted from the end are counted from the beginning."""
-    row = KINDS[kind]
     members = _neurons(listed, model.shape) if kind == "neurons" else parts_of_kind(kind, listed, model.shape)
     if twice := [member for member, count in Counter(members).items() if count > 1]:
-        raise InputError(f"{_called(row, twice[0])} is named twice.")
-    (site,) = sites_named(row.site, model)
+        raise InputError(f"{_called(kind, twice[0])} is named twice.")
+    (site,) = sites_named(KINDS[kind], model)
     for layer in sorted({layer for layer, *_ in members}):
         site.among([layer], model, edited=True)
-    return tuple(sorted(members)) if row.among is not None else tuple(sorted(layer for layer, *_ in members))
+    return tuple(sorted(layer for layer, *_ in members)) if kind == "mlps" else tuple(sorted(members))
 
 
 def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
@@ -297,17 +284,6 @@ def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
     if len({one.name for one in fitted}) < len(fitted):
         raise InputError(f"The dictionary {fitted[0].name!r} is named twice: name its features together, or name= it.")
     return fitted
-
-
-def _feature_parts(members: Sequence[Features], complement: bool) -> list[Part]:
-    """What a set of features, or its complement in their dictionaries, holds."""
-    parts = []
-    for site in members:
-        chosen = set(site.units)
-        among = tuple(feature for feature in range(site.count) if (feature in chosen) != complement)
-        if among:
-            parts.append(Part(site, site.layer, None if len(among) == site.count else among))
-    return parts
 
 
 def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
@@ -325,32 +301,34 @@ def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
 
 
 def _parts(model: HookedModel, kind: str, members: Sequence[Any], complement: bool) -> list[Part]:
-    """What a set, or its complement, holds at the site of a kind, layer by layer."""
-    row, shape = KINDS[kind], model.shape
-    (site,) = sites_named(row.site, model)
-    # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
-    layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
-    if row.among is None:
-        return [Part(site, layer, None) for layer in layers if (layer in members) != complement]
-    every, chosen = range(row.among(shape)), set(members)
+    """What a set, or its complement, holds at the sites of a kind, layer by layer."""
+    if kind == FEATURES:
+        places = [(site, site.layer, site.count, set(site.units)) for site in members]
+    else:
+        (site,), shape = sites_named(KINDS[kind], model), model.shape
+        # Of a hybrid the complement is what its layers have: a layer without heads is not refused.
+        layers = site.among(range(shape.n_layers), model, edited=True) if complement else range(shape.n_layers)
+        # Of MLPs the whole activation is the one component of its layer.
+        pairs = [(layer, 0) for layer in members] if kind == "mlps" else members
+        count = {"heads": shape.n_heads, "mlps": 1, "neurons": shape.d_mlp}[kind]
+        places = [(site, layer, count, {index for at, index in pairs if at == layer}) for layer in layers]
     parts = []
-    for layer in layers:
-        among = tuple(index for index in every if ((layer, index) in chosen) != complement)
-        if among:
+    for site, layer, count, chosen in places:
+        if indices := tuple(index for index in range(count) if (index in chosen) != complement):
             # None where all are named: the whole activation is written without an index.
-            parts.append(Part(site, layer, None if len(among) == len(every) else among))
+            parts.append(Part(site, layer, None if len(indices) == count else indices))
     return parts
 
 
-def _called(row: ComponentKind, member: object) -> str:
+def _called(kind: str, member: object) -> str:
     numbers = member if isinstance(member, tuple) else (member,)
-    return f"{row.name} {'.'.join(map(str, numbers))}"
+    return f"{kind.removesuffix('s')} {'.'.join(map(str, numbers))}"
 
 
 def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
     """Name a set by its members, or by their number."""
     names = [
-        f"feature {number} of {member.name}" if kind == FEATURES else _called(KINDS[kind], member)
+        f"feature {number} of {member.name}" if kind == FEATURES else _called(kind, member)
         for kind, listed in members.items()
         for member, number in ((m, n) for m in listed for n in (m.units if kind == FEATURES else (None,)))
     ]
@@ -358,18 +336,6 @@ def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
         sizes = {k: sum(len(m.units) if k == FEATURES else 1 for m in listed) for k, listed in members.items()}
         names = [f"{size:,} {kind}" for kind, size in sizes.items() if size]
     return f"all {' and '.join(members)} but {', '.join(names)}" if complement else ", ".join(names)
-
-
-def _numbered(sets: Iterable[ComponentSet]) -> tuple[ComponentSet, ...]:
-    """Number sets that would be called the same; sets of different names may be equal, one without a name may not."""
-    distinct: list[ComponentSet] = []
-    for component_set in sets:
-        if any(other.parts == component_set.parts and other.name == component_set.name for other in distinct):
-            raise InputError(f"The set {shown(component_set.name)} was given twice: give it once, or name both.")
-        count = sum(other.name.split(" #")[0] == component_set.name for other in distinct)
-        numbered = replace(component_set, name=f"{component_set.name} #{count + 1}")
-        distinct.append(numbered if count else component_set)
-    return tuple(distinct)
 
 
 @checked_call
@@ -442,8 +408,6 @@ def ablate(
     refuse_too_many_cells(sum(map(len, edited)) * len(chosen) * len(metrics) * (replacement.samples or 1) * pair.draws)
 
     site_label = {"site": "complement" if complement else "ablation"}
-    values_label = {"values": replacement.label} if replacement.label else {}
-    by_role = isinstance(positions, Mapping)
     rows = []
     for example, prompt in enumerate(pair.base):
         i = example // pair.draws
@@ -453,9 +417,8 @@ def ablate(
             seen = {site.name: seen_positions(site, prompt, span.base) for site in sites}
             at = {name: None if len(found) == len(prompt) else found for name, found in seen.items()}
             for component_set, sample in product(chosen, range(replacement.samples or 1)):
-                labels: dict[str, Any] = site_label | values_label | ({"role": role} if by_role else {})
-                labels |= {"set": component_set.name}
-                labels |= {} if replacement.samples is None else {"sample": sample}
+                labels = site_label | {"set": component_set.name} | replacement.labels(sample)
+                labels |= {"role": role} if isinstance(positions, Mapping) else {}
                 edits = [part.edit(at[part.site.name], since, sample) for part in component_set.parts]
                 # A list per cell, unlike a sweep's: sets and roles make few cells of each prompt.
                 rows.append((example, [CellTemplate(labels, tuple(edits))]))
@@ -472,37 +435,5 @@ def joint_template(
     nodes: Sequence[ActivationNode], example: int, replacement: Replacement, sample: int = 0
 ) -> CellTemplate:
     """Return what is edited where nodes of one example are replaced together."""
-    labels: dict[str, Any] = {"site": "together", "set": set_name(nodes)}
-    labels |= {"values": replacement.label} if replacement.label else {}
-    labels |= {} if replacement.samples is None else {"sample": sample}
-    since = replacement.since(example)
-    return CellTemplate(labels, tuple(node.edit(since, sample) for node in nodes))
-
-
-def patch_together(
-    model: HookedModel,
-    clean: Any,
-    corrupted: Any,
-    nodes: object,
-    *,
-    metrics: tuple[Metric, ...],
-    direction: str,
-    values: Any,
-    dataset: Prompts | None,
-    seed: int,
-    batch_size: int | None,
-    engine: str,
-    progress: bool,
-    out: str | Path | None,
-) -> Sweep:
-    """Patch several nodes at once: what `hw.patch(..., together=)` does, whose options these are, checked."""
-    pair = read_prompt_pair(model, clean, corrupted, direction)
-    read = read_nodes(model, nodes, pair.prompts)
-    sites = sites_named(list(dict.fromkeys(node.site for node in read)), model)
-    replacement = build_replacement(model, values, dataset, pair, sites, seed)
-    draws = range(replacement.samples or 1)
-    examples = range(len(pair.base))
-    cells = CellTable.of((i, [joint_template(read, i, replacement, sample) for sample in draws]) for i in examples)
-    plan = Plan(model, pair, cells, metrics, replacement, batch_size)
-    options = {"together": [node.described() for node in read]}
-    return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
+    since, labels = replacement.since(example), {"site": "together", "set": set_name(nodes)}
+    return CellTemplate(labels | replacement.labels(sample), tuple(node.edit(since, sample) for node in nodes))

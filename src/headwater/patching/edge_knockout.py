@@ -14,7 +14,6 @@ severs nothing has no effect to report (NaN), not a small one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
-from headwater.errors import InputError, InterventionError
+from headwater.errors import InputError
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.part_names import Heads, layers_and_heads
@@ -45,7 +44,7 @@ from headwater.patching.activation_patching import (
 )
 from headwater.patching.edits import AxisName, CellTable, CellTemplate, Edit
 from headwater.patching.metrics import Measures, as_metrics
-from headwater.patching.plan import Measured, Plan, check_call
+from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, read_prompts
 from headwater.patching.sweep import ENGINES, Sweep, collect_states, run_sweep
 
@@ -169,25 +168,7 @@ def knockout(
         "variant": variant,
         "over": axes,
     }
-    finish = _leave_out_what_was_not_severed
-    return run_sweep("knockout", plan, options, engine=engine, finish=finish, progress=progress, out=out)
-
-
-def _leave_out_what_was_not_severed(plan: Plan, measured: Measured) -> None:
-    """Set the effect of cells to NaN that sever nothing, and warn of them."""
-    # Counted by the run's own mask: a layer that slides may see none of the edges.
-    nothing = measured.edges == 0
-    if bool(nothing.all()):
-        raise InterventionError("No requested layer can see any of these edges: they lie outside its sliding window.")
-    if bool(nothing.any()):
-        pairs = zip(plan.cells, nothing, strict=True)
-        blind = sorted({template.labels.get("layer", -1) for (_, template), none in pairs if none})
-        warnings.warn(
-            f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed there, "
-            "and the effect is NaN.",
-            stacklevel=6,
-        )
-        measured.values[nothing] = torch.nan
+    return run_sweep("knockout", plan, options, engine=engine, progress=progress, out=out)
 
 
 def named_edges(block: Blocked | Any) -> dict[str, Edges]:

@@ -22,7 +22,7 @@ from headwater.models.sites import SITES, Site, SiteName, kv_site_of
 from headwater.models.tokens import Batch
 from headwater.options import checked_count, checked_layer, resolve_indices, shown
 from headwater.patching.activation_patching import materialize
-from headwater.patching.edits import Edit, ReplacementSpec, ReplacementValues
+from headwater.patching.edits import Edit, ReplacementSpec
 from headwater.patching.prompts import PromptPair, read_prompts, seen_positions
 from headwater.patching.replacements import (
     VALUES,
@@ -58,10 +58,6 @@ class EditHook(PromptHook):
         return f"hw.edit({self.site.name!r}, {self.layer}, {self.recipe.kind}, {where})"
 
     @property
-    def _everywhere(self) -> bool:
-        return is_all(self.positions) and is_all(self.keys)
-
-    @property
     def identity(self) -> str:
         """What tells it from other edits, in the record of a run."""
         described = [self.site.described, self.layer, self.recipe.kind, dict(self.recipe.arguments), self.positions]
@@ -75,12 +71,16 @@ class EditHook(PromptHook):
         """
         site = self.site.fitted(model)
         (layer,) = site.among([checked_layer("layer", self.layer, model.shape.n_layers)], model, edited=True)
-        if goes_on and not self._everywhere:
+        everywhere = is_all(self.positions) and is_all(self.keys)
+        if goes_on and not everywhere:
             return site.hook_name(layer), read_hook(lambda activation, hook: None)
         if batch is not None:
-            prompts = _without_strings(batch) if goes_on else read_prompts(model, batch)
+            rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
+            # Of new tokens no positions are named: they need no strings.
+            new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
+            prompts = tuple(new) if goes_on else read_prompts(model, batch)
             return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
-        if not self._everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
+        if not everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
             )
@@ -109,10 +109,6 @@ class EditHook(PromptHook):
             # None, not all positions: in generation the tokens that follow are meant too.
             write = Edit(site, range(layer, layer + 1), None if every else at, heads, of, units)
             edits.append((write, example))
-        values = self._values(model, site, layer, prompts)
-        return lambda activation: written_into(activation, None, edits, values, layer)
-
-    def _values(self, model: HookedModel, site: Site, layer: int, prompts: tuple[Prompt, ...]) -> ReplacementValues:
         replacement = build_replacement(
             model, self.recipe, None, PromptPair(prompts), (site,), positions=self.positions
         )
@@ -120,13 +116,8 @@ class EditHook(PromptHook):
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         # A tensor made in inference mode could not be part of a graph that the caller is building.
         with torch.inference_mode(not torch.is_grad_enabled()):
-            return compute_values(replacement, wanted, lengths)
-
-
-def _without_strings(batch: Batch) -> tuple[Prompt, ...]:
-    """Return the new tokens of each row, in which no positions are named."""
-    rows = zip(batch.tokens.tolist(), batch.lengths.tolist(), strict=True)
-    return tuple(Prompt(tuple(ids[:length]), ()) for ids, length in rows)
+            values = compute_values(replacement, wanted, lengths)
+        return lambda activation: written_into(activation, None, edits, values, layer)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,16 +176,11 @@ def edit(
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if recipe.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    return EditHook(row, _layer_of(row, layer), recipe, positions, materialize(heads), keys)
-
-
-def _layer_of(site: Site, layer: object) -> int:
-    """Return the layer of an edit; a dictionary brings its own."""
-    own = getattr(site, "layer", None)
+    own = getattr(row, "layer", None)
     if own is None:
         if isinstance(layer, list | tuple | range):
             raise InputError(f"layer={shown(layer)} are several: give one hw.edit for each, all in the list of hooks.")
-        return checked_count("layer", layer, least=0)
-    if layer is not None and checked_count("layer", layer, least=0) != own:
-        raise InputError(f"layer={layer} was given, but {site.name} is a dictionary of layer {own}: give layer=None.")
-    return int(own)
+        own = checked_count("layer", layer, least=0)
+    elif layer is not None and checked_count("layer", layer, least=0) != own:
+        raise InputError(f"layer={layer} was given, but {row.name} is a dictionary of layer {own}: give layer=None.")
+    return EditHook(row, int(own), recipe, positions, materialize(heads), keys)

@@ -266,11 +266,6 @@ class Variants:
     noop: Bool[np.ndarray, " _"] | None = None
     """By run: whether it is known to be as if nothing were edited."""
 
-    @classmethod
-    def one(cls, change: Variant, example: int) -> Variants:
-        """Return a single run."""
-        return cls((change,), np.array([0]), np.array([example]), np.array([-1]))
-
     def __len__(self) -> int:
         return len(self.which)
 
@@ -442,33 +437,20 @@ def _edited(
     taken = values.taken(site, source, example, sample, position, *heads)
     if values.change is not None:
         # A change is given whole rows, also where only some of their entries are kept of it.
-        taken = _changed(current, taken, values, site, layer, [values.known(example), position, sample], heads)
+        known, head, before = values.known(example), heads[0] if heads else None, current
+        if of_all_heads := site.has_heads and head is None:
+            # It sees a row a head: the head's number is part of where it is.
+            n_heads = current.shape[1]
+            head = torch.arange(n_heads, device=current.device).repeat(len(current))
+            known, position, sample = (one.repeat_interleave(n_heads) for one in (known, position, sample))
+            before, taken = current.flatten(0, 1), None if taken is None else taken.flatten(0, 1)
+        changed = values.change(before, taken, EditedRows(site.name, layer, known, position, head, sample))
+        taken = changed.unflatten(0, current.shape[:2]) if of_all_heads else changed
     assert taken is not None
     if units is None:
         return taken.to(current)
     current[units] = taken[units].to(current)
     return current
-
-
-def _changed(
-    current: Tensor,
-    other: Tensor | None,
-    values: ReplacementValues,
-    site: Site,
-    layer: int,
-    at: Sequence[Tensor],
-    heads: Sequence[Tensor],
-) -> Tensor:
-    """Return what a change makes of rows, or of all heads of tokens, `row (head) width`."""
-    assert values.change is not None
-    if heads or not site.has_heads:
-        return values.change(current, other, _rows(site, layer, at, heads))
-    n_heads = current.shape[1]
-    # A change sees a row a head: the head's number is part of where it is.
-    every = [torch.arange(n_heads, device=current.device).repeat(len(current))]
-    rows = _rows(site, layer, [index.repeat_interleave(n_heads) for index in at], every)
-    changed = values.change(current.flatten(0, 1), None if other is None else other.flatten(0, 1), rows)
-    return changed.unflatten(0, current.shape[:2])
 
 
 def write_patterns(
@@ -511,7 +493,7 @@ def write_patterns(
                 place = named.where(named >= 0, length)
                 ordered = current.new_zeros(len(current), length + 1).scatter(1, place, current)[:, :length]
                 other = None if taken is None else taken[:, :length].contiguous()
-                rows = _rows(site, layer, [values.known(example), position, sample], [head])
+                rows = EditedRows(site.name, layer, values.known(example), position, head, sample)
                 taken = values.change(ordered.contiguous(), other, rows)
             assert taken is not None
             # Values lie in the order of the prompt's positions, the pattern's keys recorded ones first.
@@ -571,8 +553,3 @@ def _units(stretches: Sequence[TokenSpanEdit], device: torch.device) -> tuple[Te
         units.append(np.tile(chosen, length))
         before += length
     return to_device(np.concatenate(rows), device), to_device(np.concatenate(units), device)
-
-
-def _rows(site: Site, layer: int, at: Sequence[Tensor], heads: Sequence[Tensor]) -> EditedRows:
-    example, position, sample = at
-    return EditedRows(site.name, layer, example, position, heads[0] if heads else None, sample)

@@ -7,7 +7,7 @@ of a group's cells that are measured together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -24,20 +24,9 @@ from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
-from headwater.models.tokens import Batch
+from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_count, shown
-from headwater.patching.edits import (
-    LOGITS,
-    CellTable,
-    CellTemplate,
-    Deliver,
-    Edit,
-    Indices,
-    Place,
-    Reading,
-    Variant,
-    Variants,
-)
+from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids
 from headwater.patching.prompts import AlignedSpan, PromptPair, Side, aligned_spans
 from headwater.patching.replacements import Replacement
@@ -134,7 +123,14 @@ class Plan:
         ]
         for metric, answers in zip(self.metrics, by_metric, strict=True):
             if metric.name == "logit_difference" and len(answers) == 2:
-                _refuse_equal(metric, *answers)
+                same = answers[0] == answers[1]
+                if bool(same.any()):
+                    prompt = int(same.nonzero()[0])
+                    what = f"token {int(answers[0][prompt])} with itself for prompt {prompt}"
+                    what = f"{shown(metric.answers[0])} with itself" if bool(same.all()) else what
+                    raise InputError(
+                        f"hw.logit_difference compares {what}, which is always 0: give two different answers."
+                    )
         # An answer "Paris" after " is" is another token than " Paris": warned of once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)
@@ -204,18 +200,29 @@ class Group:
         """Where the values are taken that edits write."""
         return {(edit.site.name, edit.source_of(layer)) for edit in self.writes for layer in edit.layers}
 
-    def drawn(self, site: str, layer: int) -> set[tuple[int, int]]:
-        """Return the layers that values of a place are taken from, and which draws of them, as pairs."""
-        here = [edit for edit in self.writes if edit.site.name == site and layer in edit.layers]
-        return {(edit.source_of(layer), edit.sample) for edit in here}
-
     def batch(self, *sides: Side) -> Batch:
-        """The examples' prompts of one side, then those of the next."""
-        return self.plan.pair.batch(self.plan.model, self.examples, *sides)
+        """The examples' prompts of one side, then of the next, each called by its example and, of a pair, its side."""
+        # Sides one after the other, as `corrupting` and the recorded halves count on.
+        pair, examples = self.plan.pair, self.examples
+        prompts = {"base": pair.base, "other": pair.other or ()}
+        ids = [prompts[side][i].ids for side in sides for i in examples]
+        batch = Batch.of(ids, pad_id(self.plan.model.tokenizer))
+        if pair.other is None:
+            return batch.named(examples)
+        kinds = ["clean" if pair.is_clean(side) else "corrupted" for side in sides]
+        if pair.corruption is None:
+            return batch.named(f"{i} ({kind} prompt)" for kind in kinds for i in examples)
+        draws = [divmod(i, pair.draws) for i in examples]
+        return batch.named(f"{i} ({kind} run, sample {draw})" for kind in kinds for i, draw in draws)
 
     def corrupting(self, *sides: Side, rows: Sequence[int] | None = None) -> list[Hook]:
         """The hooks that make a `batch`, or some rows of it, the runs that are meant, edits apart."""
-        return self.plan.pair.corrupting(self.examples, *sides, rows=rows)
+        pair = self.plan.pair
+        noisy = [None if pair.is_clean(side) else i for side in sides for i in self.examples]
+        noisy = noisy if rows is None else [noisy[row] for row in rows]
+        if pair.corruption is None or all(example is None for example in noisy):
+            return []
+        return [pair.corruption.hook(noisy)]
 
     def aligned_with_base(
         self, activation: Shaped[Tensor, "example ... position *width"], site: Site
@@ -255,19 +262,6 @@ class Group:
         return Variants(tuple(changes), which.reshape(-1), example, cells.longest_of_nested())
 
 
-def _refuse_equal(metric: Metric, right: Int[Tensor, " example"], wrong: Int[Tensor, " example"]) -> None:
-    """Refuse the difference of a token's logit with itself, for all prompts or for one."""
-    same = right == wrong
-    if bool(same.all()):
-        what = f"{shown(metric.answers[0])} with itself"
-    elif bool(same.any()):
-        prompt = int(same.nonzero()[0])
-        what = f"token {int(right[prompt])} with itself for prompt {prompt}"
-    else:
-        return
-    raise InputError(f"hw.logit_difference compares {what}, which is always 0: give two different answers.")
-
-
 def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
     """Return every position that something reads in some prompt."""
     return torch.tensor(sorted({p for positions in kept for p in positions}))
@@ -275,16 +269,20 @@ def columns_of(kept: Kept) -> Int[Tensor, " kept"]:
 
 def waves(plan: Plan) -> Iterator[tuple[range, range]]:
     """Cut a sweep into groups of examples and waves of cells: (examples of the group, cells of the wave)."""
-    per_example = np.bincount(plan.cells.example, tokens_of(plan), len(plan.pair.base)).astype(np.int64).tolist()
+    pair, shape, ahead = plan.pair, plan.model.shape, plan.model.looks_ahead
+    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(pair.base, plan.positions, strict=True)])
+    of_cell = stop[plan.cells.example]
+    # A cell whose first change lies after all that is read has no tokens, and no run.
+    of_cell = of_cell if ahead else (of_cell - plan.cells.first_position).clip(0)
+    per_example = np.bincount(plan.cells.example, of_cell, len(pair.base)).astype(np.int64).tolist()
     edits = [edit for template in plan.cells.used for edit in template.edits if edit.writes]
     written = {(edit.site.name, layer) for edit in edits for layer in edit.layers}
-    shape = plan.model.shape
     # By layer beside what edits need: keys and values.
     recorded = len(written) * (2 if plan.replacement is not None else 1) + 2 * shape.n_layers
     groups: list[list[int]] = []
     width, tokens = 0, 0
-    for example, prompt in enumerate(plan.pair.base):
-        longer = max(len(prompt), len(plan.pair.other[example]) if plan.pair.other is not None else 0)
+    for example, prompt in enumerate(pair.base):
+        longer = max(len(prompt), len(pair.other[example]) if pair.other is not None else 0)
         wider = max(width, longer)
         fits = groups and (len(groups[-1]) + 1) * wider * shape.d_model * recorded <= GROUP_FLOATS
         if not (fits and tokens + per_example[example] <= WAVE_TOKENS):
@@ -294,34 +292,26 @@ def waves(plan: Plan) -> Iterator[tuple[range, range]]:
         width, tokens = wider, tokens + per_example[example]
     for group in groups:
         examples = range(group[0], group[-1] + 1)
-        yield from ((examples, wave) for wave in _cut(plan, plan.cells.among(examples)))
+        cells = plan.cells.among(examples)
+        for wave in _cut(plan.cells.part(cells), of_cell[cells.start : cells.stop]):
+            yield examples, range(cells.start + wave.start, cells.start + wave.stop)
 
 
-def _cut(plan: Plan, cells: range) -> Iterator[range]:
+def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
     """Cut a group's cells into waves of at most `WAVE_TOKENS` tokens, nested cells left together."""
-    part = plan.cells.part(cells)
-    filled = np.cumsum(tokens_of(plan)[cells.start : cells.stop])
-    keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in part.used))}
-    by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in part.templates]
-    key = np.array(by_template, dtype=np.int64)[part.template]
+    filled = np.cumsum(tokens)
+    keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in cells.used))}
+    by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in cells.templates]
+    key = np.array(by_template, dtype=np.int64)[cells.template]
     # A wave may begin at a cell that is not nested in the one before it: a trunk and what follows it stay together.
     begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
     start, before = 0, 0
-    while start < len(part):
+    while start < len(cells):
         over = int(np.searchsorted(filled, before + WAVE_TOKENS, side="right"))
         later = begins[np.searchsorted(begins, max(over, start + 1)) :]
-        stop = int(later[0]) if over < len(part) and len(later) else len(part)
-        yield range(cells.start + start, cells.start + stop)
+        stop = int(later[0]) if over < len(cells) and len(later) else len(cells)
+        yield range(start, stop)
         start, before = stop, int(filled[stop - 1])
-
-
-def tokens_of(plan: Plan) -> Int[np.ndarray, " cell"]:
-    """Count the tokens of each cell's row."""
-    ahead = plan.model.looks_ahead
-    stop = np.array([len(p) if ahead else at[-1] + 1 for p, at in zip(plan.pair.base, plan.positions, strict=True)])
-    tokens = stop[plan.cells.example]
-    # A cell whose first change lies after all that is read has no tokens, and no run.
-    return tokens if ahead else (tokens - plan.cells.first_position).clip(0)
 
 
 def check_call(model: object, batch_size: object) -> int | None:
@@ -359,8 +349,6 @@ class Measured:
     """The states requested, of the base run."""
     after: dict[Reading, Float[Tensor, "cell width"]] = field(default_factory=dict)
     """The same after the edits."""
-    engine: str = ""
-    """The name of the runner."""
 
     @classmethod
     def empty(cls, n_cells: int, n_metrics: int) -> Measured:
@@ -396,12 +384,8 @@ def read_run(
 class Readout:
     """What metrics give on the unedited runs of a group, and on edited ones.
 
-    Args:
-        group: whose runs.
-        base: what was read of the unedited runs of the prompts that are edited.
-        other: the same of the other prompts.
-        visible: which keys each query sees, by layer: wherever edges are severed.
-        answers: the tokens whose logits are read, where not all are.
+    `base` and `other` were read of the unedited runs of either side. `visible` says, by layer, which keys each query
+    sees wherever edges are severed; `answers` are the tokens whose logits are read, where not all are.
     """
 
     def __init__(
@@ -427,9 +411,14 @@ class Readout:
         chosen = self.plan.cells.part(cells)
         measured = Measured.empty(len(chosen), len(self.plan.metrics))
         rows = chosen.example - self.examples.start
-        measured.unedited = self._of(self._of_base, chosen, rows)
-        if self._of_other is not None:
-            measured.other = self._of(self._of_other, chosen, rows)
+        for m, metric in enumerate(self.plan.metrics):
+            readings = [self.plan.reading(metric, one.edits) for one in chosen.templates]
+            for reading in {readings[number] for number in np.unique(chosen.template)}:
+                reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[chosen.template])
+                here, examples = torch.from_numpy(reading_cells), torch.from_numpy(rows[reading_cells])
+                measured.unedited[here, m] = self._of_base[reading][examples, m]
+                if self._of_other is not None:
+                    measured.other[here, m] = self._of_other[reading][examples, m]
         cutting = [any(not edit.writes for edit in one.edits) for one in chosen.templates]
         if self.plan.metrics and len(cutting_cells := np.flatnonzero(np.array(cutting)[chosen.template])):
             numbers, which = np.unique(chosen.template[cutting_cells], return_inverse=True)
@@ -440,29 +429,6 @@ class Readout:
         states = {reading: torch.stack([self.base[reading][i][-1] for i in rows]) for reading in self.plan.states}
         measured.before, measured.after = states, {reading: state.clone() for reading, state in states.items()}
         return measured
-
-    def collect(self, cells: range, run: Callable[[Variants, Deliver], None]) -> Measured:
-        """Return what cells measure when `run` delivers what is read of their variants."""
-        chosen = self.plan.cells.part(cells)
-        variants = self.group.variants(chosen)
-        measured_cells = self.unedited(cells)
-        readings = [[self.plan.reading(metric, one.edits) for metric in self.plan.metrics] for one in chosen.templates]
-
-        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
-            for m in range(len(self.plan.metrics)):
-                asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
-                if asks.any():
-                    asking = indices[asks]
-                    # Usually all variants of a reading ask: no copy of logits then.
-                    part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
-                    measured = self.apply(m, reading, part, variants.example[asking])
-                    measured_cells.values[torch.from_numpy(asking), m] = measured
-            # The last of the kept positions, as in `unedited`.
-            if reading in measured_cells.after:
-                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
-
-        run(variants, deliver)
-        return measured_cells
 
     def apply(self, m: int, reading: Reading, read: Tensor, owners: Indices | Sequence[int]) -> Float[Tensor, " row"]:
         """Apply one metric to rows that belong to these examples of the group."""
@@ -504,22 +470,20 @@ class Readout:
         table: dict[Reading, Tensor] = {}
         for reading in self.group.readings:
             columns = torch.full((len(self.examples), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
+            by_shape: dict[tuple[int, ...], list[int]] = {}
+            for i, values in enumerate(run[reading]):
+                by_shape.setdefault(tuple(values.shape), []).append(i)
+            parts: list[list[int]] = []
+            for shape, alike in by_shape.items():
+                # So many at once that what they read is not there twice at length.
+                most = max(1, AT_ONCE // max(1, math.prod(shape)))
+                parts += [alike[start : start + most] for start in range(0, len(alike), most)]
             for m, metric in enumerate(self.plan.metrics):
                 if metric.site == reading[0] and metric.layer in (None, reading[1]):
-                    for examples in _batches(run[reading]):
+                    for examples in parts:
                         values = torch.stack([run[reading][i] for i in examples])
                         columns[examples, m] = self.apply(m, reading, values, examples)
             table[reading] = columns
-        return table
-
-    def _of(self, baseline: Mapping[Reading, Tensor], cells: CellTable, rows: Indices) -> Float[Tensor, "cell metric"]:
-        """What each cell's metrics gave on an unedited run of its example."""
-        table = torch.full((len(cells), len(self.plan.metrics)), torch.nan, dtype=torch.float64)
-        for m, metric in enumerate(self.plan.metrics):
-            readings = [self.plan.reading(metric, one.edits) for one in cells.templates]
-            for reading in {readings[number] for number in np.unique(cells.template)}:
-                reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[cells.template])
-                table[torch.from_numpy(reading_cells), m] = baseline[reading][torch.from_numpy(rows[reading_cells]), m]
         return table
 
     def _answers(self, m: int, reading: Reading, owners: Indices, device: torch.device) -> list[Tensor]:
@@ -571,13 +535,3 @@ class Readout:
             return each * (n_heads if cut.heads is None else len(cut.heads))
 
         return torch.tensor([float(sum(map(count, some))) for some in cuts], dtype=torch.float64)
-
-
-def _batches(read: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Number examples that read as many positions, so many at once that what they read is not held twice at length."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for i, values in enumerate(read):
-        by_shape.setdefault(tuple(values.shape), []).append(i)
-    for shape, examples in by_shape.items():
-        most = max(1, AT_ONCE // max(1, math.prod(shape)))
-        yield from (examples[start : start + most] for start in range(0, len(examples), most))

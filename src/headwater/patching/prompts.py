@@ -7,7 +7,6 @@ the tokens of a role in one prompt are those of the same role in the other, one 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,12 +52,8 @@ def read_pairs(
 ) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
     """Tokenize pairs of prompts, given side by side or as a table (see `read_table`).
 
-    Args:
-        model: the model.
-        clean: the clean prompts, or a table of pairs.
-        corrupted: the others.
-        by_role: whether pairs may be of two lengths, since positions in them are named by role; None where naming them
-            would not help.
+    `by_role`: whether pairs may be of two lengths, since positions in them are named by role; None where naming them
+    would not help.
     """
     if corrupted is None and isinstance(clean, Path | pd.DataFrame):
         clean, corrupted = read_table(clean)
@@ -188,8 +183,22 @@ def spans_by_role(
     """
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
+    sides: list[tuple[Prompt, int | None]] = [(base, None)]
+    if other is not None:
+        sides = [(base, base_side), (other, 1 - base_side)]
+    of_two_lengths = len({len(prompt) for prompt, _ in sides}) > 1
     for role, place in where.items():
-        span = spots[role] = _role_spot(role, place, base, other, example, n, base_side)
+        found: list[tuple[int, ...]] = []
+        absent: AbsentError | None = None
+        for prompt, side in sides:
+            try:
+                found.append(role_in(role, place, prompt, example, n, side))
+            except AbsentError as error:
+                absent = error
+        if absent is not None and (of_two_lengths or not found):
+            advice = " Of a pair of two lengths, name both words: (the clean prompt's, the corrupted one's)."
+            raise InputError(f"{absent}{advice * of_two_lengths}")
+        span = spots[role] = AlignedSpan(found[0], found[-1])
         if len(span.base) != len(span.other):
             raise InputError(
                 f"The role {role!r} is {len(span.base)} tokens of one prompt of pair {example} and {len(span.other)} "
@@ -212,42 +221,6 @@ def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedS
                     f"{there}) of the other prompt."
                 )
     return {here: there for here, (_, there) in by_token.items()}
-
-
-def refuse_other_order(queries: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan], example: int) -> None:
-    """Refuse a pair in which a query can read a key in one prompt and comes before it in the other."""
-    for (reads, query), (read, key) in product(queries.items(), keys.items()):
-        for here, there in zip(query.base, query.other, strict=True):
-            if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):
-                raise InputError(
-                    f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {example} and not in the "
-                    "other, where its weight is 0. Give pairs in which they have one order."
-                )
-
-
-def _role_spot(
-    role: str, place: object, base: Prompt, other: Prompt | None, example: int, n: int, base_side: int
-) -> AlignedSpan:
-    """Resolve one role in a pair."""
-    if other is None:
-        at = role_in(role, place, base, example, n)
-        return AlignedSpan(at, at)
-    by_prompt: list[tuple[int, ...] | None] = []
-    absent: AbsentError | None = None
-    for prompt, side in ((base, base_side), (other, 1 - base_side)):
-        try:
-            by_prompt.append(role_in(role, place, prompt, example, n, side))
-        except AbsentError as error:
-            by_prompt.append(None)
-            absent = error
-    a, b = by_prompt
-    if absent is not None and (len(base) != len(other) or (a is None and b is None)):
-        raise InputError(
-            f"{absent} Of a pair of two lengths, name both words: (the clean prompt's, the corrupted one's)."
-            if len(base) != len(other)
-            else str(absent)
-        )
-    return AlignedSpan(a if a is not None else b or (), b if b is not None else a or ())
 
 
 def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
@@ -346,36 +319,6 @@ class PromptPair:
         """Whether a side is the clean runs."""
         return (side == "base") == self.base_is_clean
 
-    @cached_property
-    def first_differences(self) -> tuple[int, ...]:
-        """By example: the first position at which its two runs differ. Until there they are one."""
-        if self.corruption is not None:
-            return tuple(min(at) for at in self.corruption.at for _ in range(self.draws))
-        assert self.other is not None
-        return tuple(first_difference(*pair) for pair in zip(self.base, self.other, strict=True))
-
-    def batch(self, model: HookedModel, examples: range, *sides: Side) -> Batch:
-        """The prompts of one side after those of another, each called by its example and, of a pair, its side."""
-        # Sides one after the other, as `Group.corrupting` and the recorded halves count on.
-        prompts = {"base": self.base, "other": self.other or ()}
-        ids = [prompts[side][i].ids for side in sides for i in examples]
-        batch = Batch.of(ids, pad_id(model.tokenizer))
-        if self.other is None:
-            return batch.named(examples)
-        kinds = ["clean" if self.is_clean(side) else "corrupted" for side in sides]
-        if self.corruption is None:
-            return batch.named(f"{i} ({kind} prompt)" for kind in kinds for i in examples)
-        draws = [divmod(i, self.draws) for i in examples]
-        return batch.named(f"{i} ({kind} run, sample {draw})" for kind in kinds for i, draw in draws)
-
-    def corrupting(self, examples: range, *sides: Side, rows: Sequence[int] | None = None) -> list[Hook]:
-        """The hooks that make of a `batch`, or of some rows of it, the runs that are meant, edits apart."""
-        noisy = [None if self.is_clean(side) else i for side in sides for i in examples]
-        noisy = noisy if rows is None else [noisy[row] for row in rows]
-        if self.corruption is None or all(example is None for example in noisy):
-            return []
-        return [self.corruption.hook(noisy)]
-
     def spans(self, where: Where, *, in_base: bool = False) -> list[dict[str, AlignedSpan]]:
         """By prompt: what positions are in both runs, by role; by an empty name where they are not named by role.
 
@@ -399,10 +342,7 @@ class PromptPair:
     ) -> tuple[Mapping[int, int] | None, ...]:
         """By prompt: which position of the other one each position is that may be edited; None where all are the same.
 
-        Args:
-            spans: what may be edited.
-            sites: where.
-            keys: what the keys are that may be edited, where these are named by role.
+        `keys`: what the keys are that may be edited, where these are named by role.
         """
         others = self.others or [None] * len(self.prompts)
         keyed = [site.name for site in sites if site.has_keys]
@@ -424,30 +364,15 @@ class PromptPair:
                 "give pairs that do, or name the keys by role, as in keys={'subject': (' Rome', ' New York')}."
             )
         for i in moved:
-            refuse_other_order(spans[i], of_keys[i], i)
+            # A query that can read a key in one prompt and comes before it in the other has no weight there.
+            for (reads, query), (read, key) in product(spans[i].items(), of_keys[i].items()):
+                for here, there in zip(query.base, query.other, strict=True):
+                    if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):
+                        raise InputError(
+                            f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {i} and not in "
+                            "the other, where its weight is 0. Give pairs in which they have one order."
+                        )
         return tuple(matched)
-
-    def described(self, dataset: Sequence[Prompt] | None) -> dict[str, Any]:
-        """Return what the record of a run says of them, with the prompts of a data set."""
-        if self.corruption is None:
-            return prompt_options(self.clean, self.corrupted, dataset)
-        return prompt_options(self.clean, None, dataset) | {"corruption": dataclasses.asdict(self.corruption)}
-
-
-def read_prompt_pair(
-    model: HookedModel,
-    clean: Any,
-    corrupted: object,
-    direction: str,
-    *,
-    positions: Where = "all",
-    by_role: bool | None = None,
-) -> PromptPair:
-    """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
-    if not isinstance(corrupted, ReplacementSpec):
-        return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
-    prompts = read_prompts(model, clean)
-    return PromptPair(prompts, prompts, direction, corruption_of(model, corrupted, prompts, positions))
 
 
 # The corrupted run of causal tracing: the clean prompt with noise at the embeddings of some of its tokens.
@@ -491,25 +416,34 @@ class Corruption:
             noisy = activation.clone()
             for row, example in enumerate(examples):
                 if example is not None:
-                    noisy[row, list(self.at[example // self.samples])] += self.noise(example, noisy.shape[-1]).to(noisy)
+                    prompt, sample = divmod(example, self.samples)
+                    at, width = list(self.at[prompt]), noisy.shape[-1]
+                    drawn = self.std * draw(self.seed, "embed", 0, prompt, sample, (len(at), width))
+                    noisy[row, at] += drawn.to(noisy)
             return noisy
 
         return hook_name("embed"), replace_hook(corrupt)
 
-    def noise(self, example: int, width: int) -> Tensor:
-        """Return what is added to the corrupted tokens of an example, `token width`."""
-        prompt, sample = divmod(example, self.samples)
-        return self.std * draw(self.seed, "embed", 0, prompt, sample, (len(self.at[prompt]), width))
 
-
-def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Prompt, ...], roles: Where) -> Corruption:
-    """Resolve `corrupted=hw.noise(...)` for the clean prompts; where positions are by role, it may name a role."""
-    if recipe.kind != "noise":
+def read_prompt_pair(
+    model: HookedModel,
+    clean: Any,
+    corrupted: object,
+    direction: str,
+    *,
+    positions: Where = "all",
+    by_role: bool | None = None,
+) -> PromptPair:
+    """Read the prompts of a sweep, as `read_pairs` does, or noise, which may name one of the roles of `positions`."""
+    if not isinstance(corrupted, ReplacementSpec):
+        return PromptPair(*read_pairs(model, clean, corrupted, by_role=by_role), direction)
+    prompts = read_prompts(model, clean)
+    if corrupted.kind != "noise":
         raise InputError(
-            f"corrupted=hw.{recipe.kind}(...) makes no corrupted run: give the corrupted prompts, or "
+            f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
             "hw.noise(3, positions=...), which corrupts embeddings."
         )
-    arguments = recipe.arguments
+    arguments = corrupted.arguments
     if arguments["std"] == 0:
         raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
     where = arguments.get("positions")
@@ -518,22 +452,21 @@ def corruption_of(model: HookedModel, recipe: ReplacementSpec, prompts: tuple[Pr
             "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
             "instance, the last token's number, or the name of a role of positions=."
         )
-    if isinstance(roles, dict) and isinstance(where, str) and where in roles:
-        where = roles[where]
+    if isinstance(positions, dict) and isinstance(where, str) and where in positions:
+        where = positions[where]
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
-    unit = 1.0 if arguments["absolute"] else embedding_std(model, prompts, at)
-    return Corruption(at, arguments["std"] * unit, arguments["samples"], arguments["seed"])
+    std = arguments["std"]
+    if not arguments["absolute"]:
+        # In standard deviations of the entries of these embeddings, over all prompts.
+        entries: list[Tensor] = []
 
+        def keep(activation: Tensor, hook: object, start: int) -> None:
+            rows = zip(activation, at[start:], strict=False)
+            entries.extend(activations[list(places)].float().flatten().cpu() for activations, places in rows)
 
-def embedding_std(model: HookedModel, prompts: Sequence[Prompt], at: Sequence[Sequence[int]]) -> float:
-    """Return the standard deviation of the entries of some tokens' embeddings, over all prompts."""
-    entries: list[Tensor] = []
-
-    def keep(activation: Tensor, hook: object, start: int) -> None:
-        rows = zip(activation, at[start:], strict=False)
-        entries.extend(activations[list(places)].float().flatten().cpu() for activations, places in rows)
-
-    for start in range(0, len(prompts), BATCH):
-        batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
-        model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
-    return float(torch.cat(entries).std())
+        for start in range(0, len(prompts), BATCH):
+            batch = Batch.of([prompt.ids for prompt in prompts[start : start + BATCH]], pad_id(model.tokenizer))
+            model.run(batch, [(hook_name("embed"), read_hook(partial(keep, start=start)))], stop_at=1)
+        std *= float(torch.cat(entries).std())
+    corruption = Corruption(at, std, arguments["samples"], arguments["seed"])
+    return PromptPair(prompts, prompts, direction, corruption)

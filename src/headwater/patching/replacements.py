@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -36,7 +36,7 @@ from headwater.models.sites import Site, Stage, main_site
 from headwater.models.tokens import Batch, pad_id
 from headwater.options import checked_seed, shown
 from headwater.patching.edits import EditedRows, Place, ReplacementSpec, ReplacementValues
-from headwater.patching.prompts import BATCH, PromptPair, Prompts, read_prompts
+from headwater.patching.prompts import BATCH, PromptPair, Prompts, first_difference, read_prompts
 from headwater.registry import Registry
 
 TensorLike: TypeAlias = Tensor | np.ndarray | Sequence[Any]
@@ -61,12 +61,6 @@ class ReplacementInputs:
     """What the kind was given by the caller, such as a factor."""
     roles: Mapping[str, Any] | None = None
     """The edited positions as they were named, where they were named by role."""
-
-    @cached_property
-    def positions_by_role(self) -> list[dict[str, tuple[int, ...]]]:
-        """By prompt of the caller's: what the roles are in the one that is edited."""
-        spans = self.pair.spans(self.roles or {})
-        return [{role: span.base for role, span in of_prompt.items()} for of_prompt in spans]
 
 
 @dataclass(frozen=True)
@@ -148,6 +142,11 @@ class Replacement(ABC):
         """What the table's column `values` says of them, if anything."""
         return self.inputs.kind if self.labelled else None
 
+    def labels(self, sample: int) -> dict[str, Any]:
+        """Return what the table says of them in a cell: their label, and which draw they are of several."""
+        labels: dict[str, Any] = {"values": self.label} if self.label else {}
+        return labels if self.samples is None else labels | {"sample": sample}
+
     @property
     def described(self) -> Any:
         """What the record of a run says: the name, with what was given, and of a kind that was added its code.
@@ -188,7 +187,11 @@ class OtherRun(Replacement):
 
     def since(self, example: int) -> int:
         """Return the first position at which the two runs differ."""
-        return self.inputs.pair.first_differences[example]
+        pair = self.inputs.pair
+        if pair.corruption is not None:
+            return min(pair.corruption.at[example // pair.draws])
+        assert pair.other is not None
+        return first_difference(pair.base[example], pair.other[example])
 
 
 @VALUES.add("zero")
@@ -342,28 +345,23 @@ class Mean(_OfDataset):
 
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Return each mean for every example, and where it is one over tokens, for every position."""
+        by_position = self.mean_over == "examples"
         if missing := tuple(place for place in wanted.places if place not in self._means):
-            self._take_means(ValueRequest(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites))
-        size = (len(wanted.examples),) if self.mean_over == "examples" else (len(wanted.examples), wanted.width)
+            request = ValueRequest(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites)
+            sums: dict[Place, Tensor] = {}
+            for start in range(0, len(self.pool), BATCH):
+                numbers = range(start, min(start + BATCH, len(self.pool)))
+                for place, activation in self.runs(request, numbers).items():
+                    each = activation.double()
+                    if not by_position:
+                        rows = zip(each, (len(self.pool[i]) for i in numbers), strict=True)
+                        each = torch.stack([one[1:length].sum(0) for one, length in rows])
+                    sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
+            # One less per prompt over tokens: its first is left out of the sum.
+            count = len(self.pool) if by_position else sum(len(prompt) - 1 for prompt in self.pool)
+            self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
+        size = (len(wanted.examples),) if by_position else (len(wanted.examples), wanted.width)
         return {place: self._means[place].expand(*size, *self._means[place].shape) for place in wanted.places}
-
-    def _take_means(self, wanted: ValueRequest) -> None:
-        """Run the data set once and add up each activation."""
-        sums: dict[Place, Tensor] = {}
-        count = 0
-        for start in range(0, len(self.pool), BATCH):
-            numbers = range(start, min(start + BATCH, len(self.pool)))
-            lengths = [len(self.pool[i]) for i in numbers]
-            values = self.runs(wanted, numbers)
-            by_position = self.mean_over == "examples"
-            # One less per prompt: its first token is left out of the sum.
-            count += len(numbers) if by_position else sum(lengths) - len(numbers)
-            for place, activation in values.items():
-                each = activation.double()
-                if not by_position:
-                    each = torch.stack([one[1:length].sum(0) for one, length in zip(each, lengths, strict=True)])
-                sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
-        self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
 
 
 @VALUES.add("resample")
@@ -378,15 +376,25 @@ class Resample(_OfDataset):
 
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
-        generator = torch.Generator().manual_seed(inputs.seed)
-        by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
-        self._roles = self._roles_of_pool() if by_role else None
+        pair, generator = inputs.pair, torch.Generator().manual_seed(inputs.seed)
+        self._by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
+        # By prompt: its roles. Where none are named it is one role, of all its tokens.
+        self._edited: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(prompt))} for prompt in pair.prompts]
+        self._roles: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(donor))} for donor in self.pool]
+        if self._by_role:
+            spans = pair.spans(inputs.roles or {})
+            self._edited = [{role: span.base for role, span in of_prompt.items()} for of_prompt in spans]
+            self._roles = self._roles_of_pool()
+        needed, offered = (
+            [{role: len(at) for role, at in roles.items()} for roles in some] for some in (self._edited, self._roles)
+        )
         # Drawn here, for all prompts in order: the same donors whichever groups or pieces a process measures.
         self.donors: list[int] = []
-        for i, prompt in enumerate(inputs.pair.base):
-            fitting = [j for j, donor in enumerate(self.pool) if donor.ids != prompt.ids and self._fits(i, j)]
+        for i, prompt in enumerate(pair.base):
+            fits = [size == needed[i // pair.draws] for size in offered]
+            fitting = [j for j, donor in enumerate(self.pool) if fits[j] and donor.ids != prompt.ids]
             if not fitting:
-                same = "tokens in each role" if self._roles is not None else f"tokens as prompt {i} ({len(prompt)})"
+                same = "tokens in each role" if self._by_role else f"tokens as prompt {i} ({len(prompt)})"
                 raise InputError(
                     f"No other prompt has as many {same}: the activations of prompt {i} cannot be resampled. Give a "
                     "dataset= with prompts that have."
@@ -399,7 +407,7 @@ class Resample(_OfDataset):
         assert roles is not None
         where = self.inputs.arguments.get("positions") or roles
         if self.inputs.dataset is None and where is roles:
-            return self.inputs.positions_by_role
+            return self._edited
         try:
             by_prompt = [roles_of(where, donor, j, len(self.pool)) for j, donor in enumerate(self.pool)]
         except InputError as error:
@@ -413,24 +421,15 @@ class Resample(_OfDataset):
             )
         return by_prompt
 
-    def _edited(self, example: int) -> Mapping[str, Sequence[int]]:
-        return self.inputs.positions_by_role[example // self.inputs.pair.draws]
-
-    def _fits(self, i: int, j: int) -> bool:
-        if self._roles is None:
-            return len(self.pool[j]) == len(self.inputs.pair.base[i])
-        edited = self._edited(i)
-        return all(len(edited[role]) == len(at) for role, at in self._roles[j].items())
-
     def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
         """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts are."""
         drawn = self.runs(wanted, [self.donors[i] for i in wanted.examples])
-        if self._roles is None:
+        if not self._by_role:
             return drawn
         index = torch.zeros(len(wanted.examples), wanted.width, dtype=torch.long)
         for row, example in enumerate(wanted.examples):
             donor = self._roles[self.donors[example]]
-            for role, at in self._edited(example).items():
+            for role, at in self._edited[example // self.inputs.pair.draws].items():
                 index[row, list(at)] = torch.tensor(list(donor[role]))
         rows = torch.arange(len(index))[:, None]
         return {place: activation[rows, index] for place, activation in drawn.items()}

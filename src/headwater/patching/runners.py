@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,14 +72,40 @@ class Runner(ABC):
 
     name: ClassVar[str]
     needs_graph: ClassVar[bool]
+    plan: Plan
+    group: Group
+    readout: Readout
 
     @abstractmethod
     def __init__(self, plan: Plan, examples: range):
         """Make the unedited runs."""
 
-    @abstractmethod
     def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells."""
+        """Measure some of the group's cells by what `run` delivers of their variants."""
+        plan, readout, chosen = self.plan, self.readout, self.plan.cells.part(cells)
+        variants = self.group.variants(chosen)
+        measured_cells = readout.unedited(cells)
+        readings = [[plan.reading(metric, one.edits) for metric in plan.metrics] for one in chosen.templates]
+
+        def deliver(reading: Reading, indices: Indices, read: Tensor) -> None:
+            for m in range(len(plan.metrics)):
+                asks = np.array([own[m] == reading for own in readings])[chosen.template[indices]]
+                if asks.any():
+                    asking = indices[asks]
+                    # Usually all variants of a reading ask: no copy of logits then.
+                    part = read if asks.all() else read[to_device(np.flatnonzero(asks), read.device)]
+                    measured = readout.apply(m, reading, part, variants.example[asking])
+                    measured_cells.values[torch.from_numpy(asking), m] = measured
+            # The last of the kept positions, as in `Readout.unedited`.
+            if reading in measured_cells.after:
+                measured_cells.after[reading][to_device(indices, measured_cells.after[reading].device)] = read[:, -1]
+
+        self.run(variants, deliver)
+        return measured_cells
+
+    def run(self, variants: Variants, deliver: Deliver) -> None:
+        """Deliver what is read of variants of the group's runs."""
+        raise NotImplementedError
 
 
 class CannotStepError(Exception):
@@ -89,11 +115,8 @@ class CannotStepError(Exception):
 class WalkRunner(Runner):
     """One recorded run of the prompts of both sides, then one walk down the layers for the cells of a wave.
 
-    Args:
-        plan: the sweep.
-        examples: whose runs are made.
-        also: further activations to record of both sides, by hook name.
-        gradients_at: where gradients will be taken, by hook name; the first comes before the others.
+    By hook name, `also` are further activations to record of both sides, and `gradients_at` where gradients will be
+    taken; the first of these comes before the others.
 
     Raises:
         CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
@@ -142,10 +165,6 @@ class WalkRunner(Runner):
         other = self._read(others, "other", self.group.other_kept) if plan.pair.other is not None else None
         self.readout = Readout(self.group, base, other, self.recording.visible, self._answers)
 
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, all in one walk."""
-        return self.readout.collect(cells, self.run)
-
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs, all in one walk."""
         tile = self._tile or tile_tokens(self.plan.model, max(self.group.lengths))
@@ -156,7 +175,14 @@ class WalkRunner(Runner):
         try:
             walk.run()
         except NotFiniteError as found:
-            self._name_not_finite(variants[found.variant], int(variants.example[found.variant]), found.position)
+            # Made once more as a whole run, whose own checks say in which layer it went wrong.
+            variant, example = variants[found.variant], int(variants.example[found.variant])
+            model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
+            before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
+            model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
+            token = int(batch.tokens[0, found.position])
+            where = batch.name(0), found.position, token
+            raise NumericsError(not_finite(model, "the logits", *where, edited=True)) from None
         # Remembered where memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
 
@@ -204,7 +230,8 @@ class WalkRunner(Runner):
         read_logits: list[Tensor] = []
         # From the middle on, so that recorded keys before a row are tried too; looking ahead, there are none.
         middle, whole = (0, last + 1) if self.plan.model.looks_ahead else ((last + 1) // 2, None)
-        variants = Variants.one(Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole), 0)
+        unedited = Variant((), (last,), ((LOGITS, n_layers),), start=(0, middle), whole=whole)
+        variants = Variants((unedited,), np.array([0]), np.array([0]), np.array([-1]))
         tile = self._tile or tile_tokens(self.plan.model, last + 1)
         keep, nothing = (lambda *read: read_logits.append(read[-1][0, 0])), ReplacementValues({})
         try:
@@ -221,15 +248,6 @@ class WalkRunner(Runner):
             return None
         # Also where it is NaN.
         return f"stepping through its blocks changes its logits by {difference:.1e}"
-
-    def _name_not_finite(self, variant: Variant, example: int, position: int) -> NoReturn:
-        """Say in which layer an edited run went wrong, by making it once more as a whole run."""
-        model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
-        before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
-        # For what the model's own checks say of it.
-        model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
-        token = int(batch.tokens[0, position])
-        raise NumericsError(not_finite(model, "the logits", batch.name(0), position, token, edited=True))
 
     def _joined_names(self) -> list[str]:
         """Name the activations of the base run with which rows start."""
@@ -248,7 +266,14 @@ class WalkRunner(Runner):
         read = read_run(group, kept, activations)
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
-            read[LOGITS, n_layers] = self._logits_at(residual, kept)
+            if self._answers is None:
+                columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
+                read[LOGITS, n_layers] = [self.blocks.logits(residual[i, places]) for i, places in enumerate(columns)]
+            else:
+                listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
+                row, place = to_device(listed, residual.device).unbind(1)
+                logits = self.blocks.logits_of(residual[row, place], self._answers[row])
+                read[LOGITS, n_layers] = list(logits.split([len(places) for places in kept]))
             # All examples in one look: each look waits for the device.
             if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
@@ -258,16 +283,6 @@ class WalkRunner(Runner):
                         token = int(batch.tokens[i, position])
                         raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(i), position, token))
         return read
-
-    def _logits_at(self, residual: Float[Tensor, "example position d_model"], kept: Kept) -> list[Tensor]:
-        """Return the logits of each example at its positions, `kept d_vocab_or_answer`, of many examples at once."""
-        if self._answers is None:
-            columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
-            return [self.logits(residual[i, places], i) for i, places in enumerate(columns)]
-        listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
-        row, place = to_device(listed, residual.device).unbind(1)
-        logits = self.blocks.logits_of(residual[row, place], self._answers[row])
-        return list(logits.split([len(places) for places in kept]))
 
     def logits(self, residual: Float[Tensor, "kept d_model"], example: int) -> Float[Tensor, "kept d_vocab_or_answer"]:
         """Return the logits of states after the last block, of an example's answers where these suffice."""
@@ -326,10 +341,6 @@ class WholeRuns(Runner):
         self.readout = Readout(group, base, other, visible)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """How many rows a forward has: as many tokens as a tile of the walk."""
-
-    def measure(self, cells: range) -> Measured:
-        """Measure some of the group's cells, many in each forward."""
-        return self.readout.collect(cells, self.run)
 
     def run(self, variants: Variants, deliver: Deliver) -> None:
         """Deliver what is read of variants of the group's runs, `at_once` of them in a forward.

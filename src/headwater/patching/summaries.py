@@ -75,7 +75,18 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     if measure == "ratio of means":  # before draws are averaged, of which some may go the other way
         table = table.assign(gap=gaps_of(table))
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
-        effects, gaps = summands(over_draws(part), measure)
+        by_prompt = part
+        # Draws of one prompt say how sure its own mean is, and nothing of other prompts: they stay as they are.
+        if "sample" in part and part["example"].nunique() > 1:
+            by_prompt = part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
+        # Each effect counts as 1, or as its pair's gap.
+        if measure == "ratio of means":
+            felt = by_prompt.dropna(subset=["effect"])
+            effects: ndarray = felt["effect"].to_numpy()
+            gaps: ndarray = felt["gap"].to_numpy()
+        else:
+            effects = by_prompt[measure].dropna().to_numpy()
+            gaps = np.ones(len(effects))
         with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
         # With draws of one prompt the interval is over draws, and the count still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
@@ -92,25 +103,6 @@ def strongest_first(summary: pd.DataFrame) -> pd.DataFrame:
     metrics = pd.factorize(summary["metric"])[0] if "metric" in summary else np.zeros(len(summary))
     order = np.lexsort((-summary["mean"].abs().fillna(-1.0).to_numpy(), metrics))
     return summary.iloc[order].reset_index(drop=True)
-
-
-def over_draws(part: pd.DataFrame) -> pd.DataFrame:
-    """Return a cell with the draws of each example averaged; of one example alone, with its draws as they are.
-
-    Draws of one prompt say how sure its own mean is, and nothing of other prompts.
-    """
-    if "sample" not in part or part["example"].nunique() < 2:
-        return part
-    return part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
-
-
-def summands(part: pd.DataFrame, measure: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the effects of one cell by example and what their sum is divided by: 1 each, or each pair's gap."""
-    if measure != "ratio of means":
-        effects = part[measure].dropna().to_numpy()
-        return effects, np.ones(len(effects))
-    part = part.dropna(subset=["effect"])
-    return part["effect"].to_numpy(), part["gap"].to_numpy()
 
 
 def gaps_of(table: pd.DataFrame) -> pd.Series:
@@ -175,33 +167,32 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
     return down, across
 
 
-def note_of_lengths(lengths: Sequence[int], columns: Sequence[str]) -> str | None:
-    """Say it where a mean over examples is taken at places counted from the beginning of prompts unlike in length."""
+def notes_on_averages(
+    table: pd.DataFrame, tokens: Sequence[Sequence[str]], coordinates: Sequence[str], measure: str
+) -> list[str]:
+    """Say what makes the means over examples of some rows another thing than they seem (`tokens`: by example)."""
+    lengths = [len(tokens[i]) for i in table["example"].unique()] if len(tokens) else []
+    columns = [name for name in coordinates if name in table.columns and table[name].notna().any()]
+    notes = []
     counted = [name for name in ("position", "key") if name in columns]
-    if not counted or len(set(lengths)) < 2:
-        return None
-    return (
-        f"Prompts of {min(lengths)} to {max(lengths)} tokens are averaged by {counted[0]}, counted from the beginning: "
-        "a cell may hold other words of one prompt than of another, and fewer prompts than there are (`examples` "
-        "counts them). Name positions by role, as in positions={'subject': [...], 'end': 'last'}, or sweep prompts of "
-        "one length."
-    )
-
-
-def note_of_gaps(table: pd.DataFrame, columns: Sequence[str], measure: str) -> str | None:
-    """Say it where pairs of hardly any gap are in a mean of ratios."""
-    if measure != "normalized_effect" or table["example"].nunique() < 2:
-        return None
-    gaps = gaps_of(table).abs()
-    typical = gaps.groupby([table[name] for name in columns], dropna=False).transform("median")
-    small = sorted(table["example"][(gaps < SMALL_GAP * typical).to_numpy()].unique().tolist())
-    if not small:
-        return None
-    return (
-        f"The two runs of pair{'s' * (len(small) > 1)} {', '.join(map(str, small[:8]))} differ by less than a tenth of "
-        "what the others' do: such a pair's normalized effect weighs more than theirs. "
-        "Use normalize='ratio of means', or leave it out."
-    )
+    if counted and len(set(lengths)) > 1:
+        notes.append(
+            f"Prompts of {min(lengths)} to {max(lengths)} tokens are averaged by {counted[0]}, counted from the "
+            "beginning: a cell may hold other words of one prompt than of another, and fewer prompts than there are "
+            "(`examples` counts them). Name positions by role, as in positions={'subject': [...], 'end': 'last'}, or "
+            "sweep prompts of one length."
+        )
+    if measure == "normalized_effect" and table["example"].nunique() > 1:
+        gaps = gaps_of(table).abs()
+        typical = gaps.groupby([table[name] for name in columns], dropna=False).transform("median")
+        small = sorted(table["example"][(gaps < SMALL_GAP * typical).to_numpy()].unique().tolist())
+        if small:
+            notes.append(
+                f"The two runs of pair{'s' * (len(small) > 1)} {', '.join(map(str, small[:8]))} differ by less than a "
+                "tenth of what the others' do: such a pair's normalized effect weighs more than theirs. "
+                "Use normalize='ratio of means', or leave it out."
+            )
+    return notes
 
 
 def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
@@ -311,26 +302,25 @@ class CellEffects:
             )
         numbers: dict[int, None] = {}
         for cell in listed:
-            numbers |= dict.fromkeys(self._matching(cell))
+            fits = np.ones(len(self.named), dtype=bool)
+            for name, wanted in cell.items():
+                if name not in self.columns:
+                    raise InputError(f"A cell of this sweep has no {shown(name)}; it has {', '.join(self.columns)}.")
+                values = list(wanted) if isinstance(wanted, list | tuple | set | range | np.ndarray) else [wanted]
+                known = self.named[name].dropna().tolist()
+                if absent := [value for value in values if not isinstance(value, str | int | np.integer)]:
+                    raise InputError(
+                        f"{name}={shown(absent[0])} names no cells; give a number, a name, or a list of them."
+                    )
+                if absent := [value for value in values if value not in known]:
+                    raise InputError(f"This sweep has no cell with {name} {shown(absent[0])}.")
+                fits &= self.named[name].isin(values).fillna(False).to_numpy(dtype=bool)
+            if not fits.any():
+                raise InputError(f"This sweep has no cell {shown(dict(cell))}.")
+            numbers |= dict.fromkeys(np.flatnonzero(fits).tolist())
         if len(numbers) == len(self.named):
             raise InputError("These are all cells of the sweep: none is left to compare them with. Name fewer.")
         return list(numbers)
-
-    def _matching(self, cell: Mapping[object, object]) -> list[int]:
-        fits = np.ones(len(self.named), dtype=bool)
-        for name, wanted in cell.items():
-            if name not in self.columns:
-                raise InputError(f"A cell of this sweep has no {shown(name)}; it has {', '.join(self.columns)}.")
-            values = list(wanted) if isinstance(wanted, list | tuple | set | range | np.ndarray) else [wanted]
-            known = self.named[name].dropna().tolist()
-            if absent := [value for value in values if not isinstance(value, str | int | np.integer)]:
-                raise InputError(f"{name}={shown(absent[0])} names no cells; give a number, a name, or a list of them.")
-            if absent := [value for value in values if value not in known]:
-                raise InputError(f"This sweep has no cell with {name} {shown(absent[0])}.")
-            fits &= self.named[name].isin(values).fillna(False).to_numpy(dtype=bool)
-        if not fits.any():
-            raise InputError(f"This sweep has no cell {shown(dict(cell))}.")
-        return np.flatnonzero(fits).tolist()
 
     def names(self, cells: Sequence[int]) -> list[dict[str, object]]:
         """Return what names some cells, by column; what does not apply to a cell is left out."""

@@ -15,8 +15,8 @@ When memory runs out, half of a group's examples are taken at a time from then o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,13 +25,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError
+from headwater.errors import InputError, InterventionError
 from headwater.models.memory import in_halves
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.attribution import AttributionRunner
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, waves
-from headwater.patching.prompts import DIRECTIONS
+from headwater.patching.prompts import DIRECTIONS, prompt_options
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.patching.runners import CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import (
@@ -45,8 +45,7 @@ from headwater.patching.summaries import (
     grid_axes,
     grid_of,
     measure_of,
-    note_of_gaps,
-    note_of_lengths,
+    notes_on_averages,
     shared_prompts,
     strongest,
     strongest_first,
@@ -82,67 +81,67 @@ def run_sweep(
     *,
     engine: str,
     runner: type[Runner] | None = None,
-    finish: Callable[[Plan, Measured], None] = lambda plan, measured: None,
     seed: int = 0,
     progress: bool,
     out: str | Path | None,
 ) -> Sweep:
     """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
 
-    Args:
-        analysis: the name of the call, for the record.
-        plan: what is measured.
-        options: what decides the result beside prompts, metrics and values, which are taken from the plan.
-        engine: as the caller gave it.
-        runner: what measures; default: that of the engine.
-        finish: a last look at what was measured, which it may change or refuse.
-        seed: of the call.
-        progress: show a bar.
-        out: the folder.
+    `options` decide the result beside prompts, metrics and values, which are taken from the plan. `runner` measures;
+    without one that of the engine.
     """
-    replacement, runner = plan.replacement, runner or ENGINES[engine]
-    options = {**options, **plan.pair.described(replacement.inputs.dataset if replacement is not None else None)}
+    pair, replacement, runner = plan.pair, plan.replacement, runner or ENGINES[engine]
+    pool = replacement.inputs.dataset if replacement is not None else None
+    # Noise makes the corrupted runs of the clean prompts: these have no texts of their own.
+    corrupted = pair.corrupted if pair.corruption is None else None
+    options = {**options, **prompt_options(pair.clean, corrupted, pool)}
+    options |= {} if pair.corruption is None else {"corruption": asdict(pair.corruption)}
     if replacement is not None:
-        options |= {"direction": plan.pair.direction, "values": replacement.described}
-        options |= {"mean_over": replacement.mean_over}
+        options |= {"direction": pair.direction, "values": replacement.described, "mean_over": replacement.mean_over}
     # Only where it was chosen: by default a folder is the same run whichever engine the model allows.
     options |= {"metrics": plan.metric_options} | ({} if engine == "auto" else {"engine": engine})
-
-    def work(run: Run) -> Sweep:
-        measured = measure(plan, run, runner)
-        finish(plan, measured)
-        strings = tuple(prompt.strings for prompt in plan.pair.prompts)
-        return Sweep(tabulate(plan, measured), run.record, strings, measured.engine)
-
-    return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
-
-
-def measure(plan: Plan, run: Run, runner: type[Runner] = WalkRunner) -> Measured:
-    """Measure the cells of a sweep, a wave in a piece."""
-    measured = Measured.empty(len(plan.cells), len(plan.metrics))
     measuring = _Measuring(plan, runner)
-    planned, outcome = list(waves(plan)), NOT_WRITTEN
 
     def compute(wave: tuple[range, range]) -> dict[str, Tensor]:
         parts = [part.tables() for _, part in measuring.parts(*wave)]
         tables = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        outcome = plan.replacement.outcome if plan.replacement is not None else CHANGED
+        outcome = replacement.outcome if replacement is not None else CHANGED
         return tables | {"whole": torch.tensor(measuring.runner is WholeRuns), "outcome": torch.tensor(outcome)}
 
-    with run.bar("cells", "cell", len(plan.cells)) as bar:
-        pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
-        for (_, cells), piece in zip(planned, pieces, strict=True):
-            for name, table in measured.tables().items():
-                table[cells.start : cells.stop] = piece[name]
-            # A piece of an interrupted run says which engine it took: the rest goes on with it.
-            if bool(piece["whole"]):
-                measuring.runner = WholeRuns
-            outcome = max(outcome, int(piece.get("outcome", CHANGED)))
-    if plan.replacement is not None:
-        # At the end: a piece may change nothing by chance, all of them together do not.
-        refuse_values_that_change_nothing(plan.replacement, outcome)
-    measured.engine = measuring.runner.name
-    return measured
+    def work(run: Run) -> Sweep:
+        measured = Measured.empty(len(plan.cells), len(plan.metrics))
+        planned, outcome = list(waves(plan)), NOT_WRITTEN
+        with run.bar("cells", "cell", len(plan.cells)) as bar:
+            pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
+            for (_, cells), piece in zip(planned, pieces, strict=True):
+                for name, table in measured.tables().items():
+                    table[cells.start : cells.stop] = piece[name]
+                # A piece of an interrupted run says which engine it took: the rest goes on with it.
+                if bool(piece["whole"]):
+                    measuring.runner = WholeRuns
+                outcome = max(outcome, int(piece.get("outcome", CHANGED)))
+        if replacement is not None:
+            # At the end: a piece may change nothing by chance, all of them together do not.
+            refuse_values_that_change_nothing(replacement, outcome)
+        # Counted by the run's own mask: a layer that slides may see none of the edges that a knockout severs.
+        nothing = measured.edges == 0
+        if bool(nothing.any()):
+            if bool(nothing.all()):
+                raise InterventionError(
+                    "No requested layer can see any of these edges: they lie outside its sliding window."
+                )
+            pairs = zip(plan.cells, nothing, strict=True)
+            blind = sorted({template.labels.get("layer", -1) for (_, template), none in pairs if none})
+            warnings.warn(
+                f"At layers {blind} the edges of some prompts lie outside the sliding window: nothing was severed "
+                "there, and the effect is NaN.",
+                stacklevel=5,
+            )
+            measured.values[nothing] = torch.nan
+        strings = tuple(prompt.strings for prompt in pair.prompts)
+        return Sweep(tabulate(plan, measured), run.record, strings, measuring.runner.name)
+
+    return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
 
 
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:
@@ -374,30 +373,19 @@ class Sweep(Result):
         if self.engine == AttributionRunner.name:
             sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
         sentences += edited_run(self.run.options)
-        return [*sentences, *self._equal_sets(), *self.notes_on_averages(self.table, value)]
-
-    def _equal_sets(self) -> list[str]:
-        """Say which ablated sets have the same members under two names."""
-        names: dict[str, str] = {}
-        equal = []
+        names: dict[str, str] = {}  # of ablated sets, by their members
         for one in self.run.options.get("sets", []):  # type: ignore[attr-defined]
             members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
             if (first := names.setdefault(members, one["name"])) != one["name"]:
-                equal.append(f"The sets {first!r} and {one['name']!r} have the same members.")
-        return equal
+                sentences.append(f"The sets {first!r} and {one['name']!r} have the same members.")
+        return [*sentences, *notes_on_averages(self.table, self.tokens, self.coordinates, value)]
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
         """Warn of what makes the means over examples another thing than they seem, and return it."""
-        notes = self.notes_on_averages(table, measure)
+        notes = notes_on_averages(table, self.tokens, self.coordinates, measure)
         for note in notes:
             warnings.warn(note, stacklevel=3)
         return notes
-
-    def notes_on_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
-        """Say what makes the means over examples of some of the table's rows another thing than they seem."""
-        lengths = [len(self.tokens[i]) for i in table["example"].unique()] if len(self.tokens) else []
-        columns = [name for name in self.coordinates if name in table.columns and table[name].notna().any()]
-        return [note for note in (note_of_lengths(lengths, columns), note_of_gaps(table, columns, measure)) if note]
 
     @property
     def coordinates(self) -> list[str]:
