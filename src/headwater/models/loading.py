@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerBase
 
 from headwater.calls import checked_call
-from headwater.errors import InputError, ModelError, did_you_mean, first_line, one_line
+from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, first_line, one_line
 from headwater.kernels.devices import usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import Reference, compare_with_reference, record_reference
@@ -44,7 +44,6 @@ from headwater.models.checkpoint import (
 from headwater.models.conversion import Conversion, SkipWeightInit, quiet_transformers
 from headwater.models.families import FAMILIES, ModelShape, shape_of, text_config
 from headwater.models.gguf_file import is_gguf, read_gguf
-from headwater.models.hints import warn_of_other_beginnings
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
@@ -58,7 +57,7 @@ from headwater.models.supported_models import (
     twin,
     with_adapters_merged,
 )
-from headwater.models.tokenizers import Bos, load_tokenizer, resolve_bos
+from headwater.models.tokenizers import Bos, load_tokenizer, resolve_bos, spelled_tokens
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
@@ -153,6 +152,24 @@ def load(
     else:
         model.bos = model.resolve_bos(bos)
     return model
+
+
+def warn_of_other_beginnings(model: HookedModel) -> None:
+    """Say at load what texts begin with, where the tokenizer or TransformerLens would begin them otherwise.
+
+    Not of a model in a package, whose beginning is known to be right and in its repr.
+    """
+    if model.tokenizer is None or is_packaged(model.name):
+        return
+    rules: tuple[Bos, ...] = (None, "tokenizer", "transformer_lens")
+    here, own, lens = (spelled_tokens(model.tokenizer, model.resolve_bos(rule)) for rule in rules)
+    if not here == own == lens:
+        warnings.warn(
+            f"{model.name}: texts begin with {here}. Its tokenizer writes {own}, TransformerLens {lens}; choose with "
+            "hw.load(..., bos=).",
+            BeginningWarning,
+            stacklevel=4,
+        )
 
 
 def _from_memory(

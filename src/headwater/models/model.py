@@ -254,3 +254,26 @@ def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
 def is_bridge(raw: object) -> bool:
     """Whether a model is a TransformerBridge, and not a HookedTransformer."""
     return is_a(raw, "TransformerBridge")
+
+
+RULES: dict[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
+"""Settings of a generation config that generation obeys, each with the value that says nothing; None never does."""
+
+
+def settings(raw: object, names: Mapping[str, object]) -> dict[str, object]:
+    """Return which of some settings the generation config of a model has, for the record of a run."""
+    config = generation_config(raw)
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None and value != names[name]}
+
+
+def generation_config(raw: object) -> Any:
+    """Return the generation config of the model of transformers, where there is one."""
+    return getattr(getattr(raw, "original_model", None), "generation_config", None)

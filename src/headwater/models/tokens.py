@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from textwrap import shorten
@@ -30,6 +31,8 @@ from headwater.options import has_no_order, is_one, one_or_several, shown, whole
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Offsets: TypeAlias = tuple[tuple[int, int], ...]
 """The (start, end) characters of each token of a text; (0, 0) for those that every text begins with."""
+SPACE_FOLLOWS = tuple(".,:;?!")
+"""Marks, beside letters, after which English and its neighbours go on with a space."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -76,6 +79,11 @@ class Batch:
     def padded(self) -> bool:
         """Whether any row is shorter than the batch is wide."""
         return not bool(self.mask.all())
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The real tokens of each row."""
+        return [row[real].tolist() for row, real in zip(self.tokens, self.mask, strict=True)]
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return some rows as a batch of their own, no wider than the longest of them."""
@@ -406,3 +414,27 @@ def _check_ids(batch: Batch, d_vocab: int | None, n_ctx: int | None) -> None:
     longest = int(batch.lengths.max())
     if n_ctx is not None and longest > n_ctx:
         raise InputError(f"A sequence has {longest} tokens; the model reads at most {n_ctx}.")
+
+
+def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], tokenizer: Tokenizer | None) -> None:
+    """Warn where an answer is one token with a space in front and another one without, and the prompt ends in a word.
+
+    `answers` are a metric's, each a token for all prompts or a list with one for each; `ends` the prompts' last tokens.
+    """
+    if tokenizer is None:
+        return
+    for answer in answers:
+        words = [answer] * len(ends) if is_one(answer) else list(answer)  # type: ignore[call-overload]
+        for word, end in zip(words, ends, strict=False):
+            if not isinstance(word, str) or not word[:1].isalpha():
+                continue
+            if not end[-1:].isalnum() and not end.endswith(SPACE_FOLLOWS):
+                continue
+            plain, spaced = encode(tokenizer, word)[0], encode(tokenizer, f" {word}")[0]
+            if len(plain) == len(spaced) == 1 and plain != spaced:
+                warnings.warn(
+                    f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and "
+                    f"after a prompt that ends in {shown(end)} the one with the space is usually meant.",
+                    stacklevel=2,
+                )
+                return
