@@ -7,11 +7,11 @@ copies that ask for attention in one pass (`scaled_dot_product_attention`) where
 act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it. Where
 that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put together
 without a wrapper is kept with the model, for as long as each module and config in it holds the very same objects
-(`headwater.models.foreign_modules`).
+(`headwater.models.fingerprint`).
 
 It is given only where it computes what the bridge computes:
 
-1. every module holds what it did when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
+1. every module holds what it did when the model was loaded (`headwater.models.fingerprint`), nothing is hooked
    yet, and no norms were folded into weights;
 2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
    fused matrix (GPT-NeoX) the bridge has parts of its own;
@@ -36,8 +36,7 @@ from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import few_tokens, finite_output, same_but_for_rounding
 from headwater.models.edits import Hook, points_of, read_hook
 from headwater.models.families import family_named
-from headwater.models.fingerprint import parameter_reader
-from headwater.models.foreign_modules import SameObjects, is_a
+from headwater.models.fingerprint import SameObjects, is_a, parameter_reader
 from headwater.models.forward import DoneError, angles_by_row, last_logits_only, name_of_cache, padding_option, reached
 from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.sites import hook_name

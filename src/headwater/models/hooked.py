@@ -206,7 +206,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         """What acts in the model now beside its weights, by the option that records it in a run.
 
         The hooks that `with model.hooks(...)` has attached and that may edit; what was put into the model past them
-        since it was loaded (`headwater.models.foreign_modules`); and the rules of its generation config. What another
+        since it was loaded (`headwater.models.fingerprint`); and the rules of its generation config. What another
         thread does is not seen: it is waited for.
         """
         with self.lock:

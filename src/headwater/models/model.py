@@ -1,9 +1,8 @@
 """What a model is to the files below `headwater.models.hooked`: its fields and its identity in the record of a run.
 
 Identity. A record that named the model it was loaded from would be wrong of weights that were edited since, and of a
-model into which something was put. So weights are hashed when a run asks (`headwater.models.fingerprint` knows
-when they cannot have changed), and modules are compared with what they contained when the model was loaded
-(`headwater.models.foreign_modules`).
+model into which something was put. So weights are hashed when a run asks, and modules are compared with what they
+contained when the model was loaded (`headwater.models.fingerprint`, which knows when neither can have changed).
 
 The lock. One thread runs a model at a time. A fork copies the memory and one thread. Locks of the others stay locked
 for ever, so the copy of a model that another thread was running is refused there: its hooks are halfway, and nobody
@@ -29,8 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from headwater.calls import checked_calls
 from headwater.errors import ModelError
 from headwater.models.families import ModelShape
-from headwater.models.fingerprint import KnownWeights
-from headwater.models.foreign_modules import KnownModules, SameModules, is_a
+from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
 from headwater.models.tokenizers import Bos, resolve_bos
 from headwater.models.tokens import Batch, Inputs
 from headwater.runs.identity import tokenizer_digest

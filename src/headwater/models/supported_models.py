@@ -33,7 +33,7 @@ from headwater.errors import InputError, ModelError
 from headwater.models.bridge_check import WRAPPED, difference
 from headwater.models.conversion import split_heads
 from headwater.models.families import ModelShape, family_of, shape_of, text_config
-from headwater.models.foreign_modules import is_a
+from headwater.models.fingerprint import is_a
 
 MERGE = "hw.load(transformers_model, merge_adapters=True) loads a copy whose weights hold them"
 SAME_TEXT_MODELS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
