@@ -54,9 +54,8 @@ from headwater.models.forward import (
     reads,
     with_cache,
 )
-from headwater.models.model import is_bridge
+from headwater.models.model import is_bridge, logit_scale, residual_scale
 from headwater.models.sites import STATES, hook_name, place_named
-from headwater.models.unembedding import logit_scale, residual_scale
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

@@ -48,8 +48,7 @@ from headwater.models.forward import Keep, Reading, attentions_of, cache_options
 from headwater.models.model import RULES, settings
 from headwater.models.packaged import is_packaged
 from headwater.models.sites import hook_name, place_named
-from headwater.models.tokenizers import spelled_tokens
-from headwater.models.tokens import Batch, ChatText, Inputs, make_batch, token_strings
+from headwater.models.tokens import Batch, ChatText, Inputs, make_batch, spelled_tokens, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.record import HOOKS, PAST_HOOKS

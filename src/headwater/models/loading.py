@@ -57,7 +57,8 @@ from headwater.models.supported_models import (
     twin,
     with_adapters_merged,
 )
-from headwater.models.tokenizers import Bos, load_tokenizer, resolve_bos, spelled_tokens
+from headwater.models.tokenizers import load_tokenizer
+from headwater.models.tokens import Bos, resolve_bos, spelled_tokens
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 

@@ -27,10 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.calls import checked_calls
 from headwater.errors import ModelError
-from headwater.models.families import ModelShape
+from headwater.models.families import ModelShape, family_named, text_config
 from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
-from headwater.models.tokenizers import Bos, resolve_bos
-from headwater.models.tokens import Batch, Inputs
+from headwater.models.tokens import Batch, Bos, Inputs, resolve_bos
 from headwater.runs.identity import tokenizer_digest
 
 
@@ -275,3 +274,16 @@ def settings(raw: object, names: Mapping[str, object]) -> dict[str, object]:
 def generation_config(raw: object) -> Any:
     """Return the generation config of the model of transformers, where there is one."""
     return getattr(getattr(raw, "original_model", None), "generation_config", None)
+
+
+def logit_scale(model: Model) -> float:
+    """By what a model multiplies what its unembedding gives (Cohere, Granite)."""
+    family = family_named(model.shape.architecture)
+    return 1.0 if family is None or family.logit_scale is None else float(family.logit_scale(text_config(model.config)))
+
+
+def residual_scale(model: Model) -> float:
+    """By what a model's blocks multiply what attention and MLP write before it is added (Granite)."""
+    family = family_named(model.shape.architecture)
+    name = None if family is None else family.residual_scale
+    return 1.0 if name is None else float(getattr(text_config(model.config), name))

@@ -1,12 +1,4 @@
-"""Tokenizers, loaded exactly as their files say, and the ids that a text begins with.
-
-What comes before a text (`resolve_bos`), in this order:
-
-1. what the tokenizer itself writes there: one token, several, or none;
-2. where it writes nothing, the BOS token if TransformerLens's `default_prepend_bos` asks for it and the token separates
-   documents, that is, is the end token too (GPT-2's `<|endoftext|>`, not the `<|im_start|>` of a chat).
-
-An end token that a tokenizer writes after a text is left out: texts here are continued.
+"""Tokenizers, loaded exactly as their files say.
 
 The tokenizer of a GGUF file is built by transformers from the file's vocabulary, merges and special tokens. What it
 makes otherwise than the file asks for is set here: how a byte-level vocabulary splits texts into words
@@ -16,28 +8,24 @@ makes otherwise than the file asks for is set here: how a byte-level vocabulary 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
-from headwater.errors import InputError, ModelError, first_line
+from headwater.errors import ModelError, first_line
 from headwater.models.checkpoint import refuse_pointer
 from headwater.models.gguf_file import GGUFFile, is_gguf, read_gguf
-from headwater.options import checked_path, is_one, shown, whole_numbers
+from headwater.models.tokens import panics_are_errors
+from headwater.options import checked_path
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 """Files that may lie beside these, and are read where they do."""
-Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
-"""What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
-what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -91,56 +79,6 @@ def _faithful(where: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
             setattr(faithful, role, str(token))
     faithful.chat_template = faithful.chat_template or named.chat_template
     return faithful
-
-
-@contextlib.contextmanager
-def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
-    """Make an error of a panic of the tokenizers library (from a rule's regex, say), which is not an Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
-
-
-def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that a tokenizer itself writes before a text."""
-    ids, plain = list(tokenizer("a")["input_ids"]), list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    for start in range(len(ids) - len(plain) + 1):
-        if ids[start : start + len(plain)] == plain:
-            return tuple(ids[:start])
-    return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
-
-
-def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: bool) -> tuple[int, ...]:
-    """Return the ids that every text begins with; `prepends` is TransformerLens's `default_prepend_bos`."""
-    if bos is False or (tokenizer is None and bos is None):
-        return ()
-    if tokenizer is None:
-        raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
-    by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
-    if bos is None:
-        return own_bos(tokenizer) or (by_lens if by_lens == (tokenizer.eos_token_id,) else ())
-    if isinstance(bos, str) and bos in ("tokenizer", "transformer_lens"):
-        return own_bos(tokenizer) if bos == "tokenizer" else by_lens
-    try:
-        token: object = tokenizer.bos_token if bos is True else bos
-        token = tokenizer.get_vocab()[token] if isinstance(token, str) else token
-        ids = whole_numbers([token] if is_one(token) else token)
-    except (KeyError, TypeError):
-        ids = []
-    if not ids or not all(0 <= token < len(tokenizer) for token in ids):
-        raise InputError(
-            f'bos={shown(bos)} names no token of the tokenizer: give False (nothing), "tokenizer", "transformer_lens", '
-            "a token, or ids."
-        )
-    return tuple(ids)
-
-
-def spelled_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return what messages call the ids that texts begin with."""
-    return repr("".join(tokenizer.convert_ids_to_tokens(list(ids)))) if ids else "nothing"
 
 
 LLAMA_3 = (

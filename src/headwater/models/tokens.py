@@ -1,7 +1,7 @@
 """Text to token ids and back: one rule for the beginning-of-sequence token, one layout for batches.
 
 1. A text becomes the tokenizer's ids without its special tokens, after the ids that texts of the model begin with
-   (`model.bos`, by `headwater.models.tokenizers`); a text that already begins with these does not get them twice.
+   (`model.bos`, see `resolve_bos`); a text that already begins with these does not get them twice.
 2. Messages of a chat become the text that the tokenizer's chat template writes, up to where the answer begins. How it
    begins is the template's own, as in transformers: nothing is put before it.
 3. Token ids given by the caller are used as they are.
@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from textwrap import shorten
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,9 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.data.strict_json import refuse_half_characters
-from headwater.errors import InputError
-from headwater.models.tokenizers import panics_are_errors
-from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number
+from headwater.errors import InputError, first_line
+from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number, whole_numbers
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Offsets: TypeAlias = tuple[tuple[int, int], ...]
@@ -438,3 +438,67 @@ def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], token
                     stacklevel=2,
                 )
                 return
+
+
+# What comes before a text (`resolve_bos`), in this order:
+#
+# 1. what the tokenizer itself writes there: one token, several, or none;
+# 2. where it writes nothing, the BOS token if TransformerLens's `default_prepend_bos` asks for it and the token
+#    separates documents, that is, is the end token too (GPT-2's `<|endoftext|>`, not the `<|im_start|>` of a chat).
+#
+# An end token that a tokenizer writes after a text is left out: texts here are continued.
+
+
+Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
+"""What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
+what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
+
+
+@contextlib.contextmanager
+def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
+    """Make an error of a panic of the tokenizers library (from a rule's regex, say), which is not an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
+
+
+def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that a tokenizer itself writes before a text."""
+    ids, plain = list(tokenizer("a")["input_ids"]), list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return tuple(ids[:start])
+    return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
+
+
+def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: bool) -> tuple[int, ...]:
+    """Return the ids that every text begins with; `prepends` is TransformerLens's `default_prepend_bos`."""
+    if bos is False or (tokenizer is None and bos is None):
+        return ()
+    if tokenizer is None:
+        raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
+    by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
+    if bos is None:
+        return own_bos(tokenizer) or (by_lens if by_lens == (tokenizer.eos_token_id,) else ())
+    if isinstance(bos, str) and bos in ("tokenizer", "transformer_lens"):
+        return own_bos(tokenizer) if bos == "tokenizer" else by_lens
+    try:
+        token: object = tokenizer.bos_token if bos is True else bos
+        token = tokenizer.get_vocab()[token] if isinstance(token, str) else token
+        ids = whole_numbers([token] if is_one(token) else token)
+    except (KeyError, TypeError):
+        ids = []
+    if not ids or not all(0 <= token < len(tokenizer) for token in ids):
+        raise InputError(
+            f'bos={shown(bos)} names no token of the tokenizer: give False (nothing), "tokenizer", "transformer_lens", '
+            "a token, or ids."
+        )
+    return tuple(ids)
+
+
+def spelled_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return what messages call the ids that texts begin with."""
+    return repr("".join(tokenizer.convert_ids_to_tokens(list(ids)))) if ids else "nothing"
