@@ -137,7 +137,7 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
 
 def leaves_logits_out(raw: Any) -> bool:
     """Whether a wrapped model itself can leave out the logits that are not wanted (`logits_to_keep`)."""
-    return is_bridge(raw) and _takes_logits_to_keep(type(raw.original_model).forward)
+    return is_bridge(raw) and "logits_to_keep" in _takes(type(raw.original_model).forward)
 
 
 def last_logits_only(raw: Any) -> dict[str, slice]:
@@ -146,8 +146,9 @@ def last_logits_only(raw: Any) -> dict[str, slice]:
 
 
 @functools.cache
-def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
-    return "logits_to_keep" in inspect.signature(run).parameters
+def _takes(run: Callable[..., object]) -> frozenset[str]:
+    """What the parameters of a function are called."""
+    return frozenset(inspect.signature(run).parameters)
 
 
 class DoneError(Exception):
@@ -208,12 +209,7 @@ NAMES = ("cache", "past_key_values", "layer_past")
 
 def name_of_cache(module: Any) -> str | None:
     """What a module of transformers calls the cache that it is given; None where it takes none under a known name."""
-    return None if module is None else _name_in(type(module).forward)
-
-
-@functools.cache
-def _name_in(forward: Callable[..., object]) -> str | None:
-    takes = inspect.signature(forward).parameters
+    takes = frozenset[str]() if module is None else _takes(type(module).forward)
     return next((name for name in NAMES if name in takes), None)
 
 
