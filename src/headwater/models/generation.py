@@ -284,7 +284,7 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
 #
 # 1. A step gives the logits of each row's next token (`steps_of`), with keys and values kept.
 # 2. The next token is chosen, by default the most probable, under the rules of the model's generation config
-#    (`Rules`).
+#    (`processors_of`).
 # 3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
 #    `max_new_tokens`. A row that has ended leaves the batch.
 #
