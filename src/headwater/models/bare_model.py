@@ -51,12 +51,7 @@ SPLIT = re.compile(r"\.[qkv]\.(_original_component\.)?(weight|bias)$")
 
 
 class BareModel:
-    """A transformers model put together of a bridge's modules, without the bridge's wrappers.
-
-    Args:
-        raw: the bridge.
-        attention: how attention is computed.
-        points: the hook points that must fire.
+    """A transformers model put together of a bridge's modules, without its wrappers but for those with hook points.
 
     Attributes:
         model: the transformers model.
@@ -89,12 +84,9 @@ class BareModel:
     def last_logits(
         self, tokens: Int[Tensor, "row position"], cache: Any = None, **options: object
     ) -> Float[Tensor, "row d_vocab"]:
-        """Run tokens, and return the logits at the last column.
+        """Run tokens, which lie on the model's device, and return the logits at the last column.
 
-        Args:
-            tokens: on the device of the model.
-            cache: the keys and values of the tokens before; those of these tokens are added to it.
-            **options: passed on, such as `attention_mask`.
+        With a cache of the tokens before, the keys and values of these are added to it; `options` are passed on.
         """
         if cache is None:
             logits: Tensor = self.model(tokens, **self._last, use_cache=False, **options).logits
@@ -146,11 +138,8 @@ class BareModel:
 def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     """Return the model inside a bridge without wrappers; None where it might compute something else.
 
-    Hold the model's lock while it is used: it is what it is only as long as the model stays as it is.
-
-    Args:
-        model: the model.
-        hooked: the activations at which hooks will be attached and must fire.
+    Hold the model's lock while it is used: it is what it is only as long as the model stays as it is. `hooked` are the
+    activations at which hooks will be attached and must fire.
     """
     raw, names = model.raw, {point for name in hooked for point in points_of(name)}
     if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False):

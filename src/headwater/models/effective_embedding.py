@@ -261,13 +261,8 @@ def layer0(
     """The residual stream after the first block, at the token in [BOS, token].
 
     All tokens of a chunk are in one sequence after one BOS, all at position 1, and each sees BOS and itself only;
-    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own.
-
-    Args:
-        config: the model's config.
-        read: reads one tensor by name.
-        rows: the tokens' rows of the embedding matrix as stored, not scaled.
-        bos: the BOS token's row.
+    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own. `rows` and
+    `bos` are rows of the embedding matrix as stored, not scaled.
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
     if family.final_norm is not None:

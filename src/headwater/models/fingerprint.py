@@ -148,13 +148,9 @@ def _config_of(model: Any, shape: ModelShape | None) -> Any:
 
 
 def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
-    """The fingerprint of a model in memory.
+    """The fingerprint of a transformers model, or of a TransformerBridge around one; with `shape` of any model.
 
-    Args:
-        model: a transformers model or a TransformerBridge around one; of an architecture that headwater does not read
-            from files, any model, with its sizes.
-        shape: its sizes; read from its config where they are not given.
-        extra: tensors that count beside its parameters.
+    Sizes are read from the config where they are not given. `extra` are tensors that count beside the parameters.
     """
     huggingface, config = getattr(model, "original_model", model), _config_of(model, shape)
     if shape is not None and config is getattr(model, "cfg", None):

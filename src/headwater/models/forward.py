@@ -58,11 +58,9 @@ def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., An
 def angles_by_row(
     modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
 ) -> AbstractContextManager[None]:
-    """Let each row of a run have the angles of its own length.
+    """Let each row of a run have the angles of its own length, in these modules (`model.rotary_by_length`).
 
-    Args:
-        modules: `model.rotary_by_length`.
-        lengths: of each row, how many tokens its text has; default: one more than the last position it is given.
+    `lengths` are the tokens of each row's text; default: one more than the last position it is given.
     """
     n_tokens = lengths.tolist() if modules and lengths is not None else None
     return forward_replaced([(module, partial(_angles, module, n_tokens)) for module in modules])

@@ -89,12 +89,7 @@ class Texts(list[str]):
 
 
 class Written:
-    """The text of one prompt's new tokens, as it grows.
-
-    Args:
-        tokenizer: the model's.
-        stops: the stop strings.
-        prompt: the last tokens of the prompt.
+    """The text of one prompt's new tokens, as it grows; `prompt` are the last tokens before them.
 
     Attributes:
         streamed: how many characters a stream was given.
@@ -628,11 +623,8 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
 class _Cached:
     """The rows still going, their keys and values, and the token each reads next.
 
-    Args:
-        model: the model.
-        prompts: padded on the right.
-        bare: the model without wrappers, where it can be used for all steps.
-        shared: with it, so many tokens that all prompts begin with are run once.
+    With `bare`, the model without wrappers where it can be used for all steps, so many tokens that all prompts begin
+    with are run once (`shared`).
     """
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):

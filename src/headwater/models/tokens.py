@@ -136,17 +136,11 @@ def make_batch(
     n_ctx: int | None = None,
     config: object = None,
 ) -> Batch:
-    """Make a right-padded batch.
+    """Make a right-padded batch of what `Inputs` lists.
 
-    Args:
-        inputs: a text, texts, a chat or chats (lists of messages), lists of token ids, a tensor of token ids (one row
-            or a batch), or a batch.
-        tokenizer: needed for texts.
-        bos: the ids that every text begins with.
-        mask: for a tensor of token ids, True (or 1) at its real tokens. It must be given when the tensor is padded.
-        d_vocab: ids must be smaller than this.
-        n_ctx: sequences must not be longer than this.
-        config: the model's; it names the padding id where the tokenizer names none, or there is no tokenizer.
+    Texts need a tokenizer, and begin with `bos`. A tensor of token ids that is padded needs `mask`, True (or 1) at its
+    real tokens. Ids must be smaller than `d_vocab`, sequences not longer than `n_ctx`. The model's config names the
+    padding id where the tokenizer names none, or there is no tokenizer.
     """
     refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):
@@ -204,12 +198,9 @@ class ChatText(str):
 def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatText | None:
     """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
 
-    A last message of the assistant is written up to its end, to be continued. Templates that write the date get a fixed
-    one, and those that can think aloud are asked not to.
-
-    Args:
-        tokenizer: the model's.
-        message: what the user says; or messages, `role` and `content` of each.
+    The message is what the user says; or messages, `role` and `content` of each. A last message of the assistant is
+    written up to its end, to be continued. Templates that write the date get a fixed one, and those that can think
+    aloud are asked not to.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -266,16 +257,10 @@ def by_length(
     before: Sequence[Any] | None = None,
     longest: Callable[[int], float] | None = None,
 ) -> list[list[int]]:
-    """Deal rows out in batches of about equal length, shortest first, so that little is padding.
+    """Deal rows out in batches of `size` and about equal length, shortest first, so that little is padding.
 
-    Args:
-        lengths: of each row.
-        size: rows in a batch.
-        before: what rows are ordered by before their length.
-        longest: how long a row may be in a batch whose first row has a length; a longer one begins the next batch.
-
-    Returns:
-        The rows of each batch; rows of one length stay in their order.
+    Rows are ordered by `before`, if given, and then by length; rows of one length stay in their order. `longest` says
+    how long a row may be in a batch whose first row has a length; a longer one begins the next batch.
     """
     keys = lengths if before is None else list(zip(before, lengths, strict=True))
     batches: list[list[int]] = []

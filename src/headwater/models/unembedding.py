@@ -109,10 +109,8 @@ HALF = (torch.bfloat16, torch.float16)
 def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
     """Return the final norm and the head after it, after checking them against the model's own logits.
 
-    Args:
-        model: the model.
-        record: of the run that asks. What was checked of the same weights, while nothing else acted in the model, is
-            not checked again.
+    What was checked of the same weights, while nothing else acted in the model, is not checked again for the record of
+    a run.
     """
     raw = model.raw
     bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)

@@ -210,12 +210,8 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
 class LoadedWeights(WeightSource):
     """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
 
-    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is.
-
-    Args:
-        model: whose.
-        known: the fingerprint of its weights, where the caller has it: then what an earlier reader checked of the same
-            weights is not checked again.
+    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is. Where the
+    caller knows the fingerprint, what an earlier reader checked of the same weights is not checked again.
     """
 
     def __init__(self, model: Model, known: str | None = None):
