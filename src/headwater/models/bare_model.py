@@ -213,13 +213,14 @@ def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
 # another, takes neither.
 
 
-Take = Callable[[Tensor], Tensor]
-"""What is kept of a residual stream `batch position d_model`: a copy, as it is read while the model runs."""
-
-
 @torch.inference_mode()
-def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Take) -> dict[int, Tensor]:
-    """Run a batch and return what is taken of the residual stream after each of these layers."""
+def residual_streams(
+    model: Model, batch: Batch, layers: Sequence[int], take: Callable[[Tensor], Tensor]
+) -> dict[int, Tensor]:
+    """Run a batch and return what is taken of the residual stream `batch position d_model` after each of these layers.
+
+    It must be a copy: the stream is read while the model runs.
+    """
     kept: dict[int, Tensor] = {}
     last: list[Tensor] = []
 

@@ -27,11 +27,9 @@ from headwater.errors import ModelError, first_line, one_line
 from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
 from headwater.models.families import family_of, refuse_impossible_sizes, shape_of, text_config
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
-from headwater.models.packaged import PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
+from headwater.models.packaged import BASE, PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
 from headwater.options import checked_path, shown
 
-OWN = ("embedded",)
-"""What the model that comes with headwater is called; it is loaded without a name."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER = "adapter_config.json"
@@ -60,7 +58,8 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
     if path.is_file():
         raise ModelError(f"{what} is a file; give the folder of the checkpoint, or a GGUF file (its name in .gguf).")
     name = hub_name(str(what))
-    embedded_hint = " The model that comes with headwater is hw.load()." if get_close_matches(name, OWN) else ""
+    is_near = get_close_matches(name, [BASE])
+    embedded_hint = " The model that comes with headwater is hw.load()." if is_near else ""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(NEEDED_FILES)))
     except HFValidationError:

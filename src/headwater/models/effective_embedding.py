@@ -31,7 +31,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from einops import einsum
@@ -56,8 +56,6 @@ PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
 """Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
 SEVERAL = 4
 """How many tokens are looked at."""
-Factors: TypeAlias = Mapping[str, Tensor | None]
-"""W_V, W_O, b_V, b_O of one layer."""
 
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
@@ -129,13 +127,11 @@ class HeadsOfLoneTokens:
     def _keep(self, layer: int, name: str, activation: Tensor, hook: object) -> None:
         self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
-    def check(self, layer: int, factors: Factors) -> None:
-        """See that these factors are what a layer's heads computed with."""
+    def check(self, layer: int, factors: Mapping[str, Any]) -> None:
+        """See that these W_V, W_O, b_V and b_O are what a layer's heads computed with."""
         activations = {name: self.seen.get((layer, name)) for name in PLACES}
         x, z, weight, out = activations.values()
         W_V, W_O = factors["W_V"], factors["W_O"]
-        assert W_V is not None
-        assert W_O is not None
         if x is None or z is None or weight is None or out is None:
             lacking = next(hook_name(place, layer) for name, place in PLACES.items() if activations[name] is None)
             raise ModelError(

@@ -387,9 +387,7 @@ PINNED_AT_MOST = 2**29
 class StreamedWeights(WeightSource):
     """A checkpoint's parameters, read from memory-mapped safetensors when they are asked for and never kept."""
 
-    def __init__(
-        self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None
-    ):
+    def __init__(self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase):
         super().__init__(name, revision, shape_of(checkpoint.config), checkpoint.dtype)
         self.checkpoint = checkpoint
         self.family = family_of(checkpoint.config)
@@ -398,8 +396,6 @@ class StreamedWeights(WeightSource):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer beside the weights."""
-        if self._tokenizer is None:
-            raise ModelError(f"{self.name} was opened without a tokenizer.")
         return self._tokenizer
 
     @property
