@@ -451,9 +451,8 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
     watching: list[Hook] = [
         (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
     ]
-    options: dict[str, object] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
-    with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):
-        model.raw(batch.tokens.to(model.device), **options, **padding_option(model, batch))
+    with torch.inference_mode():
+        _logits(model, batch.tokens.to(model.device), watching, **padding_option(model, batch))
     return places[0] if places else None
 
 

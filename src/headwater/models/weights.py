@@ -387,7 +387,9 @@ PINNED_AT_MOST = 2**29
 class StreamedWeights(WeightSource):
     """A checkpoint's parameters, read from memory-mapped safetensors when they are asked for and never kept."""
 
-    def __init__(self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, name: str, revision: str | None, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None
+    ):
         super().__init__(name, revision, shape_of(checkpoint.config), checkpoint.dtype)
         self.checkpoint = checkpoint
         self.family = family_of(checkpoint.config)
@@ -396,6 +398,8 @@ class StreamedWeights(WeightSource):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer beside the weights."""
+        if self._tokenizer is None:
+            raise ModelError(f"{self.name} was opened without a tokenizer.")
         return self._tokenizer
 
     @property
