@@ -38,6 +38,7 @@ from headwater.models.checkpoint import (
     INDEX,
     checkpoint_folder,
     lacking,
+    load_tokenizer,
     open_checkpoint,
     read_config,
     refuse_to_run,
@@ -54,7 +55,6 @@ from headwater.models.gguf_file import is_gguf, read_gguf
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
-from headwater.models.tokenizers import load_tokenizer
 from headwater.models.tokens import Bos, resolve_bos, spelled_tokens
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown

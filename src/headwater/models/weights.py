@@ -21,7 +21,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, first_line
 from headwater.kernels.devices import usable_device
 from headwater.models.bridge_check import is_finite, tokenizer_fits
-from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint, revision_of
+from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
     HeadsOfLoneTokens,
@@ -39,7 +39,6 @@ from headwater.models.families import ModelShape, family_of, shape_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.forward import unpadded
 from headwater.models.model import is_bridge
-from headwater.models.tokenizers import load_tokenizer
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
