@@ -43,7 +43,7 @@ from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import difference, rounding
 from headwater.models.conversion import Read, block_model
 from headwater.models.edits import Hook, read_hook
-from headwater.models.families import ModelShape, family_of, shape_of, text_config
+from headwater.models.families import ModelShape, family_of, shape_of
 from headwater.models.forward import unpadded
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Tokenizer
@@ -147,17 +147,6 @@ class HeadsOfLoneTokens:
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
         message = f"The attention of {{}} does not write the sum of its heads' z W_O {apart}"
         _same(self.model, written, out, message)
-
-
-def refuse_clipped(config: object, architecture: str) -> None:
-    """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map."""
-    config = text_config(config) if hasattr(config, "get_text_config") else config
-    for part in (config, getattr(config, "attn_config", None)):
-        if limit := getattr(part, "clip_qkv", None):
-            raise ModelError(
-                f"{architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
-                "writes is not x W_V W_O; no OV map is read."
-            )
 
 
 def _some_tokens(model: Model) -> Int[Tensor, " token"]:

@@ -33,9 +33,8 @@ from headwater.models.effective_embedding import (
     first_mlp,
     layer0,
     mlp0,
-    refuse_clipped,
 )
-from headwater.models.families import ModelShape, family_of, shape_of
+from headwater.models.families import ModelShape, family_of, shape_of, text_config
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.forward import unpadded
 from headwater.models.model import is_bridge
@@ -180,9 +179,17 @@ class WeightSource(ABC):
     def _given(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.given_dtype)
 
-    def _check_layer(self, layer: int) -> None:
+    def _check_heads(self, layer: int, config: object) -> None:
+        """Refuse a layer that is not there, and attention that clips its values: a head is then no linear map."""
         if not 0 <= layer < self.shape.n_layers:
             raise InputError(f"Layer {layer} was asked for; the model has layers 0 to {self.shape.n_layers - 1}.")
+        config = text_config(config) if hasattr(config, "get_text_config") else config
+        for part in (config, getattr(config, "attn_config", None)):  # OLMo, MPT
+            if limit := getattr(part, "clip_qkv", None):
+                raise ModelError(
+                    f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
+                    "writes is not x W_V W_O; no OV map is read."
+                )
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:
@@ -299,8 +306,7 @@ class LoadedWeights(WeightSource):
 
     def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
         """Factors of one layer's heads by name, and its norm's gain; values and outputs were compared with a run."""
-        self._check_layer(layer)
-        refuse_clipped(self.model.config, self.shape.architecture)
+        self._check_heads(layer, self.model.config)
         stored = {name: self._factor(layer, name) for name in names}
         at = f"blocks.{layer}"
         norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
@@ -436,8 +442,7 @@ class StreamedWeights(WeightSource):
 
     def _attention(self, layer: int) -> str:
         """The prefix of the tensors of a layer's attention, which must be of single heads."""
-        self._check_layer(layer)
-        refuse_clipped(self.checkpoint.config, self.shape.architecture)
+        self._check_heads(layer, self.checkpoint.config)
         return f"{self.family.block(layer)}{self.family.attention}."
 
     def _query_key_value(
