@@ -326,7 +326,9 @@ class Blocks:
                 # whole prompts, right-padded and looking back only, go through the same steps as rows do
                 stack.enter_context(forward_replaced((own.module, own.forward) for own in self._own))
             if skipped := not (unembed or has_hooks(self.model.raw.unembed)):
-                stack.enter_context(forward_replaced([(self.model.raw.unembed, _one_logit)]))
+                # One logit of 0 in place of a vocabulary of them.
+                nothing = (self.model.raw.unembed, lambda residual: residual.new_zeros(*residual.shape[:-1], 1))
+                stack.enter_context(forward_replaced([nothing]))
             stack.enter_context(angles_by_row(self.model.rotary_by_length, batch.lengths))
             logits = self.model.raw(tokens, **options).detach()
         last_logits = None if skipped else logits[:, -1]
@@ -449,11 +451,6 @@ def _is_as_wrapped(module: Any) -> bool:
         return False
     is_layer_norm = type(module) is NormalizationBridge and type(module.original_component) is torch.nn.LayerNorm
     return is_layer_norm or module.use_native_layernorm_autograd
-
-
-def _one_logit(residual: Tensor) -> Tensor:
-    """Give one logit of 0 in place of a vocabulary of them."""
-    return residual.new_zeros(*residual.shape[:-1], 1)
 
 
 def _is_watched(part: torch.nn.Module) -> bool:

@@ -196,7 +196,10 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         n_layers = shape_of(whole_config).n_layers
         refuse_packed(folder, whole_config)
         block = block_size(whole_config)
-        config = without_quantization(text_config(whole_config))
+        config = text_config(whole_config)
+        if quantization_of(config):  # what is read of it are plain numbers
+            config = copy.deepcopy(config)
+            del config.quantization_config
     stored = stored_tensors(folder, n_layers, float8=quantization_of(whole_config) is not None)
     names = canonical_names(folder, config, stored)
     with _believed(folder):
@@ -455,15 +458,6 @@ def refuse_to_run(folder: Path, config: object) -> None:
             f"{folder} holds weights quantized by {method}; headwater runs float weights: save a dequantized copy, or "
             "read its heads from the folder, hw.classify_heads(folder)."
         )
-
-
-def without_quantization(config: Any) -> Any:
-    """Return a config of the model whose weights are plain numbers."""
-    if not quantization_of(config):
-        return config
-    config = copy.deepcopy(config)
-    del config.quantization_config
-    return config
 
 
 def block_size(config: object) -> tuple[int, int]:
