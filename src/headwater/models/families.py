@@ -160,6 +160,8 @@ GRANITE = Family(
     residual_scale="residual_multiplier",
     logit_scale=lambda config: 1 / config.logits_scaling,
 )
+COHERE = Family("CohereForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale)
+GEMMA = Family("GemmaForCausalLM", gain_offset=1.0, embedding_scale=root_of_width)
 OPT = Family(
     "OPTForCausalLM",
     blocks="decoder.layers",
@@ -280,20 +282,14 @@ for _model_type, _family in {
         mlp_width="shared_intermediate_size",
         cannot=dict.fromkeys(("mlp0", "embed+mlp0", "layer0"), "its first block may be Mamba, or have experts too."),
     ),
-    "cohere": Family("CohereForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale),
-    "cohere2": Family(
-        "Cohere2ForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale
-    ),
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, architecture="Cohere2ForCausalLM"),
     "gpt_oss": Family("GptOssForCausalLM"),
-    "gemma": Family("GemmaForCausalLM", gain_offset=1.0, embedding_scale=root_of_width),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        norms=SANDWICH,
-        gain_offset=1.0,
-        embedding_scale=root_of_width,
-        not_in_one_pass=("attn_logit_softcapping",),
+    "gemma": GEMMA,
+    "gemma2": replace(
+        GEMMA, architecture="Gemma2ForCausalLM", norms=SANDWICH, not_in_one_pass=("attn_logit_softcapping",)
     ),
-    "gemma3_text": Family("Gemma3ForCausalLM", norms=SANDWICH, gain_offset=1.0, embedding_scale=root_of_width),
+    "gemma3_text": replace(GEMMA, architecture="Gemma3ForCausalLM", norms=SANDWICH),
     "olmo": Family("OlmoForCausalLM"),
     "olmo2": Family("Olmo2ForCausalLM", norms=BEHIND),
     "olmo3": Family("Olmo3ForCausalLM", norms=BEHIND),
