@@ -210,9 +210,6 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
             )
 
 
-# The parameters of a model in memory, with the norm gains and embeddings that the model itself computes with.
-
-
 class LoadedWeights(WeightSource):
     """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
 
@@ -382,9 +379,6 @@ class LoadedWeights(WeightSource):
         return self._given(finite(tensor.detach(), name))
 
 
-# A checkpoint's parameters, streamed from safetensors without building the model.
-
-
 PINNED_AT_MOST = 2**29
 """Bytes of a tensor that goes to a CUDA device by way of pinned memory, which torch keeps."""
 
@@ -534,16 +528,6 @@ class StreamedWeights(WeightSource):
         return torch.nn.functional.layer_norm(embeddings, gain.shape, gain, bias, config.layer_norm_epsilon)
 
 
-# Open a model's parameters: the same `WeightSource` for a checkpoint, streamed, and for a model in memory.
-#
-# Layers read ahead: while a CUDA device works on one layer's heads, the next layer's are on their way to it.
-#
-# A thread reads the next layer from the checkpoint into pinned memory and has a stream of its own copy it over; the
-# caller's stream waits for the copy only when it asks for that layer. What is read ahead is the layer as far from the
-# last one as that was from the one before, so that processes that share the layers read ahead their own. On a CPU, and
-# for a model already in memory, layers are simply read when requested.
-
-
 @checked_call
 def open_weights(
     what: Model | str | Path,
@@ -584,7 +568,13 @@ _Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
 
 
 class LayersAhead:
-    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread."""
+    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread.
+
+    While a CUDA device works on one layer's heads, a thread reads the next layer from the checkpoint into pinned memory
+    and has a stream of its own copy it over; the caller's stream waits for the copy only when it asks for that layer.
+    What is read ahead is the layer as far from the last one as that was from the one before, so that processes that
+    share the layers read ahead their own. On a CPU, and for a model in memory, layers are read when requested.
+    """
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
         """Read ahead on CUDA devices, or as `ahead` says."""
