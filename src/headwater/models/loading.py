@@ -270,15 +270,11 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
         names = {"name_or_path": copied.name_or_path or "in memory", "add_bos_token": True}
         copied.init_kwargs = {**copied.init_kwargs, **names}
     try:
+        config, set_right = for_adapter(hf.config)
         # Parts of a fused matrix are new linear maps, whose random numbers nobody reads.
         with SkipWeightInit():
             raw = build_bridge_from_module(
-                hf,
-                architecture,
-                hf_config=config_for_adapter(hf.config),
-                tokenizer=copied,
-                model_name=name,
-                post_adapter_hook=setter_right(hf.config),
+                hf, architecture, hf_config=config, tokenizer=copied, model_name=name, post_adapter_hook=set_right
             )
     except Exception as error:  # an adapter fails in its own way on what it was not written for
         raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
@@ -799,26 +795,17 @@ def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> No
 # goes on in float32, and fails in bfloat16 and float16.
 
 
-def config_for_adapter(config: Any) -> Any:
-    """Return the config from which TransformerLens is to make its adapter: the model's own, or one that says more."""
-    if not _is_new_falcon(config):
-        return config
-    config = copy.deepcopy(config)
-    config.multi_query, config.num_key_value_heads = False, config.num_kv_heads
-    return config
-
-
-def setter_right(config: Any) -> Callable[[Any], None] | None:
-    """Return what sets an adapter right; None where nothing has to be."""
+def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
+    """Return the config from which TransformerLens is to make its adapter, and what sets that right, if anything."""
     if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
 
         def without_positions(adapter: Any) -> None:
             adapter.component_mapping.pop("rotary_emb")
             adapter.cfg.positional_embedding_type = "none"
 
-        return without_positions
-    if not _is_new_falcon(config):
-        return None
+        return config, without_positions
+    if not (config.model_type == "falcon" and config.new_decoder_architecture):
+        return config, None
     family, shape = family_of(config), shape_of(config)
 
     def set_right(adapter: Any) -> None:
@@ -826,7 +813,9 @@ def setter_right(config: Any) -> Callable[[Any], None] | None:
         parts["ln1"].name = family.norms.before_attention
         parts["attn"].split_qkv_matrix = lambda attention: _split(attention.query_key_value, family.fused, shape)
 
-    return set_right
+    config = copy.deepcopy(config)
+    config.multi_query, config.num_key_value_heads = False, config.num_kv_heads
+    return config, set_right
 
 
 def keep_dtype_when_turned(raw: Any, hf: Any) -> None:
@@ -840,10 +829,6 @@ def keep_dtype_when_turned(raw: Any, hf: Any) -> None:
     for block in raw.blocks:
         for point in (block.attn.hook_rot_q, block.attn.hook_rot_k):
             point.register_forward_pre_hook(cast)
-
-
-def _is_new_falcon(config: Any) -> bool:
-    return config.model_type == "falcon" and config.new_decoder_architecture
 
 
 def _split(joined: nn.Linear, fused: Any, shape: ModelShape) -> tuple[nn.Linear, ...]:
