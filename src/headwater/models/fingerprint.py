@@ -174,7 +174,8 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
         names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
         found = {name: read(name) for name in names}
         memory += map(_bytes_of, found.values())
-        yield from (found if group.is_one else conversion.taken_apart(found)).items()
+        is_as_stored = group.parameters == tuple(group.tensors)
+        yield from (found if is_as_stored else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
