@@ -129,16 +129,13 @@ class HeadsOfLoneTokens:
 
     def check(self, layer: int, factors: Mapping[str, Any]) -> None:
         """See that these W_V, W_O, b_V and b_O are what a layer's heads computed with."""
-        activations = {name: self.seen.get((layer, name)) for name in PLACES}
-        x, z, weight, out = activations.values()
         W_V, W_O = factors["W_V"], factors["W_O"]
-        if x is None or z is None or weight is None or out is None:
-            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if activations[name] is None)
+        if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (layer, name) not in self.seen]:
             raise ModelError(
-                f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
-                "checked against what its heads compute."
+                f"TransformerLens does not show {lacking[0]} of {self.model.shape.architecture}, so W_V and W_O cannot "
+                "be checked against what its heads compute."
             )
-        x, z, weight, out = (value.to(W_V) for value in (x, z, weight, out))
+        x, z, weight, out = (self.seen[layer, name].to(W_V) for name in PLACES)
         apart = f"in layer {layer}: {{}} apart. No OV map is read."
         values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
         expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
