@@ -140,7 +140,7 @@ class Activation:
 
 
 @checked_calls
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TokenizedTexts:
     """Tokens of texts, and which of them are kept."""
 

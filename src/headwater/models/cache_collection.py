@@ -284,7 +284,6 @@ def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:
 #    number of texts is `batch`, those that go with their length are `position` and `key`; whatever has no such axes is
 #    refused.
 # 4. Features of a dictionary (`headwater.models.dictionaries`) are read from the activation at their own layer.
-# """
 
 
 def activations_named(
