@@ -347,7 +347,7 @@ def generate_tokens(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
         )
-    processors, given = processors_of(model, prompts, max_new_tokens), prompts.ids
+    processors, prompt_ids = processors_of(model, prompts, max_new_tokens), prompts.ids
     tokens: list[list[int]] = [[] for _ in range(len(prompts))]
     log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
@@ -364,9 +364,9 @@ def generate_tokens(
                     logits = steps.logits().float()
                     ruled = logits
                     if processors:
-                        of_rows = zip(live, logits.clone().split(1), strict=True)
-                        texts = {row: torch.tensor([given[row] + tokens[row]], device=logits.device) for row in live}
-                        ruled = torch.cat([processors[row](texts[row], of_row) for row, of_row in of_rows])
+                        texts = [torch.tensor([prompt_ids[row] + tokens[row]], device=logits.device) for row in live]
+                        of_rows = zip(live, texts, logits.clone().split(1), strict=True)
+                        ruled = torch.cat([processors[row](text, of_row) for row, text, of_row in of_rows])
                     chosen = choose(ruled, torch.tensor(live), step)
                     # From the model's own logits: rules and temperature change the choice, not its probability.
                     log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()

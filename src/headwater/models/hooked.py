@@ -282,7 +282,7 @@ def check_model(model: Any, option: str = "model") -> None:
         raise InputError(f"{option} must be what hw.load returns, found a {found}: hw.load(...) it first.")
 
 
-# Hints. What they are given of is no error, and has a use; but it is another thing than most who write it mean.
+# Hints, not errors, since each of these has a use; but what comes out is another thing than most who write it mean.
 
 
 MARKS = ("<|", "[INST]", "<start_of_turn>")
