@@ -407,7 +407,7 @@ def finite_output(
     if not bool(wrong.any()):
         return
     found = None if cached else _first_place(model, batch)
-    where, (row, place) = found or ("the logits", _first_mention(wrong))
+    where, (row, place) = found or ("the logits", wrong.nonzero()[0].tolist())
     position = place if found or columns is None else int(columns[place])
     share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
     token = int(batch.tokens[row, position])
@@ -432,17 +432,17 @@ def not_finite(
     )
 
 
-def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | None:
+def _first_place(model: Model, batch: Batch) -> tuple[str, list[int]] | None:
     """Run once more and return where it is first not finite, and the (row, position).
 
     Attention spreads NaN over all positions (0 · NaN is NaN), so a layer is looked at before it attends, too.
     """
-    places: list[tuple[str, tuple[int, int]]] = []
+    places: list[tuple[str, list[int]]] = []
 
     def look(activation: Tensor, hook: object, where: str) -> None:
         wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
         if not places and bool(wrong.any()):
-            places.append((where, _first_mention(wrong)))
+            places.append((where, wrong.nonzero()[0].tolist()))
 
     points = {hook_name("resid_pre"): "the embedding"}
     for layer in range(model.shape.n_layers):
@@ -454,8 +454,3 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
     with torch.inference_mode():
         _logits(model, batch.tokens.to(model.device), watching, **padding_option(model, batch))
     return places[0] if places else None
-
-
-def _first_mention(wrong: Bool[Tensor, "batch position"]) -> tuple[int, int]:
-    example, position = wrong.nonzero()[0].tolist()
-    return example, position
