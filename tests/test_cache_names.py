@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import headwater as hw
 from headwater.errors import ModelError
-from headwater.models.foreign_modules import HOOKS
+from headwater.models.fingerprint import HOOKS
 from headwater.models.forward import NAMES, attentions_of, name_of_cache, name_read, takes_cache
 from headwater.models.generation import generate_tokens
 from tests.own_models import HAS_BRIDGE_ONLY, raw_model

@@ -26,8 +26,8 @@ from torch import Tensor
 from headwater.detection.methods import Detector
 from headwater.likelihood.files import ScoredTexts
 from headwater.models import checkpoint
+from headwater.models.checkpoint import load_tokenizer
 from headwater.models.loading import _read_state
-from headwater.models.tokenizers import load_tokenizer
 from headwater.patching.sweep import Sweep
 from headwater.reference.published import Reproduction
 from headwater.runs.folder import RunFolder

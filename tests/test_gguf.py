@@ -20,9 +20,9 @@ from tokenizers import Regex, pre_tokenizers
 import headwater as hw
 from headwater.heads.relations import Relation
 from headwater.models import checkpoint, gguf_file, open_weights
+from headwater.models.checkpoint import load_tokenizer
 from headwater.models.gguf_file import config_of, read_gguf
 from headwater.models.packaged import packaged_file
-from headwater.models.tokenizers import load_tokenizer
 from tests import chance
 from tests.gguf_files import TYPES, tiny_bpe, written
 from tests.tiny import WORDS

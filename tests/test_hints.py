@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.models.hints import warn_of_missing_spaces, warn_of_other_beginnings
+from headwater.models.loading import warn_of_other_beginnings
+from headwater.models.tokens import warn_of_missing_spaces
 from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
 
 PROMPTS = ("the capital of France is", "the capital of Italy is")

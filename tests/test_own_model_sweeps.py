@@ -8,7 +8,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.models import own_attention
+from headwater.models import blocks
 from headwater.models.blocks import Blocks
 from headwater.models.sites import SITES
 from tests.own_models import D_VOCAB, HAS_BRIDGE_ONLY, OWN, own_model, raw_model
@@ -196,8 +196,8 @@ def test_a_recorded_run_whose_attention_goes_in_steps_keeps_what_the_models_own_
     lengths = (7, 7) if model.looks_ahead else (7, 4)
     batch = model.tokenize([torch.randint(D_VOCAB, (length,)).tolist() for length in lengths])
     names = [SITES[site].hook_name(layer) for site in sites_of(model) for layer in range(model.shape.n_layers)]
-    plainly = own_attention.softmax
-    monkeypatch.setattr(own_attention, "softmax", lambda scores: steps.append(1) or plainly(scores))
+    plainly = blocks.softmax
+    monkeypatch.setattr(blocks, "softmax", lambda scores: steps.append(1) or plainly(scores))
     recorded, taken = [], []
     for model.steps_checked in (False, True):
         with torch.inference_mode(), model.lock:

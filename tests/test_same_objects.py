@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.models.foreign_modules import SameModules, SameObjects, SameTensors
+from headwater.models.fingerprint import SameModules, SameObjects, SameTensors
 
 
 class Block(torch.nn.Module):

@@ -17,7 +17,7 @@ from transformer_lens.model_bridge import TransformerBridge
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.relations import word_tokens
-from headwater.models.tokenizers import load_tokenizer
+from headwater.models.checkpoint import load_tokenizer
 from headwater.models.tokens import Batch, encode, make_batch, token_span, token_strings
 from tests.tiny import FAMILIES, WORDS, tiny_folder, tiny_hooked, tiny_model, tiny_tokenizer
 

@@ -42,10 +42,11 @@ from headwater.kernels.devices import to_device
 from headwater.models.forward import original_length
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.hooked import HookedModel
+from headwater.models.model import residual_scale
 from headwater.models.positions import Prompt
 from headwater.models.sites import SITES, hook_name
 from headwater.models.tokens import Batch, pad_id
-from headwater.models.unembedding import attention_post_norm, residual_scale
+from headwater.models.unembedding import attention_post_norm
 from headwater.models.weights import LoadedWeights
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import first_difference

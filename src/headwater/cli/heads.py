@@ -249,8 +249,7 @@ def relations(
     - `headwater relations gpt2`
     - `headwater relations path/to/checkpoint --relations path/to/relations`
     """
-    from headwater.models.checkpoint import checkpoint_folder
-    from headwater.models.tokenizers import load_tokenizer
+    from headwater.models.checkpoint import checkpoint_folder, load_tokenizer
     from headwater.runs.result import records_of
 
     tokens, name, suite = long_targets.scored, model or BASE, hw.load_relations(relations)

@@ -21,8 +21,7 @@ from headwater.heads.relations import (
     word_tokens,
 )
 from headwater.models.hooked import HookedModel
-from headwater.models.tokenizers import Bos
-from headwater.models.tokens import Batch, make_batch, token_span
+from headwater.models.tokens import Batch, Bos, make_batch, token_span
 from headwater.options import one_or_several, shown
 from headwater.runs.record import RunRecord
 

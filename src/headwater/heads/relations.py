@@ -38,7 +38,7 @@ from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
 from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
-from headwater.models.tokenizers import panics_are_errors
+from headwater.models.tokens import panics_are_errors
 from headwater.options import checked_path, has_no_order, is_one, one_or_several, shown
 from headwater.runs.result import records_of
 

@@ -36,7 +36,7 @@ from headwater.kernels.ov import OVMaps, longest_column
 from headwater.models.edits import Hook, read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.sites import hook_name
-from headwater.models.tokenizers import Bos
+from headwater.models.tokens import Bos
 from headwater.models.weights import open_weights
 from headwater.options import checked_count
 from headwater.runs.analysis import Run, run_or_resume

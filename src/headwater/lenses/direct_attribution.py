@@ -38,12 +38,12 @@ from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.edits import read_hook
-from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
+from headwater.models.model import residual_scale
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES
-from headwater.models.tokens import Batch, note_on_chats, pad_id
-from headwater.models.unembedding import Norm, attention_post_norm, final_norm, residual_scale, unembedding_head
+from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
+from headwater.models.unembedding import Norm, attention_post_norm, final_norm, unembedding_head
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.metrics import Answer, answer_ids

@@ -40,12 +40,11 @@ from headwater.errors import InputError, first_line
 from headwater.kernels.devices import to_device
 from headwater.kernels.layer_predictions import layer_predictions
 from headwater.models.edits import Hook, read_hook
-from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import failures_named
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import hook_name
-from headwater.models.tokens import Batch, note_on_chats, pad_id
+from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import refuse_other_logits, unembedding_head
 from headwater.options import checked_count, checked_path, resolve_indices, shown
 from headwater.patching.metrics import Answer, answer_ids

@@ -37,8 +37,7 @@ from headwater.kernels.devices import to_device
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
 from headwater.lenses.predictions import Layers, Lens, chosen_layers, lens_named, opened_lens, reader
 from headwater.models.bare_model import residual_streams
-from headwater.models.hints import warn_of_no_template
-from headwater.models.hooked import check_model
+from headwater.models.hooked import check_model, warn_of_no_template
 from headwater.models.memory import in_halves
 from headwater.models.tokens import (
     Batch,

@@ -7,11 +7,11 @@ copies that ask for attention in one pass (`scaled_dot_product_attention`) where
 act, the wrapper stays that it hangs in: that of a block alone, or of attention, MLP or norm with all within it. Where
 that of attention stays, all of it is computed as the bridge does, which takes masks of one kind. What was put together
 without a wrapper is kept with the model, for as long as each module and config in it holds the very same objects
-(`headwater.models.foreign_modules`).
+(`headwater.models.fingerprint`).
 
 It is given only where it computes what the bridge computes:
 
-1. every module holds what it did when the model was loaded (`headwater.models.foreign_modules`), nothing is hooked
+1. every module holds what it did when the model was loaded (`headwater.models.fingerprint`), nothing is hooked
    yet, and no norms were folded into weights;
 2. the parameters that the bridge computes with are those of the transformers model, or hold the same numbers: of a
    fused matrix (GPT-NeoX) the bridge has parts of its own;
@@ -36,8 +36,7 @@ from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import few_tokens, finite_output, same_but_for_rounding
 from headwater.models.edits import Hook, points_of, read_hook
 from headwater.models.families import family_named
-from headwater.models.fingerprint import parameter_reader
-from headwater.models.foreign_modules import SameObjects, is_a
+from headwater.models.fingerprint import SameObjects, is_a, parameter_reader
 from headwater.models.forward import DoneError, angles_by_row, last_logits_only, name_of_cache, padding_option, reached
 from headwater.models.model import is_bridge, rotary_by_length
 from headwater.models.sites import hook_name
@@ -52,12 +51,7 @@ SPLIT = re.compile(r"\.[qkv]\.(_original_component\.)?(weight|bias)$")
 
 
 class BareModel:
-    """A transformers model put together of a bridge's modules, without the bridge's wrappers.
-
-    Args:
-        raw: the bridge.
-        attention: how attention is computed.
-        points: the hook points that must fire.
+    """A transformers model put together of a bridge's modules, without its wrappers but for those with hook points.
 
     Attributes:
         model: the transformers model.
@@ -90,12 +84,9 @@ class BareModel:
     def last_logits(
         self, tokens: Int[Tensor, "row position"], cache: Any = None, **options: object
     ) -> Float[Tensor, "row d_vocab"]:
-        """Run tokens, and return the logits at the last column.
+        """Run tokens, which lie on the model's device, and return the logits at the last column.
 
-        Args:
-            tokens: on the device of the model.
-            cache: the keys and values of the tokens before; those of these tokens are added to it.
-            **options: passed on, such as `attention_mask`.
+        With a cache of the tokens before, the keys and values of these are added to it; `options` are passed on.
         """
         if cache is None:
             logits: Tensor = self.model(tokens, **self._last, use_cache=False, **options).logits
@@ -147,11 +138,8 @@ class BareModel:
 def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     """Return the model inside a bridge without wrappers; None where it might compute something else.
 
-    Hold the model's lock while it is used: it is what it is only as long as the model stays as it is.
-
-    Args:
-        model: the model.
-        hooked: the activations at which hooks will be attached and must fire.
+    Hold the model's lock while it is used: it is what it is only as long as the model stays as it is. `hooked` are the
+    activations at which hooks will be attached and must fire.
     """
     raw, names = model.raw, {point for name in hooked for point in points_of(name)}
     if not is_bridge(raw) or model.spread or getattr(raw, "compatibility_mode", False):
@@ -225,13 +213,14 @@ def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
 # another, takes neither.
 
 
-Take = Callable[[Tensor], Tensor]
-"""What is kept of a residual stream `batch position d_model`: a copy, as it is read while the model runs."""
-
-
 @torch.inference_mode()
-def residual_streams(model: Model, batch: Batch, layers: Sequence[int], take: Take) -> dict[int, Tensor]:
-    """Run a batch and return what is taken of the residual stream after each of these layers."""
+def residual_streams(
+    model: Model, batch: Batch, layers: Sequence[int], take: Callable[[Tensor], Tensor]
+) -> dict[int, Tensor]:
+    """Run a batch and return what is taken of the residual stream `batch position d_model` after each of these layers.
+
+    It must be a copy: the stream is read while the model runs.
+    """
     kept: dict[int, Tensor] = {}
     last: list[Tensor] = []
 

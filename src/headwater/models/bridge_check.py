@@ -396,15 +396,10 @@ def finite_output(
     edited: bool = False,
     cached: bool = False,
 ) -> None:
-    """Refuse what a run gave when it is not finite at a real token.
+    """Refuse what a run gave, logits or a residual stream, when it is not finite at a real token.
 
-    Args:
-        model: the model, still locked, its hooks attached.
-        out: logits, or a residual stream.
-        batch: what was run.
-        columns: the positions of `out`; None for all.
-        edited: hooks are attached, whose edits are then made again to find the layer.
-        cached: the run continued an earlier one, so it cannot be made again.
+    The model is still locked, its hooks attached: edits are made again to find the layer. A run that continued an
+    earlier one (`cached`) cannot be made again. `columns` are the positions of `out`; None for all.
     """
     seen = out if out.shape[-1] == model.shape.d_model else out[..., :1]
     real = batch.mask if columns is None else batch.mask[:, columns.to(batch.mask.device)]
@@ -412,7 +407,7 @@ def finite_output(
     if not bool(wrong.any()):
         return
     found = None if cached else _first_place(model, batch)
-    where, (row, place) = found or ("the logits", _first_mention(wrong))
+    where, (row, place) = found or ("the logits", wrong.nonzero()[0].tolist())
     position = place if found or columns is None else int(columns[place])
     share = f"{int(wrong.any(1).sum())} of {len(wrong)} examples of this batch have it"
     token = int(batch.tokens[row, position])
@@ -437,17 +432,17 @@ def not_finite(
     )
 
 
-def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | None:
+def _first_place(model: Model, batch: Batch) -> tuple[str, list[int]] | None:
     """Run once more and return where it is first not finite, and the (row, position).
 
     Attention spreads NaN over all positions (0 · NaN is NaN), so a layer is looked at before it attends, too.
     """
-    places: list[tuple[str, tuple[int, int]]] = []
+    places: list[tuple[str, list[int]]] = []
 
     def look(activation: Tensor, hook: object, where: str) -> None:
         wrong = ~activation.detach().isfinite().flatten(2).all(-1).cpu() & batch.mask
         if not places and bool(wrong.any()):
-            places.append((where, _first_mention(wrong)))
+            places.append((where, wrong.nonzero()[0].tolist()))
 
     points = {hook_name("resid_pre"): "the embedding"}
     for layer in range(model.shape.n_layers):
@@ -456,12 +451,6 @@ def _first_place(model: Model, batch: Batch) -> tuple[str, tuple[int, int]] | No
     watching: list[Hook] = [
         (name, partial(look, where=where)) for name, where in points.items() if name in model.raw.hook_dict
     ]
-    options: dict[str, object] = {"use_cache": False} if hasattr(model.raw, "original_model") else {}
-    with torch.inference_mode(), model.raw.hooks(fwd_hooks=watching):
-        model.raw(batch.tokens.to(model.device), **options, **padding_option(model, batch))
+    with torch.inference_mode():
+        _logits(model, batch.tokens.to(model.device), watching, **padding_option(model, batch))
     return places[0] if places else None
-
-
-def _first_mention(wrong: Bool[Tensor, "batch position"]) -> tuple[int, int]:
-    example, position = wrong.nonzero()[0].tolist()
-    return example, position

@@ -49,11 +49,6 @@ class TensorGroup:
     parameters: tuple[str, ...]
     tensors: dict[str, tuple[int, ...]]
 
-    @property
-    def is_one(self) -> bool:
-        """Whether it is one parameter that is stored as it is."""
-        return self.parameters == tuple(self.tensors)
-
 
 class Conversion:
     """The parameters of a model of some config, and the tensors of a checkpoint that they are made of.
@@ -84,10 +79,8 @@ class Conversion:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
         # transformers' own rules for saving, so that a family whose experts are stacked needs none here.
         found = revert_weight_conversion(self.model, {self.full_name(name): one for name, one in parameters.items()})
-        return dict(sorted((self._canonical(name), part) for name, part in found.items()))
-
-    def _canonical(self, name: str) -> str:
-        return UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix)
+        names = {name: UNEMBEDDING if name in UNEMBEDDING_NAMES else name.removeprefix(self._prefix) for name in found}
+        return dict(sorted((names[name], part) for name, part in found.items()))
 
     def full_name(self, name: str) -> str:
         """What transformers calls a parameter of the model whose name relative to the base model is given."""

@@ -87,12 +87,6 @@ class Origin:
             differences.append(f"it saw the positions {shown(list(self.span))} only, and others are left out here")
         return differences
 
-    def left_out(self, ids: Sequence[int], special: Iterable[int]) -> frozenset[int]:
-        """Return the positions of a text that the dictionary never saw the like of."""
-        from_end = any(end is not None and end < 0 for end in self.span)
-        seen = range(self.context if from_end else len(ids))[slice(*self.span)]
-        return frozenset(i for i, token in enumerate(ids) if token in special or i not in seen)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Features(Site):
@@ -203,7 +197,10 @@ class Features(Site):
 
     def left_out(self, ids: Sequence[int]) -> frozenset[int]:
         """Return the positions of a text at which the dictionary is not used: it never saw the like of them."""
-        return self.origin.left_out(ids, self.special) if self.leaves_out else frozenset()
+        span = self.origin.span
+        from_end = any(end is not None and end < 0 for end in span)
+        seen = range(self.origin.context if from_end else len(ids))[slice(*span)]
+        return frozenset(i for i, token in enumerate(ids) if token in self.special or i not in seen)
 
     def written(
         self, activation: Float[Tensor, "*row width"], change: Callable[[Float[Tensor, "row feature"]], Tensor]

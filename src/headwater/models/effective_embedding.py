@@ -31,7 +31,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from einops import einsum
@@ -43,7 +43,7 @@ from headwater.kernels.devices import to_device
 from headwater.models.bridge_check import difference, rounding
 from headwater.models.conversion import Read, block_model
 from headwater.models.edits import Hook, read_hook
-from headwater.models.families import ModelShape, family_of, shape_of, text_config
+from headwater.models.families import ModelShape, family_of, shape_of
 from headwater.models.forward import unpadded
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Tokenizer
@@ -56,8 +56,6 @@ PLACES = {"x": "attn_in", "z": "z", "weight": "pattern", "out": "attn_written"}
 """Where a bridge shows what goes into attention, what its heads hand on, their weights, and what attention writes."""
 SEVERAL = 4
 """How many tokens are looked at."""
-Factors: TypeAlias = Mapping[str, Tensor | None]
-"""W_V, W_O, b_V, b_O of one layer."""
 
 
 def entering(model: Model, tokens: Int[Tensor, " token"], before: int = 0) -> Float[Tensor, "token d_model"]:
@@ -129,20 +127,15 @@ class HeadsOfLoneTokens:
     def _keep(self, layer: int, name: str, activation: Tensor, hook: object) -> None:
         self.seen[layer, name] = (activation[:, :, 0] if name == "weight" else activation[:, 0]).clone()
 
-    def check(self, layer: int, factors: Factors) -> None:
-        """See that these factors are what a layer's heads computed with."""
-        activations = {name: self.seen.get((layer, name)) for name in PLACES}
-        x, z, weight, out = activations.values()
+    def check(self, layer: int, factors: Mapping[str, Any]) -> None:
+        """See that these W_V, W_O, b_V and b_O are what a layer's heads computed with."""
         W_V, W_O = factors["W_V"], factors["W_O"]
-        assert W_V is not None
-        assert W_O is not None
-        if x is None or z is None or weight is None or out is None:
-            lacking = next(hook_name(place, layer) for name, place in PLACES.items() if activations[name] is None)
+        if lacking := [hook_name(place, layer) for name, place in PLACES.items() if (layer, name) not in self.seen]:
             raise ModelError(
-                f"TransformerLens does not show {lacking} of {self.model.shape.architecture}, so W_V and W_O cannot be "
-                "checked against what its heads compute."
+                f"TransformerLens does not show {lacking[0]} of {self.model.shape.architecture}, so W_V and W_O cannot "
+                "be checked against what its heads compute."
             )
-        x, z, weight, out = (value.to(W_V) for value in (x, z, weight, out))
+        x, z, weight, out = (self.seen[layer, name].to(W_V) for name in PLACES)
         apart = f"in layer {layer}: {{}} apart. No OV map is read."
         values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
         expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
@@ -151,17 +144,6 @@ class HeadsOfLoneTokens:
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
         message = f"The attention of {{}} does not write the sum of its heads' z W_O {apart}"
         _same(self.model, written, out, message)
-
-
-def refuse_clipped(config: object, architecture: str) -> None:
-    """Refuse attention that clips its values (OLMo, MPT with `clip_qkv`): a head is then no linear map."""
-    config = text_config(config) if hasattr(config, "get_text_config") else config
-    for part in (config, getattr(config, "attn_config", None)):
-        if limit := getattr(part, "clip_qkv", None):
-            raise ModelError(
-                f"{architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
-                "writes is not x W_V W_O; no OV map is read."
-            )
 
 
 def _some_tokens(model: Model) -> Int[Tensor, " token"]:
@@ -261,13 +243,8 @@ def layer0(
     """The residual stream after the first block, at the token in [BOS, token].
 
     All tokens of a chunk are in one sequence after one BOS, all at position 1, and each sees BOS and itself only;
-    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own.
-
-    Args:
-        config: the model's config.
-        read: reads one tensor by name.
-        rows: the tokens' rows of the embedding matrix as stored, not scaled.
-        bos: the BOS token's row.
+    where attention reads positions from columns (ALiBi), each token has a sequence and a BOS of its own. `rows` and
+    `bos` are rows of the embedding matrix as stored, not scaled.
     """
     family, model, outputs = family_of(config), block_model(config, read, rows), list[Tensor]()
     if family.final_norm is not None:

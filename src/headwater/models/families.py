@@ -110,15 +110,6 @@ class Family:
         """The prefix of one block's tensors."""
         return f"{self.blocks}.{layer}."
 
-    def is_parallel(self, config: object) -> bool:
-        """Whether attention and MLP of a block both read the block's input."""
-        return bool(getattr(config, self.parallel, False)) if isinstance(self.parallel, str) else self.parallel
-
-
-def root_of_width(config: Any) -> float:
-    """√d_model, by which Gemma multiplies its embedding."""
-    return math.sqrt(config.hidden_size)
-
 
 def _falcon_kv_heads(config: Any) -> int:
     if config.new_decoder_architecture:
@@ -160,6 +151,8 @@ GRANITE = Family(
     residual_scale="residual_multiplier",
     logit_scale=lambda config: 1 / config.logits_scaling,
 )
+COHERE = Family("CohereForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale)
+GEMMA = Family("GemmaForCausalLM", gain_offset=1.0, embedding_scale=lambda config: math.sqrt(config.hidden_size))
 OPT = Family(
     "OPTForCausalLM",
     blocks="decoder.layers",
@@ -280,20 +273,14 @@ for _model_type, _family in {
         mlp_width="shared_intermediate_size",
         cannot=dict.fromkeys(("mlp0", "embed+mlp0", "layer0"), "its first block may be Mamba, or have experts too."),
     ),
-    "cohere": Family("CohereForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale),
-    "cohere2": Family(
-        "Cohere2ForCausalLM", norms=ONE_NORM, parallel=True, logit_scale=lambda config: config.logit_scale
-    ),
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, architecture="Cohere2ForCausalLM"),
     "gpt_oss": Family("GptOssForCausalLM"),
-    "gemma": Family("GemmaForCausalLM", gain_offset=1.0, embedding_scale=root_of_width),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        norms=SANDWICH,
-        gain_offset=1.0,
-        embedding_scale=root_of_width,
-        not_in_one_pass=("attn_logit_softcapping",),
+    "gemma": GEMMA,
+    "gemma2": replace(
+        GEMMA, architecture="Gemma2ForCausalLM", norms=SANDWICH, not_in_one_pass=("attn_logit_softcapping",)
     ),
-    "gemma3_text": Family("Gemma3ForCausalLM", norms=SANDWICH, gain_offset=1.0, embedding_scale=root_of_width),
+    "gemma3_text": replace(GEMMA, architecture="Gemma3ForCausalLM", norms=SANDWICH),
     "olmo": Family("OlmoForCausalLM"),
     "olmo2": Family("Olmo2ForCausalLM", norms=BEHIND),
     "olmo3": Family("Olmo3ForCausalLM", norms=BEHIND),
@@ -380,6 +367,7 @@ def refuse_impossible_sizes(config: object) -> None:
 def shape_of(config: Any) -> ModelShape:
     """Read a model's shape from its transformers config."""
     family, config = family_of(config), text_config(config)
+    parallel = family.parallel
     refuse_impossible_sizes(config)
     d_model, n_heads = config.hidden_size, config.num_attention_heads
     n_kv_heads = family.kv_heads(config) if family.kv_heads else getattr(config, "num_key_value_heads", None)
@@ -393,5 +381,5 @@ def shape_of(config: Any) -> ModelShape:
         d_mlp=getattr(config, family.mlp_width, None) or 4 * d_model,
         d_vocab=config.vocab_size,
         n_ctx=getattr(config, family.context, None) or UNSAID_CONTEXT,
-        parallel_blocks=family.is_parallel(config),
+        parallel_blocks=bool(getattr(config, parallel, False)) if isinstance(parallel, str) else parallel,
     )

@@ -58,11 +58,9 @@ def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., An
 def angles_by_row(
     modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
 ) -> AbstractContextManager[None]:
-    """Let each row of a run have the angles of its own length.
+    """Let each row of a run have the angles of its own length, in these modules (`model.rotary_by_length`).
 
-    Args:
-        modules: `model.rotary_by_length`.
-        lengths: of each row, how many tokens its text has; default: one more than the last position it is given.
+    `lengths` are the tokens of each row's text; default: one more than the last position it is given.
     """
     n_tokens = lengths.tolist() if modules and lengths is not None else None
     return forward_replaced([(module, partial(_angles, module, n_tokens)) for module in modules])
@@ -137,7 +135,7 @@ def padding_option(model: Model, batch: Batch) -> dict[str, Tensor]:
 
 def leaves_logits_out(raw: Any) -> bool:
     """Whether a wrapped model itself can leave out the logits that are not wanted (`logits_to_keep`)."""
-    return is_bridge(raw) and _takes_logits_to_keep(type(raw.original_model).forward)
+    return is_bridge(raw) and "logits_to_keep" in _takes(type(raw.original_model).forward)
 
 
 def last_logits_only(raw: Any) -> dict[str, slice]:
@@ -146,8 +144,9 @@ def last_logits_only(raw: Any) -> dict[str, slice]:
 
 
 @functools.cache
-def _takes_logits_to_keep(run: Callable[..., object]) -> bool:
-    return "logits_to_keep" in inspect.signature(run).parameters
+def _takes(run: Callable[..., object]) -> frozenset[str]:
+    """What the parameters of a function are called."""
+    return frozenset(inspect.signature(run).parameters)
 
 
 class DoneError(Exception):
@@ -208,12 +207,7 @@ NAMES = ("cache", "past_key_values", "layer_past")
 
 def name_of_cache(module: Any) -> str | None:
     """What a module of transformers calls the cache that it is given; None where it takes none under a known name."""
-    return None if module is None else _name_in(type(module).forward)
-
-
-@functools.cache
-def _name_in(forward: Callable[..., object]) -> str | None:
-    takes = inspect.signature(forward).parameters
+    takes = frozenset[str]() if module is None else _takes(type(module).forward)
     return next((name for name in NAMES if name in takes), None)
 
 

@@ -16,12 +16,13 @@ import contextlib
 import copy
 import hashlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -55,17 +56,13 @@ from headwater.models.forward import (
     reads,
     takes_cache,
 )
-from headwater.models.hints import warn_of_unused_settings
 from headwater.models.memory import failures_named, in_halves
+from headwater.models.model import RULES, Model, generation_config, settings
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import HOOKS, RunRecord
-
-if TYPE_CHECKING:
-    from headwater.models.model import Model
-
 
 Stream: TypeAlias = Callable[[int, str], Any]
 """Called with the number of a prompt and a piece of its text, as soon as it is certain."""
@@ -91,34 +88,30 @@ class Texts(list[str]):
         self.run = run
 
 
-@dataclass
 class Written:
-    """The text of one prompt's new tokens, as it grows."""
+    """The text of one prompt's new tokens, as it grows; `prompt` are the last tokens before them.
 
-    tokenizer: PreTrainedTokenizerBase
-    stops: Sequence[str]
-    prompt: list[int]
-    """The last tokens of the prompt."""
-    streamed: int = 0
-    """How many characters a stream was given."""
-    settled: str = ""
-    """The text of tokens that are not decoded again."""
-    open: str = ""
-    """The text of those after them."""
-    ended: bool = False
-    """Whether a stop string was found."""
+    Attributes:
+        streamed: how many characters a stream was given.
+        settled: the text of tokens that are not decoded again.
+        open: the text of those after them.
+        ended: whether a stop string was found.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], prompt: list[int]):
+        self.tokenizer, self.stops, self.prompt = tokenizer, stops, prompt
+        self.streamed = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin, or begin again, as the tokens do where memory ran out; a stream is given nothing twice."""
+        self.settled, self.open, self.ended = "", "", False
         self._decoded_with(self.prompt)
 
     @property
     def text(self) -> str:
         """All of it."""
         return self.settled + self.open
-
-    def restarted(self) -> Written:
-        """Return a text that begins again, as the tokens do where memory ran out; a stream is given nothing twice."""
-        return Written(self.tokenizer, self.stops, self.prompt, self.streamed)
 
     def add(self, token: int) -> bool:
         """Append a token; return whether a stop string ends the text."""
@@ -215,7 +208,7 @@ def generate(
     listed, batch = listed_hooks(hooks), model.tokenize(prompts)
     check_room(model, batch, max_new_tokens)
     stops, ends = _stops(stop, model)
-    rows = [row[real].tolist() for row, real in zip(batch.tokens, batch.mask, strict=True)]
+    rows = batch.ids
     # Drawn before the batches are cut, so that their size changes no sample.
     numbers = draws(seed, rows, max_new_tokens)
     run = RunRecord.of(
@@ -243,7 +236,7 @@ def generate(
     def wrote(row: int, step: int, token: int, first: int) -> bool:
         number = first + row
         if step == 0:
-            texts[number] = texts[number].restarted()
+            texts[number].begin()
         ended = texts[number].add(token)
         tell(number, whole=False)
         return ended
@@ -286,7 +279,7 @@ def _stops(stop: object, model: Model) -> tuple[list[str], frozenset[int]]:
 #
 # 1. A step gives the logits of each row's next token (`steps_of`), with keys and values kept.
 # 2. The next token is chosen, by default the most probable, under the rules of the model's generation config
-#    (`Rules`).
+#    (`processors_of`).
 # 3. A row ends with a token of `stop`, or where `wrote` says so, which is kept as its last token; or after
 #    `max_new_tokens`. A row that has ended leaves the batch.
 #
@@ -354,7 +347,7 @@ def generate_tokens(
             f"{model.name} ({model.shape.architecture}) runs the whole text again for every token here, and hooks that "
             "`with model.hooks(...)` attached would act on all of it each time: give them to generate, as hooks=."
         )
-    rules = Rules(model, prompts, max_new_tokens)
+    processors, prompt_ids = processors_of(model, prompts, max_new_tokens), prompts.ids
     tokens: list[list[int]] = [[] for _ in range(len(prompts))]
     log_probs: list[list[float]] = [[] for _ in range(len(prompts))]
     stopped = torch.zeros(len(prompts), dtype=torch.bool)
@@ -369,7 +362,12 @@ def generate_tokens(
             for step in range(max_new_tokens):
                 with torch.inference_mode():
                     logits = steps.logits().float()
-                    chosen = choose(rules(logits, live, tokens), torch.tensor(live), step)
+                    ruled = logits
+                    if processors:
+                        texts = [torch.tensor([prompt_ids[row] + tokens[row]], device=logits.device) for row in live]
+                        of_rows = zip(live, texts, logits.clone().split(1), strict=True)
+                        ruled = torch.cat([processors[row](text, of_row) for row, text, of_row in of_rows])
+                    chosen = choose(ruled, torch.tensor(live), step)
                     # From the model's own logits: rules and temperature change the choice, not its probability.
                     log_prob = (logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).tolist()
                 going = {}
@@ -503,77 +501,48 @@ def drawn_with(sampling: Sampling | None, numbers: Float[Tensor, "row token"]) -
 # settings in `UNUSED` are not obeyed, which is said once per model.
 
 
-RULES: dict[str, object] = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
-}
-"""Settings that are obeyed, each with the value that says nothing; None never does."""
 UNUSED: dict[str, object] = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale", "encoder_repetition_penalty"), 1),
     "encoder_no_repeat_ngram_size": 0,
     **dict.fromkeys(("stop_strings", "penalty_alpha", "dola_layers", "watermarking_config", "max_time")),
 }
-"""Settings that are not, likewise."""
+"""Settings that are not, each with the value that says nothing."""
 
 
 def end_tokens(model: Model) -> frozenset[int]:
     """Return the ids that end a text: those of the tokenizer, the config and the generation config together."""
     named: list[Any] = [getattr(model.tokenizer, "eos_token_id", None)]
-    for config in (model.config, _config(model.raw)):
+    for config in (model.config, generation_config(model.raw)):
         value = getattr(config, "eos_token_id", None)
         named += value if isinstance(value, list) else [value]
     return frozenset(int(token) for token in named if token is not None)
 
 
-def settings(raw: object, names: dict[str, object]) -> dict[str, object]:
-    """Return which of some settings the generation config of a model has, for the record of a run."""
-    config = _config(raw)
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if value is not None and value != names[name]}
-
-
-class Rules:
-    """What the rules make of the logits of each row."""
-
-    def __init__(self, model: Model, prompts: Batch, max_new_tokens: int):
-        self._prompts, self._processors = prompts, list[Any]()
-        warn_of_unused_settings(model, list(settings(model.raw, UNUSED)))
-        if not settings(model.raw, RULES):
-            return
-        config = copy.deepcopy(_config(model.raw))
-        # Else temperature, top_k and top_p of the config would come along as processors.
-        config.do_sample = False
-        # guidance_scale, for one, would come back as a processor that runs the model a second time.
-        for name in UNUSED:
-            setattr(config, name, None)
-        # `generate` sets it before it asks for processors; those of min_length and bad_words_ids read it.
-        config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
-        for length in prompts.lengths.tolist():
-            # A forced end token comes at this length, which is another for each prompt.
-            config.max_length = length + max_new_tokens
-            self._processors.append(model.raw.original_model._get_logits_processor(config, length, device=model.device))
-
-    def __call__(
-        self, logits: Float[Tensor, "row d_vocab"], live: Sequence[int], tokens: Sequence[Sequence[int]]
-    ) -> Float[Tensor, "row d_vocab"]:
-        """Return the logits that tokens are chosen by."""
-        if not self._processors:
-            return logits
-        ruled = []
-        for row, of_row in zip(live, logits.clone().split(1), strict=True):
-            prompt = self._prompts.tokens[row][self._prompts.mask[row]].tolist()
-            ids = torch.tensor([[*prompt, *tokens[row]]], device=logits.device)
-            ruled.append(self._processors[row](ids, of_row))
-        return torch.cat(ruled)
-
-
-def _config(raw: object) -> Any:
-    """Return the generation config of the model of transformers, where there is one."""
-    return getattr(getattr(raw, "original_model", None), "generation_config", None)
+def processors_of(model: Model, prompts: Batch, max_new_tokens: int) -> list[Any]:
+    """Return what the rules make of the logits of each row; nothing where there are none."""
+    if (unused := settings(model.raw, UNUSED)) and "settings" not in model.hinted:
+        model.hinted.add("settings")
+        warnings.warn(
+            f"The generation config of {model.name} sets {', '.join(unused)}, which headwater does not use: what is "
+            "written is not what transformers would write. This warning is given once.",
+            stacklevel=2,
+        )
+    if not settings(model.raw, RULES):
+        return []
+    config = copy.deepcopy(generation_config(model.raw))
+    # Else temperature, top_k and top_p of the config would come along as processors.
+    config.do_sample = False
+    # guidance_scale, for one, would come back as a processor that runs the model a second time.
+    for name in UNUSED:
+        setattr(config, name, None)
+    # `generate` sets it before it asks for processors; those of min_length and bad_words_ids read it.
+    config._eos_token_tensor = torch.tensor(sorted(end_tokens(model)), device=model.device)
+    processors = []
+    for length in prompts.lengths.tolist():
+        # A forced end token comes at this length, which is another for each prompt.
+        config.max_length = length + max_new_tokens
+        processors.append(model.raw.original_model._get_logits_processor(config, length, device=model.device))
+    return processors
 
 
 # One step of generation: the logits of the token that each row writes next, and the rows that go on.
@@ -654,11 +623,8 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
 class _Cached:
     """The rows still going, their keys and values, and the token each reads next.
 
-    Args:
-        model: the model.
-        prompts: padded on the right.
-        bare: the model without wrappers, where it can be used for all steps.
-        shared: with it, so many tokens that all prompts begin with are run once.
+    With `bare`, the model without wrappers where it can be used for all steps, so many tokens that all prompts begin
+    with are run once (`shared`).
     """
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
@@ -801,7 +767,7 @@ class _Rerun:
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook]):
         self._model, self._hooks = model, hooks
-        self._rows = [row[real].tolist() for row, real in zip(prompts.tokens, prompts.mask, strict=True)]
+        self._rows = prompts.ids
         self._live, self._first = list(range(len(prompts))), Reading.of(prompts)
         self._original = original_length(model.rotary_by_length)
         self._in_parts = [_InParts(*hook, self._first) for hook in hooks_for(model, hooks, prompts)]

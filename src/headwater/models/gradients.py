@@ -75,6 +75,10 @@ def refuse_cut_texts(model: HookedModel, what: str, lengths: Iterable[int]) -> N
 class Descent:
     """A run up to the state that is read, and the way back down from it.
 
+    Parameters are frozen, as `hw.load` leaves them. The run is of `tokens`, padding, if any, last, after those of
+    `before`, which `keys_values` returned. Read is a hook at a layer (`reading`), at `positions` among the tokens;
+    no gradient is wanted in layers before `lowest`.
+
     Attributes:
         states: the states read, `batch d_model`.
     """
@@ -88,16 +92,6 @@ class Descent:
         positions: Int[Tensor, " batch"],
         lowest: int = 0,
     ):
-        """Run.
-
-        Args:
-            model: the model; its parameters are frozen, as `hw.load` leaves them.
-            tokens: the tokens after `before`; padding, if any, comes last.
-            before: what `keys_values` returned.
-            reading: the hook that is read, and its layer.
-            positions: where it is read, among `tokens`.
-            lowest: no gradient is wanted in layers before this one.
-        """
         self.model, self._cache = model, FixedPrefix(before)
         self._lowest, self._top = lowest, reading[1]
         self._entries: dict[int, Tensor] = {}
@@ -241,11 +235,8 @@ def parameter_gradient_norms(
 ) -> dict[str, float]:
     """Return the norm of the gradient of a text's mean negative log-likelihood at every parameter that it reaches.
 
-    Args:
-        model: the model; it is left as it was.
-        ids: the tokens of the text.
-        scored: the places in `ids` whose tokens count; at least one, and not the first.
-        order: of the norm: 1, 2 or infinity (the largest entry).
+    `scored` are the places in `ids` whose tokens count; at least one, and not the first. The order of the norm is 1, 2
+    or infinity (the largest entry). The model is left as it was.
     """
     refuse_without_gradients(model)
     parameters = {name.replace(WRAPPED, ""): one for name, one in model.raw.named_parameters()}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,10 @@ from headwater.models.edits import (
     refuse_silent,
 )
 from headwater.models.forward import Keep, Reading, attentions_of, cache_options, columns_kept, forward, reached, reads
-from headwater.models.generation import RULES, settings
-from headwater.models.hints import warn_of_no_template, warn_of_two_beginnings
+from headwater.models.model import RULES, settings
+from headwater.models.packaged import is_packaged
 from headwater.models.sites import hook_name, place_named
-from headwater.models.tokenizers import spelled_tokens
-from headwater.models.tokens import Batch, Inputs, make_batch, token_strings
+from headwater.models.tokens import Batch, ChatText, Inputs, make_batch, spelled_tokens, token_strings
 from headwater.models.transformer_lens_names import TransformerLensNames
 from headwater.options import checked_flag, checked_layer, shown, whole_numbers
 from headwater.runs.record import HOOKS, PAST_HOOKS
@@ -205,7 +205,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         """What acts in the model now beside its weights, by the option that records it in a run.
 
         The hooks that `with model.hooks(...)` has attached and that may edit; what was put into the model past them
-        since it was loaded (`headwater.models.foreign_modules`); and the rules of its generation config. What another
+        since it was loaded (`headwater.models.fingerprint`); and the rules of its generation config. What another
         thread does is not seen: it is waited for.
         """
         with self.lock:
@@ -280,3 +280,45 @@ def check_model(model: Any, option: str = "model") -> None:
     if not isinstance(model, HookedModel):
         found = type(model).__name__
         raise InputError(f"{option} must be what hw.load returns, found a {found}: hw.load(...) it first.")
+
+
+# Hints, not errors, since each of these has a use; but what comes out is another thing than most who write it mean.
+
+
+MARKS = ("<|", "[INST]", "<start_of_turn>")
+"""What chat templates write that need not be a special token of the tokenizer."""
+
+
+def warn_of_two_beginnings(batch: Batch, beginning: int | None) -> None:
+    """Warn where a sequence begins with two beginning-of-sequence tokens: models know texts with one or none."""
+    if beginning is None or batch.tokens.shape[1] < 2:
+        return
+    if twice := ((batch.tokens[:, :2] == beginning) & batch.mask[:, :2]).all(1).nonzero().flatten().tolist():
+        others = f" ({len(twice):,} of {len(batch):,} prompts do)" if len(twice) > 1 else ""
+        warnings.warn(
+            f"Prompt {batch.name(twice[0])} begins with two beginning-of-sequence tokens{others}. A chat template "
+            "writes one itself, and token ids may hold one: leave the second out.",
+            stacklevel=2,
+        )
+
+
+def warn_of_no_template(model: HookedModel, texts: Sequence[str]) -> None:
+    """Warn, once per model, where one whose tokenizer has a chat template reads texts that hold none of its marks.
+
+    Of a model in a package, which is looked into with texts that break off, this is said of questions alone.
+    """
+    tokenizer = model.tokenizer
+    if not texts or "template" in model.hinted or not getattr(tokenizer, "chat_template", None):
+        return
+    if is_packaged(model.name) and not any(text.rstrip().endswith("?") for text in texts):
+        return
+    assert tokenizer is not None
+    marks = {*MARKS, *(mark for mark in tokenizer.all_special_tokens if mark in str(tokenizer.chat_template))}
+    if not any(isinstance(text, ChatText) or any(mark in text for mark in marks) for text in texts):
+        model.hinted.add("template")
+        warnings.warn(
+            f"{model.name} has a chat template and reads plain text without it: an instruct model may do otherwise in "
+            "a chat. Use context='chat' where there is such an option, or give messages in place of a text: "
+            "[{'role': 'user', 'content': text}]. This warning is given once.",
+            stacklevel=2,
+        )

@@ -12,7 +12,7 @@ import gc
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -73,19 +73,10 @@ def failures_named(what: str) -> Iterator[None]:
         raise InputError(f"{what} failed: {type(error).__name__}: {message}") from error
 
 
-@runtime_checkable
-class Items(Protocol):
-    """Things in a row that can be taken in parts: a sequence, or what holds an array for each of their numbers."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> Any: ...
-
-
-def in_halves(items: Items, work: Callable[[Any], Value]) -> list[Value]:
+def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:
     """Do the work on all items at once; when memory runs out, on one half and then the other, and so on.
 
-    The work must undo what it did when it fails.
+    Items are whatever has a length and gives parts of it by slices. The work must undo what it did when it fails.
 
     Returns:
         What each part of the work returned, in order.

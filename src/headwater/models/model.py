@@ -1,9 +1,8 @@
 """What a model is to the files below `headwater.models.hooked`: its fields and its identity in the record of a run.
 
 Identity. A record that named the model it was loaded from would be wrong of weights that were edited since, and of a
-model into which something was put. So weights are hashed when a run asks (`headwater.models.fingerprint` knows
-when they cannot have changed), and modules are compared with what they contained when the model was loaded
-(`headwater.models.foreign_modules`).
+model into which something was put. So weights are hashed when a run asks, and modules are compared with what they
+contained when the model was loaded (`headwater.models.fingerprint`, which knows when neither can have changed).
 
 The lock. One thread runs a model at a time. A fork copies the memory and one thread. Locks of the others stay locked
 for ever, so the copy of a model that another thread was running is refused there: its hooks are halfway, and nobody
@@ -28,11 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from headwater.calls import checked_calls
 from headwater.errors import ModelError
-from headwater.models.families import ModelShape
-from headwater.models.fingerprint import KnownWeights
-from headwater.models.foreign_modules import KnownModules, SameModules, is_a
-from headwater.models.tokenizers import Bos, resolve_bos
-from headwater.models.tokens import Batch, Inputs
+from headwater.models.families import ModelShape, family_named, text_config
+from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
+from headwater.models.tokens import Batch, Bos, Inputs, resolve_bos
 from headwater.runs.identity import tokenizer_digest
 
 
@@ -254,3 +251,39 @@ def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:
 def is_bridge(raw: object) -> bool:
     """Whether a model is a TransformerBridge, and not a HookedTransformer."""
     return is_a(raw, "TransformerBridge")
+
+
+RULES: dict[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    **dict.fromkeys(("sequence_bias", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+}
+"""Settings of a generation config that generation obeys, each with the value that says nothing; None never does."""
+
+
+def settings(raw: object, names: Mapping[str, object]) -> dict[str, object]:
+    """Return which of some settings the generation config of a model has, for the record of a run."""
+    config = generation_config(raw)
+    found = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None and value != names[name]}
+
+
+def generation_config(raw: object) -> Any:
+    """Return the generation config of the model of transformers, where there is one."""
+    return getattr(getattr(raw, "original_model", None), "generation_config", None)
+
+
+def logit_scale(model: Model) -> float:
+    """By what a model multiplies what its unembedding gives (Cohere, Granite)."""
+    family = family_named(model.shape.architecture)
+    return 1.0 if family is None or family.logit_scale is None else float(family.logit_scale(text_config(model.config)))
+
+
+def residual_scale(model: Model) -> float:
+    """By what a model's blocks multiply what attention and MLP write before it is added (Granite)."""
+    family = family_named(model.shape.architecture)
+    name = None if family is None else family.residual_scale
+    return 1.0 if name is None else float(getattr(text_config(model.config), name))

@@ -16,23 +16,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from headwater.errors import ModelError
 
 
-@dataclass(frozen=True)
-class Packaged:
-    """Where a model is to be had.
-
-    Attributes:
-        module: the package, as it is imported.
-        package: the package, as it is installed.
-        hub: the model's name on the hub, in full precision.
-    """
+class Packaged(NamedTuple):
+    """Where a model is to be had: its package as imported and as installed; its name on the hub, in full precision."""
 
     module: str
     package: str

@@ -151,12 +151,10 @@ def within(number: int, count: int, what: str, where: str = "", note: str | None
 
 
 def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]]:
-    """Return heads as pairs (layer, head), or MLPs as (layer,), in the order given.
+    """Return heads as pairs (layer, head), or MLPs as (layer,), in the order given; `option` is `heads` or `mlps`.
 
-    Args:
-        option: `heads` or `mlps`.
-        given: a name, a list of names, pairs or (of MLPs) layers, or a table of heads with the columns `layer`, `head`.
-        sizes: of the model; "head 9" is every head of layer 9.
+    Given are a name, a list of names, pairs or (of MLPs) layers, or a table of heads with the columns `layer`, `head`;
+    "head 9" is every head of layer 9.
     """
     kind = option.removesuffix("s")
     wanted = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"

@@ -201,12 +201,8 @@ def positions_of(
 ) -> tuple[int, ...]:
     """Return the positions that a name means in one prompt, ascending; of roles, those of any of them.
 
-    Args:
-        where: see the first lines of this file.
-        prompt: the prompt.
-        example: its number, for a list with one entry per prompt.
-        n_examples: how many prompts (or pairs) there are.
-        side: 0 in the clean prompt of a pair, 1 in the corrupted one; None where there are no pairs.
+    `example` is the number of the prompt among `n_examples` (or of the pair), for a list with one entry per prompt;
+    `side` is 0 in the clean prompt of a pair, 1 in the corrupted one, and None where there are no pairs.
     """
     if isinstance(where, Mapping):
         roles = roles_of(where, prompt, example, n_examples, side)

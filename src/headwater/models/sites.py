@@ -323,9 +323,7 @@ def main_site(stage: Stage) -> Site:
 def taken_as_recorded(stage: Stage, parallel: bool) -> tuple[Stage, ...]:
     """Say what a block has computed when a stage's first edit acts: the outcome of attention, of the MLP, or neither.
 
-    Args:
-        stage: of the first edit.
-        parallel: whether attention and MLP both read the block's input, so that no edit of the one reaches the other.
+    In a parallel block attention and MLP both read its input, so that no edit of the one reaches the other.
     """
     if stage <= Stage.PATTERN:
         return ()

@@ -1,7 +1,7 @@
 """Text to token ids and back: one rule for the beginning-of-sequence token, one layout for batches.
 
 1. A text becomes the tokenizer's ids without its special tokens, after the ids that texts of the model begin with
-   (`model.bos`, by `headwater.models.tokenizers`); a text that already begins with these does not get them twice.
+   (`model.bos`, see `resolve_bos`); a text that already begins with these does not get them twice.
 2. Messages of a chat become the text that the tokenizer's chat template writes, up to where the answer begins. How it
    begins is the template's own, as in transformers: nothing is put before it.
 3. Token ids given by the caller are used as they are.
@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from textwrap import shorten
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
@@ -23,13 +25,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headwater.data.strict_json import refuse_half_characters
-from headwater.errors import InputError
-from headwater.models.tokenizers import panics_are_errors
-from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number
+from headwater.errors import InputError, first_line
+from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number, whole_numbers
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Offsets: TypeAlias = tuple[tuple[int, int], ...]
 """The (start, end) characters of each token of a text; (0, 0) for those that every text begins with."""
+SPACE_FOLLOWS = tuple(".,:;?!")
+"""Marks, beside letters, after which English and its neighbours go on with a space."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -76,6 +79,11 @@ class Batch:
     def padded(self) -> bool:
         """Whether any row is shorter than the batch is wide."""
         return not bool(self.mask.all())
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The real tokens of each row."""
+        return [row[real].tolist() for row, real in zip(self.tokens, self.mask, strict=True)]
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return some rows as a batch of their own, no wider than the longest of them."""
@@ -128,17 +136,11 @@ def make_batch(
     n_ctx: int | None = None,
     config: object = None,
 ) -> Batch:
-    """Make a right-padded batch.
+    """Make a right-padded batch of what `Inputs` lists.
 
-    Args:
-        inputs: a text, texts, a chat or chats (lists of messages), lists of token ids, a tensor of token ids (one row
-            or a batch), or a batch.
-        tokenizer: needed for texts.
-        bos: the ids that every text begins with.
-        mask: for a tensor of token ids, True (or 1) at its real tokens. It must be given when the tensor is padded.
-        d_vocab: ids must be smaller than this.
-        n_ctx: sequences must not be longer than this.
-        config: the model's; it names the padding id where the tokenizer names none, or there is no tokenizer.
+    Texts need a tokenizer, and begin with `bos`. A tensor of token ids that is padded needs `mask`, True (or 1) at its
+    real tokens. Ids must be smaller than `d_vocab`, sequences not longer than `n_ctx`. The model's config names the
+    padding id where the tokenizer names none, or there is no tokenizer.
     """
     refuse_what_has_no_order(inputs)
     if mask is not None and not isinstance(inputs, Tensor):
@@ -196,12 +198,9 @@ class ChatText(str):
 def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatText | None:
     """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
 
-    A last message of the assistant is written up to its end, to be continued. Templates that write the date get a fixed
-    one, and those that can think aloud are asked not to.
-
-    Args:
-        tokenizer: the model's.
-        message: what the user says; or messages, `role` and `content` of each.
+    The message is what the user says; or messages, `role` and `content` of each. A last message of the assistant is
+    written up to its end, to be continued. Templates that write the date get a fixed one, and those that can think
+    aloud are asked not to.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -258,16 +257,10 @@ def by_length(
     before: Sequence[Any] | None = None,
     longest: Callable[[int], float] | None = None,
 ) -> list[list[int]]:
-    """Deal rows out in batches of about equal length, shortest first, so that little is padding.
+    """Deal rows out in batches of `size` and about equal length, shortest first, so that little is padding.
 
-    Args:
-        lengths: of each row.
-        size: rows in a batch.
-        before: what rows are ordered by before their length.
-        longest: how long a row may be in a batch whose first row has a length; a longer one begins the next batch.
-
-    Returns:
-        The rows of each batch; rows of one length stay in their order.
+    Rows are ordered by `before`, if given, and then by length; rows of one length stay in their order. `longest` says
+    how long a row may be in a batch whose first row has a length; a longer one begins the next batch.
     """
     keys = lengths if before is None else list(zip(before, lengths, strict=True))
     batches: list[list[int]] = []
@@ -406,3 +399,91 @@ def _check_ids(batch: Batch, d_vocab: int | None, n_ctx: int | None) -> None:
     longest = int(batch.lengths.max())
     if n_ctx is not None and longest > n_ctx:
         raise InputError(f"A sequence has {longest} tokens; the model reads at most {n_ctx}.")
+
+
+def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], tokenizer: Tokenizer | None) -> None:
+    """Warn where an answer is one token with a space in front and another one without, and the prompt ends in a word.
+
+    `answers` are a metric's, each a token for all prompts or a list with one for each; `ends` the prompts' last tokens.
+    """
+    if tokenizer is None:
+        return
+    for answer in answers:
+        words = [answer] * len(ends) if is_one(answer) else list(answer)  # type: ignore[call-overload]
+        for word, end in zip(words, ends, strict=False):
+            if not isinstance(word, str) or not word[:1].isalpha():
+                continue
+            if not end[-1:].isalnum() and not end.endswith(SPACE_FOLLOWS):
+                continue
+            plain, spaced = encode(tokenizer, word)[0], encode(tokenizer, f" {word}")[0]
+            if len(plain) == len(spaced) == 1 and plain != spaced:
+                warnings.warn(
+                    f"The answer {shown(word)} and {shown(f' {word}')}, with a space, are two different tokens, and "
+                    f"after a prompt that ends in {shown(end)} the one with the space is usually meant.",
+                    stacklevel=2,
+                )
+                return
+
+
+# What comes before a text (`resolve_bos`), in this order:
+#
+# 1. what the tokenizer itself writes there: one token, several, or none;
+# 2. where it writes nothing, the BOS token if TransformerLens's `default_prepend_bos` asks for it and the token
+#    separates documents, that is, is the end token too (GPT-2's `<|endoftext|>`, not the `<|im_start|>` of a chat).
+#
+# An end token that a tokenizer writes after a text is left out: texts here are continued.
+
+
+Bos: TypeAlias = Literal["tokenizer", "transformer_lens"] | str | int | Sequence[int] | bool | None
+"""What texts begin with: None for the rule above, False for nothing, True for the BOS token, what the tokenizer writes,
+what TransformerLens's `default_prepend_bos` says, a token by its text or id, or ids."""
+
+
+@contextlib.contextmanager
+def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
+    """Make an error of a panic of the tokenizers library (from a rule's regex, say), which is not an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
+
+
+def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that a tokenizer itself writes before a text."""
+    ids, plain = list(tokenizer("a")["input_ids"]), list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    for start in range(len(ids) - len(plain) + 1):
+        if ids[start : start + len(plain)] == plain:
+            return tuple(ids[:start])
+    return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
+
+
+def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: bool) -> tuple[int, ...]:
+    """Return the ids that every text begins with; `prepends` is TransformerLens's `default_prepend_bos`."""
+    if bos is False or (tokenizer is None and bos is None):
+        return ()
+    if tokenizer is None:
+        raise InputError(f"bos={shown(bos)} says what texts begin with, and there is no tokenizer: pass tokenizer=.")
+    by_lens = (tokenizer.bos_token_id,) if prepends and tokenizer.bos_token_id is not None else ()
+    if bos is None:
+        return own_bos(tokenizer) or (by_lens if by_lens == (tokenizer.eos_token_id,) else ())
+    if isinstance(bos, str) and bos in ("tokenizer", "transformer_lens"):
+        return own_bos(tokenizer) if bos == "tokenizer" else by_lens
+    try:
+        token: object = tokenizer.bos_token if bos is True else bos
+        token = tokenizer.get_vocab()[token] if isinstance(token, str) else token
+        ids = whole_numbers([token] if is_one(token) else token)
+    except (KeyError, TypeError):
+        ids = []
+    if not ids or not all(0 <= token < len(tokenizer) for token in ids):
+        raise InputError(
+            f'bos={shown(bos)} names no token of the tokenizer: give False (nothing), "tokenizer", "transformer_lens", '
+            "a token, or ids."
+        )
+    return tuple(ids)
+
+
+def spelled_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return what messages call the ids that texts begin with."""
+    return repr("".join(tokenizer.convert_ids_to_tokens(list(ids)))) if ids else "nothing"

@@ -307,24 +307,14 @@ class TransformerLensNames(Model):
         bias = getattr(self.raw.unembed, "b_U", None)
         return self.W_U.new_zeros(self.shape.d_vocab) if bias is None else bias.detach().clone()
 
-    W_Q: Float[Tensor, "layer head d_model d_head"] = _factor("W_Q", "Residual stream, after the norm, to queries.")
-    W_K: Float[Tensor, "layer head d_model d_head"] = _factor(
-        "W_K", "Residual stream, after the norm, to keys, for each query head."
-    )
-    W_V: Float[Tensor, "layer head d_model d_head"] = _factor(
-        "W_V", "Residual stream, after the norm, to values, for each query head."
-    )
+    W_Q: Float[Tensor, "layer head d_model d_head"] = _factor("W_Q", "Normed residual stream to queries.")
+    W_K: Float[Tensor, "layer head d_model d_head"] = _factor("W_K", "Normed residual stream to keys, by query head.")
+    W_V: Float[Tensor, "layer head d_model d_head"] = _factor("W_V", "Normed residual stream to values, by query head.")
     W_O: Float[Tensor, "layer head d_head d_model"] = _factor("W_O", "A head's weighted values to what it writes.")
-    b_Q: Float[Tensor, "layer head d_head"] = _factor("b_Q", "The bias of the queries; zeros where there is none.")
-    b_K: Float[Tensor, "layer head d_head"] = _factor(
-        "b_K", "The bias of the keys, for each query head; zeros where there is none."
-    )
-    b_V: Float[Tensor, "layer head d_head"] = _factor(
-        "b_V", "The bias of the values, for each query head; zeros where there is none."
-    )
-    b_O: Float[Tensor, "layer d_model"] = _factor(
-        "b_O", "The bias of what all heads of a layer write together; zeros where there is none."
-    )
+    b_Q: Float[Tensor, "layer head d_head"] = _factor("b_Q", "Bias of queries; zeros without one.")
+    b_K: Float[Tensor, "layer head d_head"] = _factor("b_K", "Bias of keys, by query head; zeros without one.")
+    b_V: Float[Tensor, "layer head d_head"] = _factor("b_V", "Bias of values, by query head; zeros without one.")
+    b_O: Float[Tensor, "layer d_model"] = _factor("b_O", "Bias of what a layer's heads write; zeros without one.")
 
     def _of_heads(self, name: str) -> Tensor:
         shape = self.shape

@@ -32,7 +32,7 @@ from torch import Tensor
 from headwater.errors import ModelError
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.models.bridge_check import difference, rounding
-from headwater.models.families import family_named, text_config
+from headwater.models.model import logit_scale
 from headwater.models.tokens import Batch
 from headwater.models.weights import LoadedWeights, finite
 from headwater.runs.record import HOOKS, PAST_HOOKS, RunRecord
@@ -84,19 +84,6 @@ def final_norm(model: HookedModel) -> Norm:
     return replace(norm, gain=scale * norm.gain, bias=None if norm.bias is None else scale * norm.bias)
 
 
-def logit_scale(model: HookedModel) -> float:
-    """By what a model multiplies what its unembedding gives (Cohere, Granite)."""
-    family = family_named(model.shape.architecture)
-    return 1.0 if family is None or family.logit_scale is None else float(family.logit_scale(text_config(model.config)))
-
-
-def residual_scale(model: HookedModel) -> float:
-    """By what a model's blocks multiply what attention and MLP write before it is added (Granite)."""
-    family = family_named(model.shape.architecture)
-    name = None if family is None else family.residual_scale
-    return 1.0 if name is None else float(getattr(text_config(model.config), name))
-
-
 def attention_post_norm(model: HookedModel, layer: int) -> Norm | None:
     """Return the norm after the attention of a layer (Gemma), None where there is none."""
     gain = LoadedWeights(model).attention_post_gain(layer)
@@ -122,10 +109,8 @@ HALF = (torch.bfloat16, torch.float16)
 def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
     """Return the final norm and the head after it, after checking them against the model's own logits.
 
-    Args:
-        model: the model.
-        record: of the run that asks. What was checked of the same weights, while nothing else acted in the model, is
-            not checked again.
+    What was checked of the same weights, while nothing else acted in the model, is not checked again for the record of
+    a run.
     """
     raw = model.raw
     bias, scale = getattr(raw.unembed, "b_U", None), logit_scale(model)

@@ -21,7 +21,7 @@ from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, first_line
 from headwater.kernels.devices import usable_device
 from headwater.models.bridge_check import is_finite, tokenizer_fits
-from headwater.models.checkpoint import Checkpoint, checkpoint_folder, open_checkpoint, revision_of
+from headwater.models.checkpoint import Checkpoint, checkpoint_folder, load_tokenizer, open_checkpoint, revision_of
 from headwater.models.conversion import UNEMBEDDING, expected_tensors, split_heads
 from headwater.models.effective_embedding import (
     HeadsOfLoneTokens,
@@ -33,13 +33,11 @@ from headwater.models.effective_embedding import (
     first_mlp,
     layer0,
     mlp0,
-    refuse_clipped,
 )
-from headwater.models.families import ModelShape, family_of, shape_of
+from headwater.models.families import ModelShape, family_of, shape_of, text_config
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.forward import unpadded
 from headwater.models.model import is_bridge
-from headwater.models.tokenizers import load_tokenizer
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -181,9 +179,17 @@ class WeightSource(ABC):
     def _given(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.given_dtype)
 
-    def _check_layer(self, layer: int) -> None:
+    def _check_heads(self, layer: int, config: object) -> None:
+        """Refuse a layer that is not there, and attention that clips its values: a head is then no linear map."""
         if not 0 <= layer < self.shape.n_layers:
             raise InputError(f"Layer {layer} was asked for; the model has layers 0 to {self.shape.n_layers - 1}.")
+        config = text_config(config) if hasattr(config, "get_text_config") else config
+        for part in (config, getattr(config, "attn_config", None)):  # OLMo, MPT
+            if limit := getattr(part, "clip_qkv", None):
+                raise ModelError(
+                    f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
+                    "writes is not x W_V W_O; no OV map is read."
+                )
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:
@@ -204,18 +210,11 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
             )
 
 
-# The parameters of a model in memory, with the norm gains and embeddings that the model itself computes with.
-
-
 class LoadedWeights(WeightSource):
     """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
 
-    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is.
-
-    Args:
-        model: whose.
-        known: the fingerprint of its weights, where the caller has it: then what an earlier reader checked of the same
-            weights is not checked again.
+    What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is. Where the
+    caller knows the fingerprint, what an earlier reader checked of the same weights is not checked again.
     """
 
     def __init__(self, model: Model, known: str | None = None):
@@ -304,8 +303,7 @@ class LoadedWeights(WeightSource):
 
     def _factors(self, layer: int, names: Iterable[str]) -> dict[str, Any]:
         """Factors of one layer's heads by name, and its norm's gain; values and outputs were compared with a run."""
-        self._check_layer(layer)
-        refuse_clipped(self.model.config, self.shape.architecture)
+        self._check_heads(layer, self.model.config)
         stored = {name: self._factor(layer, name) for name in names}
         at = f"blocks.{layer}"
         norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
@@ -381,9 +379,6 @@ class LoadedWeights(WeightSource):
         return self._given(finite(tensor.detach(), name))
 
 
-# A checkpoint's parameters, streamed from safetensors without building the model.
-
-
 PINNED_AT_MOST = 2**29
 """Bytes of a tensor that goes to a CUDA device by way of pinned memory, which torch keeps."""
 
@@ -441,8 +436,7 @@ class StreamedWeights(WeightSource):
 
     def _attention(self, layer: int) -> str:
         """The prefix of the tensors of a layer's attention, which must be of single heads."""
-        self._check_layer(layer)
-        refuse_clipped(self.checkpoint.config, self.shape.architecture)
+        self._check_heads(layer, self.checkpoint.config)
         return f"{self.family.block(layer)}{self.family.attention}."
 
     def _query_key_value(
@@ -534,16 +528,6 @@ class StreamedWeights(WeightSource):
         return torch.nn.functional.layer_norm(embeddings, gain.shape, gain, bias, config.layer_norm_epsilon)
 
 
-# Open a model's parameters: the same `WeightSource` for a checkpoint, streamed, and for a model in memory.
-#
-# Layers read ahead: while a CUDA device works on one layer's heads, the next layer's are on their way to it.
-#
-# A thread reads the next layer from the checkpoint into pinned memory and has a stream of its own copy it over; the
-# caller's stream waits for the copy only when it asks for that layer. What is read ahead is the layer as far from the
-# last one as that was from the one before, so that processes that share the layers read ahead their own. On a CPU, and
-# for a model already in memory, layers are simply read when requested.
-
-
 @checked_call
 def open_weights(
     what: Model | str | Path,
@@ -584,7 +568,13 @@ _Arrival: TypeAlias = tuple[OVWeights, torch.cuda.Event | None]
 
 
 class LayersAhead:
-    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread."""
+    """Calls `weights.ov`, one layer ahead where that pays. A context manager: leaving it ends the thread.
+
+    While a CUDA device works on one layer's heads, a thread reads the next layer from the checkpoint into pinned memory
+    and has a stream of its own copy it over; the caller's stream waits for the copy only when it asks for that layer.
+    What is read ahead is the layer as far from the last one as that was from the one before, so that processes that
+    share the layers read ahead their own. On a CPU, and for a model in memory, layers are read when requested.
+    """
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
         """Read ahead on CUDA devices, or as `ahead` says."""

@@ -20,11 +20,10 @@ from torch import Tensor
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device, to_device_many
 from headwater.models.edits import Hook
-from headwater.models.hints import warn_of_missing_spaces
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.positions import Where, positions_of
 from headwater.models.sites import SITES, Site, sites_named
-from headwater.models.tokens import Batch, pad_id
+from headwater.models.tokens import Batch, pad_id, warn_of_missing_spaces
 from headwater.options import checked_count, shown
 from headwater.patching.edits import LOGITS, CellTable, CellTemplate, Edit, Indices, Place, Reading, Variant, Variants
 from headwater.patching.metrics import Metric, answer_ids

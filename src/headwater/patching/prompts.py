@@ -26,8 +26,7 @@ from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import AbsentError, Prompt, Where, checked_roles, hangs_on_length, positions_of, role_in
 from headwater.models.sites import Site, hook_name
-from headwater.models.tokenizers import spelled_tokens
-from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, token_strings
+from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, spelled_tokens, token_strings
 from headwater.options import shown
 from headwater.patching.edits import ReplacementSpec
 

@@ -32,7 +32,7 @@ from headwater.errors import InterventionError
 from headwater.kernels.devices import to_device
 from headwater.models.blocks import Blocks, Recording, SharedPrefix
 from headwater.models.edits import Hook, TrustedHook, replace_hook
-from headwater.models.memory import Items, in_halves
+from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
 from headwater.patching.edits import (
     LOGITS,
@@ -764,7 +764,7 @@ class Walk:
             if bool((own := wrong[offset : offset + length]).any()):
                 raise NotFiniteError(int(self.rows.variant[row]), int(self.rows.start[row]) + int(own.nonzero()[0]))
 
-    def _within_memory(self, items: Items, work: Callable[[Any], object]) -> None:
+    def _within_memory(self, items: Any, work: Callable[[Any], object]) -> None:
         """Do the work; when memory runs out, do it in parts, and make all tiles smaller from now on."""
         parts = in_halves(items, work)
         self.tile_tokens = max(1, self.tile_tokens // len(parts))

@@ -14,20 +14,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.models.edits import Hook, PromptHook
 from headwater.models.generation import end_tokens, generate_tokens
-from headwater.models.hints import warn_of_no_template
+from headwater.models.hooked import HookedModel, warn_of_no_template
 from headwater.models.tokens import ChatText, by_length, chat_text, encode
 from headwater.options import checked_count, shown
 from headwater.runs.analysis import Run
-
-if TYPE_CHECKING:
-    from headwater.models.hooked import HookedModel
 
 RAW, CHAT = CONTEXTS = ("raw", "chat")
 PROMPT = "Q: {question}\nA:"
