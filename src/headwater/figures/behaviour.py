@@ -25,6 +25,7 @@ from headwater.figures.style import (
     legend_beside,
     model_title,
     new_figure,
+    one_panel,
     others,
     style,
 )
@@ -240,8 +241,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     vectors = table["vector"].unique().tolist()
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]
-    with style(ax):
-        ax = ax or new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
+    with one_panel(ax, 7.2, 0.9 + 0.42 * len(vectors)) as ax:
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
         # Beside the bars: two thirds of the width, in letters of their size.

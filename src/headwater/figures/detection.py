@@ -20,6 +20,7 @@ from headwater.figures.style import (
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -90,8 +91,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     right = [share - part for share, part in zip(used, wrong, strict=True)]
     cut = [row["cut"] / row["questions"] for row in sets]
     dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
-    with style(ax):
-        ax = ax or new_figure(4.5, 1.0 + 0.3 * len(names)).add_subplot()
+    with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
         left = [0.0] * len(names)
         for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
             if not any(shares):
@@ -169,8 +169,7 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
     """Draw AUC, the control task's AUC, and selectivity by layer."""
     table = fit.table.sort_values("layer")
     layers = table["layer"].to_numpy(dtype=float)
-    with style(ax):
-        ax = ax or new_figure(3.6, 2.5).add_subplot()
+    with one_panel(ax, 3.6, 2.5) as ax:
         ax.axhline(0.5, color=FAINT, linewidth=0.6)
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for name, text, color in (("auc", "AUC", BLUE), ("selectivity", "selectivity (accuracy)", ORANGE)):

@@ -26,6 +26,7 @@ from headwater.figures.style import (
     legend_beside,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -60,8 +61,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
     order = suite.measured.sort_values(["family", "share"], ascending=[True, True])["relation"].tolist()
     if not order:
         raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")
-    with style(ax):
-        ax = new_figure(6.5, 1.2 + LINE * len(order)).add_subplot() if ax is None else ax
+    with one_panel(ax, 6.5, 1.2 + LINE * len(order)) as ax:
         place = {relation: number for number, relation in enumerate(order)}
         for way in (*BASELINES, NAMED):
             rows = suite.ways[(suite.ways["way"] == way) & suite.ways["share"].notna()]

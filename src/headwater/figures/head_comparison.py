@@ -23,6 +23,7 @@ from headwater.figures.style import (
     legend_beside,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -213,8 +214,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
     heads = f"{int(rows['heads'].max()):,}"
-    with style(ax):
-        ax = ax or new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
+    with one_panel(ax, 4.5, 0.95 + 0.22 * len(names)) as ax:
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
@@ -235,8 +235,7 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     """Draw accuracy against the number of heads removed."""
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
-    with style(ax):
-        ax = ax or new_figure(3.6, 3.0).add_subplot()
+    with one_panel(ax, 3.6, 3.0) as ax:
         for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:

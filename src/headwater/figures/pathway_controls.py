@@ -35,6 +35,7 @@ from headwater.figures.style import (
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -209,8 +210,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
     """Draw a row per question set and way to tell the modes, a mark and interval per mode."""
     rows = whole_summary(found)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
-    with style(ax):
-        ax = ax or new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
+    with one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
         for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
             color, marker = MODE_LOOKS[mode]
             y = [place + shift for place in range(len(rows))]

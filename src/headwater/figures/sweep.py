@@ -31,6 +31,7 @@ from headwater.figures.style import (
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     plain_title,
     style,
     ticks,
@@ -405,8 +406,7 @@ def dose_response(
         raise InputError(
             f"These sweeps are of {len(layers)} layers, and {MOST} can be distinguished: choose with layers=."
         )
-    with style(ax):
-        ax = new_figure(3.6, 2.6).add_subplot() if ax is None else ax
+    with one_panel(ax, 3.6, 2.6) as ax:
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for layer, (color, mark) in zip(layers, SETS, strict=False):
             rows = summary[summary["layer"] == layer]
