@@ -26,15 +26,10 @@ QUESTIONS = 1500
 @VIEWS.add(DepthProfile)
 def view_depth_profile(profile: DepthProfile) -> View:
     """Show a box per depth for every score, what each dot is made of, and means by layer where several were read."""
-    return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), depth_spec(profile), height=900)
-
-
-def depth_spec(profile: DepthProfile) -> dict[str, object]:
-    """Return what the script draws: `score row` values, the depth and name of each row, and the questions."""
     scores = [name for name in profile.by_layer["score"].unique() if name in profile.depthwise]
     by_group, averages = profile.run.options["aggregate"] == "group", profile.depthwise
     looks = _looks(profile)
-    return {
+    spec = {
         "title": title_of(profile),
         "main": profile.main,
         "y": AVERAGE.replace("\n", " ") if by_group else "MIN-K% of a Question (nats)",
@@ -46,6 +41,7 @@ def depth_spec(profile: DepthProfile) -> dict[str, object]:
         "questions": _questions(profile),
         "by_layer": _by_layer(profile, scores) if profile.by_layer["layer"].nunique() > 1 else None,
     }
+    return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), spec, height=900)
 
 
 def _looks(profile: DepthProfile) -> dict[int, tuple[str, str]]:
@@ -122,24 +118,20 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
     chosen = _chosen(stats, texts)
     if not len(stats.table):
         return picture(stats)
-    return interactive(stats, ("strip.js", "likelihood.js"), likelihood_spec(stats, chosen), height=420)
-
-
-def likelihood_spec(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
-    """Return what the script draws: by text its tokens, and one column of numbers by text, layer and token each."""
     table = stats.table if "layer" in stats.table else stats.table.assign(layer=-1)
     layers = sorted(table["layer"].unique().tolist())
-    rows = table[table["text"].isin(texts)].sort_values(["text", "layer", "position"], kind="stable")
+    rows = table[table["text"].isin(chosen)].sort_values(["text", "layer", "position"], kind="stable")
     first = rows[rows["layer"] == layers[0]]
     known = dict(zip(stats.texts["text"].tolist(), stats.texts.to_dict("records"), strict=True))
     parts = dict(list(first.groupby("text", sort=False)))
-    left = len(stats.texts) - len(texts)
-    return {
+    left = len(stats.texts) - len(chosen)
+    spec = {
         "title": plain_title(stats.run.model, SEEN),
-        "note": f"{len(texts):,} of {len(stats.texts):,} texts" if left else "",
+        "note": f"{len(chosen):,} of {len(stats.texts):,} texts" if left else "",
         "layers": ["final"] if "layer" not in stats.table else layers,
-        "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in texts],
+        "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in chosen],
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}
+    return interactive(stats, ("strip.js", "likelihood.js"), spec, height=420)
 
 
 def _text(number: int, rows: pd.DataFrame, known: Mapping[Hashable, Any]) -> dict[str, object]:

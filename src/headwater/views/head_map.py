@@ -48,13 +48,6 @@ def view_head_map(
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
     maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]
-    return interactive(
-        head_map, ("head_plane.js", "head_grid.js", "head_map.js"), head_map_spec(maps, model), height=620
-    )
-
-
-def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = None) -> dict[str, object]:
-    """Return what the script draws: the looks of labels, and each map by head and relation."""
     relations = list(dict.fromkeys(name for one in maps for name in one.table["relation"]))
     present = {label for one in maps for label in one.categories["label"]}
     known = [label for label in labels() if label in present]
@@ -63,7 +56,7 @@ def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | Non
     drawn = [_map(name, one, relations, known) for name, one in zip(names, maps, strict=True)]
     if model is not None:
         drawn[0]["writes"] = _written(maps[0], model)
-    return {
+    spec = {
         "title": title_of(maps),
         "note": rule,
         "relations": relations,
@@ -71,6 +64,7 @@ def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | Non
         "quiet": UNCLASSIFIED,
         "maps": drawn,
     }
+    return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec, height=620)
 
 
 def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence[str]) -> dict[str, object]:
@@ -147,13 +141,6 @@ def view_evidence(found: Evidence) -> View:
     """Show the heads of a relation in linked maps; where the model cannot do it, the sentence that says so."""
     if not found.is_measured:
         return picture(found)
-    return interactive(
-        found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), evidence_spec(found), height=900
-    )
-
-
-def evidence_spec(found: Evidence) -> dict[str, object]:
-    """Return what the script draws: every number of a head, `column layer head`, and the rows that name heads."""
     by_head = found.table.sort_values(["layer", "head"])
     layers, heads = (int(by_head[axis].max()) + 1 for axis in ("layer", "head"))
     columns = [name for name in by_head if name not in ("layer", "head")]
@@ -161,7 +148,7 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
     ways = found.ways.dropna(subset=["share"])
     rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
     heads_of = [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
-    return {
+    spec = {
         "title": evidence_title(found),
         "layers": layers,
         "heads": heads,
@@ -175,6 +162,7 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
             _rows("silenced", found.cost, ["what", "heads", "cost", "low", "high"]),
         ],
     }
+    return interactive(found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), spec, height=900)
 
 
 def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:

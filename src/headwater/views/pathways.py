@@ -14,16 +14,11 @@ from headwater.views.page import interactive, line_of
 @VIEWS.add(Pathways)
 def view_pathways(pathways: Pathways) -> View:
     """Show the curves of every way to split the examples, and the control, with their intervals."""
-    return interactive(pathways, ("chart.js", "curves.js", "lines.js"), spec_of(pathways), height=660)
-
-
-def spec_of(pathways: Pathways) -> dict[str, object]:
-    """Return what the script draws: a chart for each way to split and each value."""
     first = default_split(pathways)
     splits = list(dict.fromkeys([first, *pathways.curves["split_by"]]))
     windowed = pathways.run.options["window"] is not None
     title = title_of(pathways, first)
-    return {
+    spec = {
         "title": title,
         "note": f"{SPELLED}; grey: {RANDOM} instead, over all examples (control)",
         "said": {"title": title, "x": "layer", "count": "examples"},
@@ -39,6 +34,7 @@ def spec_of(pathways: Pathways) -> dict[str, object]:
             for value, label in VALUES.items()
         ],
     }
+    return interactive(pathways, ("chart.js", "curves.js", "lines.js"), spec, height=660)
 
 
 def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]]:

@@ -24,21 +24,17 @@ def view_sweep(sweep: Sweep) -> View:
     panels = panels_of(sweep.table, {})
     if any(len(panel_axes(part, {})) != 2 for _, part in panels):
         return picture(sweep)
-    return interactive(sweep, "sweep.js", spec_of(sweep, panels))
-
-
-def spec_of(sweep: Sweep, panels: Sequence[tuple[Sequence[object], pd.DataFrame]]) -> dict[str, object]:
-    """Return what the script draws: by panel its two axes, and `example row column` effects."""
     examples = sorted(sweep.table["example"].unique().tolist())
     cells = sum(int(np.prod([part[axis].nunique() for axis in panel_axes(part, {})])) for _, part in panels)
     by_example = cells * len(examples) <= LARGEST
-    return {
+    spec = {
         "title": title_of(sweep, panels),
         "examples": len(examples) if by_example else 1,
         "names": examples if by_example else [f"mean of {len(examples)}"],
         "tokens": [list(sweep.tokens[example]) for example in examples] if len(sweep.tokens) else [],
         "panels": [_panel(name, part, examples if by_example else None) for name, part in panels],
     }
+    return interactive(sweep, "sweep.js", spec)
 
 
 def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] | None) -> dict[str, object]:
