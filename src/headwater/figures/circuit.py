@@ -83,10 +83,11 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         order = sorted(lines, key=lambda line: sizes[line.edge])
         for rank, line in enumerate(order):
             _draw(ax, curves[line], line, float(circuit.effects[line.edge]), top, rank / max(1, len(order)))
+        senders = circuit.graph.senders
         for node, (x, y) in places.items():
-            color = INK if y == 0 else FAINT
-            box = BOX | {"edgecolor": color}
-            name = _short(circuit.graph, node).replace("mlp ", "m" if is_crowded else "mlp ")
+            box = BOX | {"edgecolor": INK if y == 0 else FAINT}
+            name = "logits" if node == len(senders) else senders.name(node).removeprefix("head ")
+            name = name.replace("mlp ", "m") if is_crowded else name
             ax.text(x, y, name, ha="center", va="center", size=points, zorder=5, bbox=box)
         if len(circuit) <= FEW and wide >= 0.8 * COLUMN:
             _write_effects(ax, circuit, list(reversed(order)), curves, places)
@@ -183,13 +184,6 @@ def _point(curve: Path, t: float) -> Place:
     a, b, c, d = np.asarray(curve.vertices)
     x, y = (1 - t) ** 3 * a + 3 * t * (1 - t) ** 2 * b + 3 * t**2 * (1 - t) * c + t**3 * d
     return float(x), float(y)
-
-
-def _short(graph: Graph, node: int) -> str:
-    if node == len(graph.senders):
-        return "logits"
-    name = graph.senders.name(node)
-    return name.removeprefix("head ")
 
 
 def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[float, float]) -> None:

@@ -27,6 +27,7 @@ from headwater.figures.style import (
     color_bar,
     drawable,
     entitle,
+    figure_of,
     inches,
     legend_above,
     model_title,
@@ -94,21 +95,16 @@ def plot_sweep(
     if ax is not None and len(panels) > 1:
         raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
     with style(ax):
-        if ax is not None:
-            (name, part), axes = panels[0], [ax]
-            _panel(ax, part, name, measure, sweep, fixed)
-            ax.set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
-            return ax
-        figure, axes = _figure(panels, fixed)
+        axes = [ax] if ax is not None else _axes(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
-        _share_scales(axes, [name for name, _ in panels])
         if len(panels) == 1:
-            (name, part), ax = panels[0], axes[0]
-            ax.set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
-        else:
-            entitle(figure, model_title(sweep.run, _of_what(sweep)))
-    return axes[0] if len(panels) == 1 else figure
+            axes[0].set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
+            return axes[0]
+        _share_scales(axes, [name for name, _ in panels])
+        figure = figure_of(axes[0])
+        entitle(figure, model_title(sweep.run, _of_what(sweep)))
+    return figure
 
 
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
@@ -167,7 +163,8 @@ def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
             mesh.set_clim(-limit, limit)
 
 
-def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes]]:
+def _axes(panels: list[Any], fixed: dict[str, Any]) -> list[Axes]:
+    """Make a figure of fitting size with axes for each panel."""
     n_metrics = len({name[1] for name, _ in panels})
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
@@ -176,10 +173,10 @@ def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes
     columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
     figure = new_figure(columns * width, rows * height)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    axes: list[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[len(panels) :]:
         spare.remove()
-    return figure, axes[: len(panels)]
+    return axes[: len(panels)]
 
 
 def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
