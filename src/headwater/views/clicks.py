@@ -384,14 +384,12 @@ class RecordedPair:
         self.normalise, self.head = unembedding_head(model)
         # Recorded activations of weights that have changed since would be combined with new ones without an error.
         self._fingerprint = model.fingerprint
+        self._runner: WalkRunner | WholeRuns
         with torch.inference_mode(), model.lock:
-            self._runner = self._recorded()
-
-    def _recorded(self) -> WalkRunner | WholeRuns:
-        try:
-            return WalkRunner(self.plan, range(1))
-        except CannotStepError:
-            return WholeRuns(self.plan, range(1))
+            try:
+                self._runner = WalkRunner(self.plan, range(1))
+            except CannotStepError:
+                self._runner = WholeRuns(self.plan, range(1))
 
     @property
     def kept(self) -> tuple[int, ...]:
