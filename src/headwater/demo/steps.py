@@ -112,24 +112,16 @@ def memorization(result: DepthProfile) -> Number:
     rise, shuffled, less = (_rise(result, control) for control in ("all nodes", "shuffled", "minus shuffled"))
     if rise is None or shuffled is None or less is None:
         return Number(found)
+    value, low, high = less
     return Number(
-        f"{found}; from first to last its mean rises by {rise.value:.1f}",
-        f"with the words shuffled by {shuffled.value:.1f}, {less.value:.1f} less (95 % interval {less.low:.1f} to "
-        f"{less.high:.1f})",
-        weak=less.low < APART,
+        f"{found}; from first to last its mean rises by {rise[0]:.1f}",
+        f"with the words shuffled by {shuffled[0]:.1f}, {value:.1f} less (95 % interval {low:.1f} to {high:.1f})",
+        weak=low < APART,
     )
 
 
-class _Rise(NamedTuple):
-    """By how many nats the mean rises, and its interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def _rise(result: DepthProfile, control: str) -> _Rise | None:
-    """How far the mean of Min-K% rises from the first to the last depth; None where that was not measured."""
+def _rise(result: DepthProfile, control: str) -> tuple[float, float, float] | None:
+    """How many nats the mean of Min-K% rises from first to last depth, with its interval; None if not measured."""
     rows = result.comparisons
     ends = f"{result.depths[0]}-{result.depths[-1]}"
     wanted = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
@@ -137,7 +129,7 @@ def _rise(result: DepthProfile, control: str) -> _Rise | None:
     if not len(found):
         return None
     value, low, high = (-float(found[name].iloc[0]) for name in ("value", "high", "low"))  # scores fall as Min-K% rises
-    return _Rise(value, low, high)
+    return value, low, high
 
 
 def patching(result: Sweep) -> Number:

@@ -53,13 +53,10 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
 
     A given `ax` takes the changes from the first model to one other.
     """
-    if len(comparison.models) == 2:
-        with style(ax):
-            return _draw_changes(comparison, ax)
-    if ax is not None:
+    if ax is not None and len(comparison.models) != 2:
         raise InputError("The figure of more than two models has two panels: leave ax= out, or compare two models.")
     with style(ax):
-        return _draw_curves(comparison)
+        return _draw_changes(comparison, ax) if len(comparison.models) == 2 else _draw_curves(comparison)
 
 
 def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:

@@ -275,7 +275,10 @@ class Shards:
         return tensors
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shards) and len(self) == len(other) and all(map(_equal, self, other))
+        if not isinstance(other, Shards) or len(self) != len(other):
+            return False
+        pairs = zip(self, other, strict=True)
+        return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -317,7 +320,3 @@ def _linked(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -130,16 +130,13 @@ def drawn(result: Result | Circuit) -> bytes | str:
     except HeadwaterError as error:
         return str(error)
     try:
-        return _light(image_of(figure, DPI))
+        whole = image_of(figure, DPI).convert("RGB")
     finally:
         # pyplot keeps every figure until it is closed, and warns when more than 20 are open.
         plt.close(figure_of(figure))
-
-
-def _light(picture: Image.Image) -> bytes:
-    """Return a picture as a PNG of few colours, a quarter as large; those far from the others, as a legend's, stay."""
+    # A quarter as large in few colours; those far from the others, as a legend's, stay.
     written = BytesIO()
-    few = picture.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = whole.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
     return written.getvalue()
 
