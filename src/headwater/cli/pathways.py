@@ -19,6 +19,7 @@ from headwater.cli.options import (
     Variant,
     is_main,
     read_extractor,
+    report,
 )
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
@@ -266,4 +267,4 @@ def _finish(found: dict[str, Result], run: RunOptions) -> None:
             files += run.write(result, name, name)
         files.append(str(write_report(found, run.out / "report.md")))
     summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
-    run.report(summary | {"files": files}, {name: result.report() for name, result in found.items()})
+    report(summary | {"files": files}, {name: result.report() for name, result in found.items()}, run.as_json)
