@@ -25,7 +25,6 @@ from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
 if TYPE_CHECKING:
-    from headwater.questions.sources import Questions
     from headwater.runs.result import Result
 
 DEFAULT_SAMPLE = 500
@@ -87,7 +86,17 @@ class QuestionOptions(Answering):
 
     def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[hw.HookedModel, hw.AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
-        questions, how = _questions(model, self), self.read()
+        from headwater.questions.sources import WORLD_SETS, Questions
+
+        # Read before a large model is loaded in vain.
+        if self.questions is None and not is_embedded(model or BASE):
+            raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
+        read = []
+        for source in self.questions or WORLD_SETS:
+            of_world = source in WORLD_SETS and not Path(source).exists()
+            sample = DEFAULT_SAMPLE if of_world and self.sample is None else self.sample
+            read.append(hw.load_questions(source, sample=sample, seed=self.seed))
+        questions, how = Questions.joined(read), self.read()
         loaded = load.model(model)
         return loaded, hw.answer(loaded, questions, **run.kept("answers"), **how)
 
@@ -239,20 +248,6 @@ def _examples(given: str | None) -> list[tuple[str, str]] | None:
         return None if given is None else []
     table = hw.load_questions(given).table
     return [(question, answers[0]) for question, answers in zip(table["question"], table["answers"], strict=True)]
-
-
-def _questions(model: str | None, answering: QuestionOptions) -> Questions:
-    """Read the questions, before a large model is loaded in vain."""
-    from headwater.questions.sources import WORLD_SETS, Questions
-
-    if answering.questions is None and not is_embedded(model or BASE):
-        raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
-    read = []
-    for source in answering.questions or WORLD_SETS:
-        of_world = source in WORLD_SETS and not Path(source).exists()
-        sample = DEFAULT_SAMPLE if of_world and answering.sample is None else answering.sample
-        read.append(hw.load_questions(source, sample=sample, seed=answering.seed))
-    return Questions.joined(read)
 
 
 def _finish(found: dict[str, Result], run: RunOptions) -> None:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import matplotlib as mpl
 import pandas as pd
 
-from headwater.demo.steps import STEPS
+from headwater.demo.steps import STEPS, Number
 from headwater.figures.style import save_figure
 from headwater.runs.folder import processes
 from headwater.runs.result import FITTING, View
@@ -49,12 +49,7 @@ class Section:
     """Why there is nothing to see."""
     folder: Path | None = None
     """Where the whole result lies."""
-    found: str = ""
-    """The number, in a few words."""
-    control: str = ""
-    """What it is compared with."""
-    weak: bool = False
-    """Whether what was found does not differ from its control."""
+    number: Number | None = None
     is_on_top: bool = True
     """Whether what was found is among the first lines of the page, or is folded below them."""
     view: View | None = None
@@ -130,11 +125,12 @@ def _entry(number: int, section: Section) -> str:
 
 def _found(section: Section) -> str:
     """Return the number and, beside it, its control, with a word where it is indistinguishable."""
-    if not section.found:
+    if section.number is None:
         return ""
-    weak = "<em>weak:</em> " if section.weak else ""
-    control = f'<br><span class="asks">Control: {text_of(section.control)}.</span>' if section.control else ""
-    return f"<p>{weak}{text_of(section.found[:1].upper() + section.found[1:])}.{control}</p>"
+    found, compared, is_weak = section.number
+    weak = "<em>weak:</em> " if is_weak else ""
+    control = f'<br><span class="asks">Control: {text_of(compared)}.</span>' if compared else ""
+    return f"<p>{weak}{text_of(found[:1].upper() + found[1:])}.{control}</p>"
 
 
 def _section(number: int, section: Section, folder: Path) -> str:

@@ -360,12 +360,6 @@ def _patching(seen: Seen, options: dict[str, Any]) -> Result:
     return patch(seen.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
 
 
-def _cards(seen: Seen, heads: Any) -> View:
-    """The head map, with what each head writes."""
-    shown: View = heads.view(model=seen.model)
-    return shown
-
-
 def _attention(seen: Seen, sweep: Any) -> View:
     """The attention in both prompts of the first pair that was patched, dated as the sweep: pages stay equal."""
     clean, corrupted, *_ = sweep.run.options["prompts"]
@@ -443,7 +437,7 @@ STEPS = {
         _heads,
         number=heads,
         table=head_table,
-        view=_cards,
+        view=lambda seen, heads: heads.view(model=seen.model),
     ),
     "answers": Step(
         "What the model answers",

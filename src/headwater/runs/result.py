@@ -515,21 +515,17 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
     if whole and figure.get_suptitle():
         _break(figure._suptitle, _share, figure, "width", 0.98)
     for ax in figure.axes if whole else [drawn, *_bars(drawn)]:
-        _break_lines(ax)
+        # The title where the next panel or the figure ends, labels where their axes do.
+        for place in (ax.title, ax._left_title, ax._right_title):
+            _break(place, _to_the_right, ax)
+        _break(ax.xaxis.label, _around, ax)
+        _break(ax.yaxis.label, _share, ax, "height", 1.05)
     return drawn
 
 
 def _bars(ax: Any) -> list[Any]:
     """The axes of the colour bars of what is drawn on `ax`."""
     return [one.colorbar.ax for one in (*ax.collections, *ax.images) if getattr(one, "colorbar", None)]
-
-
-def _break_lines(ax: Any) -> None:
-    """Break the title where the next panel or the figure ends, labels where their axes do."""
-    for place in (ax.title, ax._left_title, ax._right_title):
-        _break(place, _to_the_right, ax)
-    _break(ax.xaxis.label, _around, ax)
-    _break(ax.yaxis.label, _share, ax, "height", 1.05)
 
 
 def _to_the_right(ax: Any) -> float:

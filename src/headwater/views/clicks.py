@@ -261,11 +261,12 @@ class Clicks:
         since = time.perf_counter()
         (before, goal), parts = bench.unedited, self._parts(bench, nodes)
         looked = bench.look(nodes, [[part] for part in parts])
-        after = bench.read(looked.states)
+        first, after = bench.before, bench.read(looked.states)
+        by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
         return Patched(
             nodes, how, before, looked.value, goal,
-            top=self._top(bench.before, after),
-            layers=_layers(bench.before, after),
+            top=self._top(first, after),
+            layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
             parts=_parts_table(parts, looked, before, goal),
             seconds=time.perf_counter() - since,
             code=self.code([node.described() for node in nodes], how),
@@ -296,13 +297,6 @@ class Clicks:
     def __repr__(self) -> str:
         state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
         return f"{type(self).__name__}({self.model.name}: {state})"
-
-
-def _layers(first: NextTokens, then: NextTokens) -> pd.DataFrame:
-    """Say what the metric is after each layer, before and after."""
-    before, after = first.by_layer, then.by_layer
-    table = pd.DataFrame({"layer": range(len(before)), "before": before, "after": after})
-    return table.assign(change=table["after"] - table["before"])
 
 
 def _parts_table(parts: Sequence[ActivationNode], looked: NodeEffect, before: float, goal: float) -> pd.DataFrame:
