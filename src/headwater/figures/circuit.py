@@ -193,9 +193,7 @@ def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[floa
         if 0 < node < len(graph.senders):
             by_layer.setdefault(int(graph.senders.layer[node]), []).append(x)
     far = max((x for x, _ in places.values()), default=1.0)
-    ax.set_xlim(-0.6, far + 0.6)
-    ax.set_ylim(rows[0], rows[1] + 0.7)
-    ax.set_yticks([])
+    ax.set(xlim=(-0.6, far + 0.6), ylim=(rows[0], rows[1] + 0.7), yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     cell_ticks(ax.xaxis, [float(np.mean(xs)) for xs in by_layer.values()], [str(layer) for layer in by_layer])
     ax.tick_params(axis="x", length=0)

@@ -159,5 +159,4 @@ def _cost(cost: pd.DataFrame, ax: Axes) -> None:
     ax.scatter(rows["cost"], y, c=colors, s=14)
     ax.axvline(0, color=FAINT, lw=0.6)
     cell_ticks(ax.yaxis, y, ticks(names))
-    ax.set_xlabel("Logits lost")
-    ax.set_title("what silencing costs")
+    ax.set(xlabel="Logits lost", title="what silencing costs")
