@@ -249,21 +249,14 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
     mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     tokens = _shared_tokens(part, sweep)
     across, down = inches(ax)
-    if tokens is not None and axes[0] == "position" and TOKEN * len(means) <= down:
-        cell_ticks(ax.yaxis, np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
-        ax.tick_params(axis="y", length=0)
-    else:
-        _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part)
+    down_tokens = tokens if axes[0] == "position" and TOKEN * len(means) <= down else None
+    across_tokens = tokens if axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across else None
+    _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part, down_tokens)
     if axes[0] == "position":
         ax.invert_yaxis()
-    has_tokens = tokens is not None and axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across
-    if has_tokens and tokens is not None:
-        _token_ticks(ax, np.arange(means.shape[1]) + 0.5, [tokens[int(i)] for i in means.columns])
-        ax.tick_params(axis="x", length=0)
-    else:
-        _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part)
+    _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part, across_tokens)
     ax.set_ylabel("Query" if axes[0] in ("position", "role") and {"key", "key_role"} & {*axes} else LABELS[axes[0]])
-    ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
+    ax.set_xlabel("" if across_tokens is not None and axes[1] == "position" else LABELS[axes[1]])
     color_bar(mesh, ax, label)
 
 
@@ -284,7 +277,8 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     tokens = _shared_tokens(part, sweep) if axis == "position" else None
     if tokens is not None and TOKEN * len(places) <= inches(ax)[0]:
-        _token_ticks(ax, places, [tokens[int(i)] for i in places])
+        names = [shown(tokens[int(i)]) for i in places]
+        cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
     else:
         whole_numbers(ax.xaxis)
         ax.set_xlabel(LABELS[axis])
@@ -315,13 +309,18 @@ def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
     return [f"{short} (n = {counts.get(name, 0):,})" for name, short in zip(listed, cut, strict=True)]
 
 
-def _ticks(which: Any, axis: str, places: np.ndarray, part: pd.DataFrame) -> None:
-    """Label the cells along an axis: by their names or numbers."""
-    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    look = turned if axis in NAMED and which.axis_name == "x" else {}
-    names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
-    most = None if axis in NAMED else MOST_TICKS
-    cell_ticks(which, np.arange(len(places)) + 0.5, names, most, **look)
+def _ticks(
+    which: Any, axis: str, places: np.ndarray, part: pd.DataFrame, tokens: tuple[str, ...] | None = None
+) -> None:
+    """Label the cells along an axis: by their tokens, names or numbers."""
+    is_named = axis in NAMED or tokens is not None
+    turned = {"rotation": 30 if tokens is None else 60, "ha": "right", "rotation_mode": "anchor"}
+    look = turned if is_named and which.axis_name == "x" else {}
+    if tokens is not None:
+        names = [shown(tokens[int(i)]) for i in places]
+    else:
+        names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
+    cell_ticks(which, np.arange(len(places)) + 0.5, names, None if is_named else MOST_TICKS, **look)
     which.set_tick_params(length=0)
 
 
@@ -350,11 +349,6 @@ def metric_label(metric: str, measure: str) -> str:
     name = metric.replace("_", " ").replace("kl ", "KL ")
     kinds = {"effect": "Effect", "ratio of means": "Mean effect / mean gap,"}
     return f"{kinds.get(measure, 'Normalized effect')} on {name}"
-
-
-def _token_ticks(ax: Axes, places: np.ndarray, tokens: list[str]) -> None:
-    names = [shown(token) for token in tokens]
-    cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
 
 
 # Dose–response of steering: the mean effect of a direction on a metric against how much of it was added.

@@ -203,7 +203,7 @@ def as_json(patched: Patched) -> dict[str, Any]:
 
 LONGEST = 256
 """Tokens of the prompts of a page."""
-KINDS = {
+KINDS: dict[str, tuple[str, ...]] = {
     "cells": ("{site}", "layer", "position"),
     "heads": (HEADS, "layer", "head"),
     "places": (HEADS, "layer", "position", "head"),
@@ -236,18 +236,16 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
 
 def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
     """Return the sweeps of single nodes: of each kind, or, for a page with a kernel, of cells and heads."""
-    query = clicks.bench(how).kept[-1]
-    sweeps: dict[str, dict[str, Any]] = {
-        "cells": {"sites": list(clicks.sites), "over": ("layer", "position")},
-        "heads": {"sites": HEADS, "over": ("layer", "head")},
-        "places": {"sites": HEADS, "over": ("layer", "position", "head")},
-        "edges": {"sites": EDGES, "over": ("layer", "head", "key"), "positions": query},
-    }
-    kinds = ("cells", "heads") if live else tuple(sweeps)
     direction, values = HOWS[how]
     options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
     options |= {"dataset": clicks.mean_of} if values == "mean" else {}
-    return {kind: patch(clicks.model, clicks.clean, clicks.corrupted, **sweeps[kind], **options) for kind in kinds}
+    found = {}
+    for kind in ("cells", "heads") if live else KINDS:
+        site, *axes = KINDS[kind]
+        where: dict[str, Any] = {"sites": list(clicks.sites) if kind == "cells" else site, "over": tuple(axes[:3])}
+        where |= {"positions": clicks.bench(how).kept[-1]} if kind == "edges" else {}
+        found[kind] = patch(clicks.model, clicks.clean, clicks.corrupted, **where, **options)
+    return found
 
 
 def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:

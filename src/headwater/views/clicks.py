@@ -228,10 +228,7 @@ class Clicks:
     def table(self) -> pd.DataFrame:
         """The clicks: `nodes, how, effect, normalized_effect, before, after, answer, seconds, code`."""
         names = ["nodes", "how", "effect", "normalized_effect", "before", "after", "answer", "seconds", "code"]
-        rows = [
-            (set_name(c.nodes), c.how, c.effect, c.normalized_effect, c.before, c.after, c.answer, c.seconds, c.code)
-            for c in self.clicks
-        ]
+        rows = [[set_name(one.nodes), *(getattr(one, name) for name in names[1:])] for one in self.clicks]
         return pd.DataFrame(rows, columns=names)
 
     def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
