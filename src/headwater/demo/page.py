@@ -89,14 +89,9 @@ def write_report(found: Mapping[str, Result], file: Path) -> Path:
 def write_index(
     sections: Sequence[Section], file: Path, *, title: str, run: RunRecord | None, models: str = ""
 ) -> Path:
-    """Write the page.
+    """Write the page; paths of folders are shown relative to its file.
 
-    Args:
-        sections: in order.
-        file: where; paths of folders are shown relative to it.
-        title: its heading.
-        run: of any of the results, for the line at its end.
-        models: what was looked into, and what is weak about it.
+    `run`, of any of the results, is for the line at its end; `models` says what was looked into, and what is weak.
     """
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
     fitting = f"<script>{FITTING}</script>"

@@ -341,10 +341,8 @@ def _answered(seen: Seen) -> AnsweredQuestions:
 def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, int]]:
     """Pair prompts that differ in their subject alone, both answered rightly, with different first tokens.
 
-    Of all wordings of a question, the one with most such prompts is taken.
-
-    Returns:
-        (clean tokens, corrupted tokens, first token of the right answer, of the other prompt's), `PAIRS` at most.
+    Of all wordings of a question, the one with most such prompts is taken. A pair is (clean tokens, corrupted tokens,
+    first token of the right answer, of the other prompt's); there are `PAIRS` at most.
     """
     families: dict[object, list[tuple[list[int], int]]] = {}
     for row in table[table["z"] == 0].to_dict("records"):

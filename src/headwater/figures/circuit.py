@@ -22,7 +22,7 @@ from matplotlib.path import Path
 from headwater.circuits.circuit import Circuit
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT, INK
-from headwater.figures.style import DASHED, cell_ticks, inches, label, legend_above, new_figure, plain_title, style
+from headwater.figures.style import DASHED, cell_ticks, inches, label, legend_above, one_panel, plain_title
 from headwater.runs.result import DRAWINGS
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
@@ -71,10 +71,8 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
     high = max((y for _, y in places.values()), default=0.0)
     curves = {line: _curve(places, line) for line in lines}
     low = min([-0.4, *(_point(curve, 0.5)[1] - 0.2 for curve in curves.values())])
-    with style(ax):
-        if ax is None:
-            size = (1.0 + COLUMN * far, 1.1 + ROW * (high - low))
-            ax = new_figure(*np.clip(size, LEAST, LARGEST)).add_subplot()
+    size = np.clip((1.0 + COLUMN * far, 1.1 + ROW * (high - low)), LEAST, LARGEST)
+    with one_panel(ax, *size) as ax:
         wide, tall = np.divide(inches(ax), (far + 1.2, high - low + 0.7))
         is_crowded = 72 * wide < 3.2 * NAME
         points = min(NAME, 72 * wide / (2.4 if is_crowded else 3.2), 72 * tall / 1.8)

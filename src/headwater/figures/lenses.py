@@ -18,6 +18,7 @@ from headwater.figures.style import (
     inches,
     model_title,
     new_figure,
+    one_panel,
     others,
     style,
     whole_numbers,
@@ -73,10 +74,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     probability = drawn.pivot(index="layer", columns="position", values="probability").to_numpy(dtype=float)
     tokens = drawn.pivot(index="layer", columns="position", values="top_token").to_numpy(dtype=object)
     under = drawn.drop_duplicates("position").sort_values("position")["token"].tolist()
-    with style(ax):
-        if ax is None:
-            size = AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)
-            ax = new_figure(*size).add_subplot()
+    with one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
         mesh = ax.pcolormesh(
             probability, cmap=COLORS, vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
         )

@@ -55,13 +55,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, run: RunRecord, kind: type[Result] = Result):
-        """Open a folder for a run.
-
-        Args:
-            path: the folder.
-            run: what is to be computed.
-            kind: the class of the result that will be written.
-        """
+        """Open a folder for a run, whose result will be of class `kind`."""
         self.path = checked_path("out", path)
         if run.unknown:
             raise InputError(

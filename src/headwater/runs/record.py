@@ -164,13 +164,7 @@ class RunRecord:
 
 
 def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRecord | None:
-    """Return the record that `path` holds, or None for a new folder.
-
-    Args:
-        path: the folder.
-        run: the run that is to be written there.
-        names: of the files and folders that will be written.
-    """
+    """Return the record that a folder holds, or None for a new one; refuse another run, and files of these names."""
     if not (path / RUN_FILE).exists():
         refuse_foreign(path, RUN_FILE, names)
         return None

@@ -236,12 +236,7 @@ class Shards:
 
     @classmethod
     def of_files(cls, files: Sequence[Path], pieces: Sequence[Path] = ()) -> Shards:
-        """Name the files of parts.
-
-        Args:
-            files: where they are, or will be once `write` has been called.
-            pieces: where they lie until then, as this run wrote or read them.
-        """
+        """Name the files of parts; until `write` makes them, parts lie in `pieces`, as this run wrote or read them."""
         made = cls()
         # Pieces were hashed when this run wrote or read them, and are not read a second time for it.
         made._files, made._pieces, made._checked = list(files), list(pieces), set(range(len(pieces)))

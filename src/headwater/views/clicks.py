@@ -232,12 +232,7 @@ class Clicks:
         return pd.DataFrame(rows, columns=names)
 
     def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
-        """Return the call of `hw.patch` that changes nodes together, with the names given to `hw.board`.
-
-        Args:
-            nodes: as `ActivationNode.described` gives them.
-            how: of `HOWS`.
-        """
+        """Return the call of `hw.patch` that changes described nodes together, with the names given to `hw.board`."""
         direction, values = HOWS[how]
         options = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
         both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
@@ -334,18 +329,9 @@ class NextTokens:
 
 
 class RecordedPair:
-    """Two recorded runs of a pair, one of which is edited with values of one kind.
+    """Two recorded runs of one pair, one of which is edited with values of one kind; nodes may lie at some sites.
 
-    Args:
-        model: the model; it is left as it was.
-        pair: one pair, and which of its runs is edited.
-        metric: of the logits.
-        values: what is written: `other run`, `zero`, `mean`, ...; values that are drawn several times are not for this.
-        dataset: the prompts of `mean`.
-        sites: the names of those at which nodes may lie.
-
-    Raises:
-        InputError: there are several pairs, or the metric reads no logits.
+    Values that are drawn several times are not for this, and neither are metrics that read no logits.
     """
 
     def __init__(

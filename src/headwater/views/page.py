@@ -210,14 +210,10 @@ def page_around(
     below: str,
     height: int = 620,
 ) -> View:
-    """Return a page that is drawn by a script.
+    """Return a page that is drawn by a script, as `interactive` says.
 
-    Args:
-        spec: see `interactive`.
-        scripts: see `interactive`.
-        figure: the picture shown where scripts do not run, as PNG, or why there is none; and its caption.
-        below: HTML that unfolds below the view.
-        height: see `interactive`.
+    `figure` is shown where scripts do not run: a PNG, or why there is none, and its caption. `below` is HTML that
+    unfolds below the view.
     """
     # ASCII alone, whatever encoding the page is served in; a browser's JSON.parse refuses NaN.
     text = json.dumps(spec, ensure_ascii=True, allow_nan=False)
@@ -259,16 +255,10 @@ def line_of(
     control: bool = False,
     count: str | None = None,
 ) -> dict[str, object]:
-    """Return one line as the script draws it.
+    """Return one line as the script draws it, in a colour and with a mark: its `look`.
 
-    Args:
-        rows: its points.
-        columns: the names of where each is, its value, and the ends of its interval.
-        name: what the line is called.
-        look: colour and mark.
-        dashed: whether it is drawn with dashes.
-        control: whether it is one: drawn in grey, and left beside a line that is looked at alone.
-        count: the column that says over how many each is.
+    `columns` of its points are where each is, its value, and the ends of its interval; `count` is the one that says
+    over how many each is. A control is drawn in grey, and left beside a line that is looked at alone.
     """
     at, *values = columns
     curve = {key: rounded(rows[column]) for key, column in zip(("value", "low", "high"), values, strict=True)}
