@@ -82,8 +82,12 @@ def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
         raise InputError(found.verdict)
     with style(ax):
         if ax is not None:
-            _ways(found, ax)
-            ax.set_title(model_title(found.run, found.relation))
+            rows = found.ways.dropna(subset=["share"]).set_index("way")
+            names = [way for way in reversed(WAYS) if way in rows.index]
+            for number, way in enumerate(names):
+                _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
+            ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
+            ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(found.run, found.relation))
             return ax
         figure = new_figure(WIDTH, HEIGHT)
         # Each row is laid out by itself: the names of costs are long.
@@ -114,15 +118,6 @@ def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool)
     size, edge = (6.5, 1.1) if way in BASELINES else (4.0, 1.2 if mark in "|x" else 0)
     face = "none" if way in BASELINES else color
     ax.plot(rows["share"], y, mark, color=color, mfc=face, ms=size, mew=edge, label=way, ls="none")
-
-
-def _ways(found: Evidence, ax: Axes) -> None:
-    rows = found.ways.dropna(subset=["share"]).set_index("way")
-    names = [way for way in reversed(WAYS) if way in rows.index]
-    for number, way in enumerate(names):
-        _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
-    ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", ylim=(-0.6, len(names) - 0.4))
 
 
 def _map(table: pd.DataFrame, column: str, ax: Axes) -> None:

@@ -428,7 +428,12 @@ class RecordedPair:
             logits = self.logits(states)
             # Layers take the place of examples here: each is a row with the same answers.
             answers = [to_device(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
-            clean = self._clean().expand_as(logits) if self.metric.against_clean else None
+            clean = None
+            if self.metric.against_clean:
+                readout = self._runner.readout
+                run = readout.base if self.plan.pair.base_is_clean else readout.other
+                assert run is not None
+                clean = self.logits(run[self.plan.states[-1]][0][None][:, self._columns]).expand_as(logits)
             metric = self.metric.measure(logits, answers, clean).double().tolist()
             return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
@@ -438,13 +443,6 @@ class RecordedPair:
             # W_U may lie on another GPU than the states.
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
-
-    def _clean(self) -> Float[Tensor, "1 kept d_vocab"]:
-        last = self.plan.states[-1]
-        readout = self._runner.readout
-        run = readout.base if self.plan.pair.base_is_clean else readout.other
-        assert run is not None
-        return self.logits(run[last][0][None][:, self._columns])
 
     @property
     def _columns(self) -> list[int]:
