@@ -69,7 +69,13 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
     from headwater import figures
 
     result_class, draw, part = KINDS[kind]
-    results = [_read(getattr(hw, result_class), folder, part) for folder in runs]
+    results: list[Any] = []
+    for folder in runs:
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
+        # In the folder itself, or in the part that a command with several results made.
+        inside = folder / part
+        results.append(getattr(hw, result_class).load(inside if part and inside.is_dir() else folder))
     figure = getattr(figures, draw)(results, style=style, **options)
     note = NOTES.get(kind, NOTES.get(f"{kind} {style}"))
     note_text = attrgetter(note)(figures)(results) if note else ""
@@ -80,14 +86,6 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
         mpl.use("Agg")
         files = [str(file) for file in figures.save_figure(figure, out, ("png", "svg", "pdf"))]
     return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note_text}
-
-
-def _read(result_class: Any, folder: Path, part: str) -> Any:
-    """Read a run's result: in the folder itself, or in the part that a command with several results made."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
-    inside = folder / part
-    return result_class.load(inside if part and inside.is_dir() else folder)
 
 
 def demo(

@@ -103,19 +103,17 @@ def write_index(
 def _summary(sections: Sequence[Section], models: str) -> str:
     """Return the lines on top, and folded below them those of the other sections; what failed is never folded."""
     on_top = [section.is_on_top or section.failure is not None for section in sections]
+    entries = [
+        f'<li><a href="#part{number}">{text_of(one.title)}</a>{" (failed)" if one.failure else ""}{_found(one)}</li>'
+        for number, one in enumerate(sections)
+    ]
     first, others = (
-        "".join(_entry(number, section) for number, section in enumerate(sections) if on_top[number] is wanted)
+        "".join(entry for entry, is_first in zip(entries, on_top, strict=True) if is_first is wanted)
         for wanted in (True, False)
     )
     folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
     models = f'<p class="asks">{text_of(models)}</p>' if models else ""
     return f'<nav aria-label="What was found"><h2>What was found</h2>{models}{LEGEND}<ol>{first}</ol>{folded}</nav>'
-
-
-def _entry(number: int, section: Section) -> str:
-    """Return a section's place among the contents: its title, and the number beside its control."""
-    failed = " (failed)" if section.failure else ""
-    return f'<li><a href="#part{number}">{text_of(section.title)}</a>{failed}{_found(section)}</li>'
 
 
 def _found(section: Section) -> str:

@@ -240,7 +240,7 @@ def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
     options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
     options |= {"dataset": clicks.mean_of} if values == "mean" else {}
     found = {}
-    for kind in ("cells", "heads") if live else KINDS:
+    for kind in ("cells", "heads") if live else tuple(KINDS):
         site, *axes = KINDS[kind]
         where: dict[str, Any] = {"sites": list(clicks.sites) if kind == "cells" else site, "over": tuple(axes[:3])}
         where |= {"positions": clicks.bench(how).kept[-1]} if kind == "edges" else {}

@@ -119,7 +119,8 @@ def picture(result: Result) -> View:
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
     height = f"<script>{asset('height.js')}</script>"
-    body = report + picture_in(figure, caption_of(result)) + table_of(result.summary()) + height
+    caption = f"{type(result).__name__} of {result.run.model}"
+    body = report + picture_in(figure, caption) + table_of(result.summary()) + height
     return View(page_of(repr(result), body, result.run, POLICY), picture=None if isinstance(figure, str) else figure)
 
 
@@ -146,11 +147,6 @@ def picture_in(figure: bytes | str, caption: str) -> str:
     if isinstance(figure, str):
         return f'<p class="failed">{text_of(figure)}</p>'
     return picture_of(figure, caption, DPI)
-
-
-def caption_of(result: Result) -> str:
-    """Return what is below a result's figure."""
-    return f"{type(result).__name__} of {result.run.model}"
 
 
 # An interactive view: a page with its numbers, the script that draws them, and the picture shown without it.
@@ -200,7 +196,8 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
     """
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     below = f'{report}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
-    return page_around(spec, scripts, (drawn(result), caption_of(result)), below, height)
+    figure = drawn(result), f"{type(result).__name__} of {result.run.model}"
+    return page_around(spec, scripts, figure, below, height)
 
 
 def page_around(
