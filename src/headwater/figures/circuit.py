@@ -119,15 +119,13 @@ def layout(graph: Graph, lines: list[Drawn]) -> dict[int, Place]:
     places: dict[int, Place] = {}
     for x, (_, column) in enumerate(sorted(columns.items())):
         is_head = column[0] != logits and graph.senders.kind[column[0]] == 1
-        heights = {node: _mean_height(node, lines, places) for node in column}
+        heights: dict[int, float] = {}
+        for node in column:
+            below = [places[line.source][1] for line in lines if line.target == node and line.source in places]
+            heights[node] = float(np.mean(below)) if below else 0.0
         for y, node in enumerate(sorted(column, key=lambda node: heights[node])):
             places[node] = float(x), (y + 1.0 + 0.5 * (x % 2)) if is_head else 0.0
     return places
-
-
-def _mean_height(node: int, lines: list[Drawn], places: Mapping[int, Place]) -> float:
-    heights = [places[line.source][1] for line in lines if line.target == node and line.source in places]
-    return float(np.mean(heights)) if heights else 0.0
 
 
 def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
