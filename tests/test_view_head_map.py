@@ -10,7 +10,7 @@ import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.card import salient_of_heads, salient_operations
 from headwater.models.weights import open_weights
-from headwater.views.head_map import CARDS, FLAGS, heads_with_cards
+from headwater.views.maps import CARDS, FLAGS, heads_with_cards
 from tests import chance
 from tests.tiny import embedded, tiny_model
 from tests.viewed import controlled, mapped, spec_in, unpacked

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,23 +16,19 @@ from headwater.errors import InputError
 
 QUESTIONS = 300
 KINDS = {
-    "heads": ("headwater.heads.head_map:HeadMap", "headwater.figures.head_map:head_maps", "heads"),
-    "pathways": ("headwater.pathways.trace:Pathways", "headwater.figures.pathway_curves:delta_p", "pathways"),
-    "saliency": (
-        "headwater.pathways.attention_saliency:Saliency", "headwater.figures.saliency_density:saliency", "saliency",
-    ),
-    "memorization": (
-        "headwater.likelihood.profile:DepthProfile", "headwater.figures.depth_profile:depth_profiles", "profile",
-    ),
-}  # fmt: skip
+    "heads": ("HeadMap", "head_maps", "heads"),
+    "pathways": ("Pathways", "delta_p", "pathways"),
+    "saliency": ("Saliency", "saliency", "saliency"),
+    "memorization": ("DepthProfile", "depth_profiles", "profile"),
+}
 """By kind: the class of the results, what draws several of them, and where a command with several results keeps one."""
 NOTES = {
-    "pathways": "headwater.figures.pathway_curves:chance_note",
-    "saliency": "headwater.figures.saliency_density:chance_note",
-    "memorization": "headwater.figures.depth_profile:answers_note",
-    "heads published": "headwater.figures.head_map:rule_note",
+    "pathways": "pathway_curves.chance_note",
+    "saliency": "saliency_density.chance_note",
+    "memorization": "depth_profile.answers_note",
+    "heads published": "head_map.rule_note",
 }
-"""What says of a kind, perhaps in one style alone, what the figure does not show by itself."""
+"""What says of a kind, perhaps in one style alone, what the figure does not show by itself; of `headwater.figures`."""
 
 
 def figure(
@@ -70,33 +66,26 @@ def figure(
 
 def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: Any) -> dict[str, Any]:
     """Draw a figure of finished runs; return `figure, models, files`, and a `note` of what it does not show itself."""
+    from headwater import figures
+
     result_class, draw, part = KINDS[kind]
-    results = [_read(_named(result_class), folder, part) for folder in runs]
-    figure = _named(draw)(results, style=style, **options)
+    results: list[Any] = []
+    for folder in runs:
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
+        # In the folder itself, or in the part that a command with several results made.
+        inside = folder / part
+        results.append(getattr(hw, result_class).load(inside if part and inside.is_dir() else folder))
+    figure = getattr(figures, draw)(results, style=style, **options)
     note = NOTES.get(kind, NOTES.get(f"{kind} {style}"))
-    note_text = _named(note)(results) if note else ""
+    note_text = attrgetter(note)(figures)(results) if note else ""
     files = []
     if is_main():
         import matplotlib as mpl
 
-        from headwater.figures.style import save_figure
-
         mpl.use("Agg")
-        files = [str(file) for file in save_figure(figure, out, ("png", "svg", "pdf"))]
+        files = [str(file) for file in figures.save_figure(figure, out, ("png", "svg", "pdf"))]
     return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note_text}
-
-
-def _read(result_class: Any, folder: Path, part: str) -> Any:
-    """Read a run's result: in the folder itself, or in the part that a command with several results made."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
-    inside = folder / part
-    return result_class.load(inside if part and inside.is_dir() else folder)
-
-
-def _named(where: str) -> Any:
-    module, _, name = where.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def demo(

@@ -105,7 +105,10 @@ def heads(
     )  # fmt: skip
     files = run.write(head_map, "head_map")
     if validate and loaded is not None:
-        asked = _prompt_options(template, head_map)
+        asked: dict[str, Any] = {} if template is None else {"template": template, "shots": 0}
+        if template is None and is_embedded(head_map.run.model):
+            used = head_map.relations.loc[head_map.relations["used"], "relation"]
+            asked = {"template": hw.world.question_templates(used.tolist()), "shots": 0}
         head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **asked)
         if (folder := run.part("validated")) is not None and is_main():
             head_map.save(folder)
@@ -258,13 +261,3 @@ def relations(
     used = f"{coverage['usable'].sum()} of {len(rows)} relations can be used with {name}."
     shown = [{key: row[key] for key in row if key not in ("dropped", "note")} for row in rows]
     report({"model": name, "relations": rows}, {name: [used], "relations": shown}, as_json)
-
-
-def _prompt_options(template: str | None, head_map: hw.HeadMap) -> dict[str, Any]:
-    """Return what asks the model for targets, as `HeadMap.validate` takes it."""
-    if template is not None:
-        return {"template": template, "shots": 0}
-    if is_embedded(head_map.run.model):
-        used = head_map.relations.loc[head_map.relations["used"], "relation"]
-        return {"template": hw.world.question_templates(used.tolist()), "shots": 0}
-    return {}

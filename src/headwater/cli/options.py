@@ -99,11 +99,8 @@ class RunOptions:
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
         """Print what a result reports, and those of its findings that are `tables`."""
         found = result.findings() | {"files": list(files)}
-        self.report(found, {} if self.as_json else report_of(result) | {name: found[name] for name in tables})
-
-    def report(self, found: dict[str, Any], sections: Sections) -> None:
-        """Print what was found; see `report`."""
-        report(found, sections, self.as_json)
+        said = {} if self.as_json else {result.run.model: result.report()}
+        report(found, said | {name: found[name] for name in tables}, self.as_json)
 
 
 @Parameter(name="*")
@@ -222,11 +219,6 @@ def is_main() -> bool:
     from headwater.runs.folder import processes
 
     return processes().is_main
-
-
-def report_of(result: Result) -> dict[str, Sequence[Any]]:
-    """Return what a result reports, under the name of its model."""
-    return {result.run.model: result.report()}
 
 
 def report(found: dict[str, Any], sections: Sections, as_json: bool) -> None:

@@ -20,7 +20,7 @@ from headwater.cli.options import (
     changed,
     is_main,
     position,
-    report_of,
+    report,
 )
 from headwater.errors import InputError
 
@@ -297,7 +297,7 @@ def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, sai
 
     found = about | {"strongest": records_of(strongest[["edge", "effect"]]), "said": said, "files": files}
     title = f"{found['model']}: {found['edges']:,} edges, {found['method']}"
-    run.report(found, {title: said, "strongest": found["strongest"]})
+    report(found, {title: said, "strongest": found["strongest"]}, run.as_json)
 
 
 def _report(sweep: hw.Sweep, run: RunOptions) -> None:
@@ -308,5 +308,6 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     felt = summary["mean"].abs().sort_values(ascending=False)
     rows = records_of(summary.loc[felt[felt > 0].index].head(SHOWN))
     found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
-    files = run.write(sweep, "sweep")
-    run.report(found | {"files": files}, {} if run.as_json else report_of(sweep) | {"strongest": rows})
+    found["files"] = run.write(sweep, "sweep")
+    said = [] if run.as_json else sweep.report()
+    report(found, {sweep.run.model: said, "strongest": rows}, run.as_json)

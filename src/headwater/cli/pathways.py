@@ -19,12 +19,12 @@ from headwater.cli.options import (
     Variant,
     is_main,
     read_extractor,
+    report,
 )
 from headwater.errors import InputError
 from headwater.models.packaged import BASE, is_embedded
 
 if TYPE_CHECKING:
-    from headwater.questions.sources import Questions
     from headwater.runs.result import Result
 
 DEFAULT_SAMPLE = 500
@@ -86,7 +86,17 @@ class QuestionOptions(Answering):
 
     def answered(self, model: str | None, load: Load, run: RunOptions) -> tuple[hw.HookedModel, hw.AnsweredQuestions]:
         """Load the model, and let it answer the questions."""
-        questions, how = _questions(model, self), self.read()
+        from headwater.questions.sources import WORLD_SETS, Questions
+
+        # Read before a large model is loaded in vain.
+        if self.questions is None and not is_embedded(model or BASE):
+            raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
+        read = []
+        for source in self.questions or WORLD_SETS:
+            of_world = source in WORLD_SETS and not Path(source).exists()
+            sample = DEFAULT_SAMPLE if of_world and self.sample is None else self.sample
+            read.append(hw.load_questions(source, sample=sample, seed=self.seed))
+        questions, how = Questions.joined(read), self.read()
         loaded = load.model(model)
         return loaded, hw.answer(loaded, questions, **run.kept("answers"), **how)
 
@@ -240,20 +250,6 @@ def _examples(given: str | None) -> list[tuple[str, str]] | None:
     return [(question, answers[0]) for question, answers in zip(table["question"], table["answers"], strict=True)]
 
 
-def _questions(model: str | None, answering: QuestionOptions) -> Questions:
-    """Read the questions, before a large model is loaded in vain."""
-    from headwater.questions.sources import WORLD_SETS, Questions
-
-    if answering.questions is None and not is_embedded(model or BASE):
-        raise InputError(f"Which questions shall {model} answer? Give a file with --questions.")
-    read = []
-    for source in answering.questions or WORLD_SETS:
-        of_world = source in WORLD_SETS and not Path(source).exists()
-        sample = DEFAULT_SAMPLE if of_world and answering.sample is None else answering.sample
-        read.append(hw.load_questions(source, sample=sample, seed=answering.seed))
-    return Questions.joined(read)
-
-
 def _finish(found: dict[str, Result], run: RunOptions) -> None:
     """Write figures, tables and the report, and print what was found."""
     if not is_main():
@@ -266,4 +262,4 @@ def _finish(found: dict[str, Result], run: RunOptions) -> None:
             files += run.write(result, name, name)
         files.append(str(write_report(found, run.out / "report.md")))
     summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
-    run.report(summary | {"files": files}, {name: result.report() for name, result in found.items()})
+    report(summary | {"files": files}, {name: result.report() for name, result in found.items()}, run.as_json)

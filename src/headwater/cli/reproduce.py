@@ -255,4 +255,4 @@ def _report(
     by_quantity = found.table.groupby("quantity", sort=False)
     quantities = {str(name): records_of(some.drop(columns="quantity")) for name, some in by_quantity}
     beside = f"{found.run.model} beside {found.published_model or 'no published model'}"
-    run.report(summary, {beside: [*notes, *found.report()]} | quantities)
+    report(summary, {beside: [*notes, *found.report()]} | quantities, run.as_json)

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import matplotlib as mpl
 import pandas as pd
 
-from headwater.demo.steps import STEPS
+from headwater.demo.steps import STEPS, Number
 from headwater.figures.style import save_figure
 from headwater.runs.folder import processes
 from headwater.runs.result import FITTING, View
@@ -49,12 +49,7 @@ class Section:
     """Why there is nothing to see."""
     folder: Path | None = None
     """Where the whole result lies."""
-    found: str = ""
-    """The number, in a few words."""
-    control: str = ""
-    """What it is compared with."""
-    weak: bool = False
-    """Whether what was found does not differ from its control."""
+    number: Number | None = None
     is_on_top: bool = True
     """Whether what was found is among the first lines of the page, or is folded below them."""
     view: View | None = None
@@ -94,14 +89,9 @@ def write_report(found: Mapping[str, Result], file: Path) -> Path:
 def write_index(
     sections: Sequence[Section], file: Path, *, title: str, run: RunRecord | None, models: str = ""
 ) -> Path:
-    """Write the page.
+    """Write the page; paths of folders are shown relative to its file.
 
-    Args:
-        sections: in order.
-        file: where; paths of folders are shown relative to it.
-        title: its heading.
-        run: of any of the results, for the line at its end.
-        models: what was looked into, and what is weak about it.
+    `run`, of any of the results, is for the line at its end; `models` says what was looked into, and what is weak.
     """
     body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
     fitting = f"<script>{FITTING}</script>"
@@ -113,8 +103,12 @@ def write_index(
 def _summary(sections: Sequence[Section], models: str) -> str:
     """Return the lines on top, and folded below them those of the other sections; what failed is never folded."""
     on_top = [section.is_on_top or section.failure is not None for section in sections]
+    entries = [
+        f'<li><a href="#part{number}">{text_of(one.title)}</a>{" (failed)" if one.failure else ""}{_found(one)}</li>'
+        for number, one in enumerate(sections)
+    ]
     first, others = (
-        "".join(_entry(number, section) for number, section in enumerate(sections) if on_top[number] is wanted)
+        "".join(entry for entry, is_first in zip(entries, on_top, strict=True) if is_first is wanted)
         for wanted in (True, False)
     )
     folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
@@ -122,19 +116,14 @@ def _summary(sections: Sequence[Section], models: str) -> str:
     return f'<nav aria-label="What was found"><h2>What was found</h2>{models}{LEGEND}<ol>{first}</ol>{folded}</nav>'
 
 
-def _entry(number: int, section: Section) -> str:
-    """Return a section's place among the contents: its title, and the number beside its control."""
-    failed = " (failed)" if section.failure else ""
-    return f'<li><a href="#part{number}">{text_of(section.title)}</a>{failed}{_found(section)}</li>'
-
-
 def _found(section: Section) -> str:
     """Return the number and, beside it, its control, with a word where it is indistinguishable."""
-    if not section.found:
+    if section.number is None:
         return ""
-    weak = "<em>weak:</em> " if section.weak else ""
-    control = f'<br><span class="asks">Control: {text_of(section.control)}.</span>' if section.control else ""
-    return f"<p>{weak}{text_of(section.found[:1].upper() + section.found[1:])}.{control}</p>"
+    found, compared, is_weak = section.number
+    weak = "<em>weak:</em> " if is_weak else ""
+    control = f'<br><span class="asks">Control: {text_of(compared)}.</span>' if compared else ""
+    return f"<p>{weak}{text_of(found[:1].upper() + found[1:])}.{control}</p>"
 
 
 def _section(number: int, section: Section, folder: Path) -> str:

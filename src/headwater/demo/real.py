@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import headwater as hw
 from headwater.demo import steps as of
 from headwater.demo.steps import Seen, Step
 
@@ -34,54 +35,30 @@ REPEATED = "The quiet engineer painted seven green boats. The quiet engineer pai
 
 def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], list[str], Metric]:
     """Pairs that differ in who gives: the other one of the two receives."""
-    from headwater.patching.metrics import logit_difference
-
     pairs = [(name, NAMES[(i + shift) % len(NAMES)]) for i, name in enumerate(NAMES)]
     clean, corrupted = (
         [templates[i % len(templates)].format(a=a, b=b, c=(a, b)[giver]) for i, (a, b) in enumerate(pairs)]
         for giver in (1, 0)
     )
-    return clean, corrupted, logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
-
-
-def _heads(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.heads.classify import classify_heads
-
-    return classify_heads(seen.real, **options)
-
-
-def _capital(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.causes.weights_to_cause import evidence
-
-    return evidence(seen.real, "country_to_capital", pairs=8, draws=50, **options)
+    return clean, corrupted, hw.logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
 
 
 def _edges(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.circuits.edge_effects import edges
-
     clean, corrupted, metric = _gift_prompts(GIFTS, shift=3)
-    return edges(seen.real, clean, corrupted, metric=metric, method="eap-ig", **options)
+    return hw.edges(seen.real, clean, corrupted, metric=metric, method="eap-ig", **options)
 
 
 def _circuit(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.circuits.circuit_runs import run_circuits
-
     edges: Any = seen.found["indirect_object"]
     clean, corrupted, metric = _gift_prompts((HELD_OUT,), shift=5)
     circuits = {f"the {EDGES} strongest edges": edges.circuit(EDGES)}
-    return run_circuits(seen.real, clean, corrupted, circuits, metric=metric, placebos=8, **options)
+    return hw.run_circuits(seen.real, clean, corrupted, circuits, metric=metric, placebos=8, **options)
 
 
 def _shown_circuit(seen: Seen, runs: Any) -> View:
     edges: Any = seen.found["indirect_object"]
     shown: View = edges.circuit(EDGES).view(n=100, edges=edges)
     return shown
-
-
-def _attention(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.heads.behaviour import attention_behaviour
-
-    return attention_behaviour(seen.real, copying=False, **options)
 
 
 def _repeated(seen: Seen, behaviour: Any) -> View:
@@ -92,8 +69,6 @@ def _repeated(seen: Seen, behaviour: Any) -> View:
 
 def _chat(seen: Seen, options: dict[str, Any]) -> Result:
     """Patch the residual stream at the country, at another word of the question, and where the capital follows."""
-    from headwater.patching.activation_patching import patch
-    from headwater.patching.metrics import logit_difference
 
     def question_about(name: str) -> list[dict[str, str]]:
         question = f"Which city is the capital of {name}?"
@@ -103,8 +78,8 @@ def _chat(seen: Seen, options: dict[str, Any]) -> Result:
     clean, corrupted = ([question_about(name) for name in side] for side in sides)
     countries = [tuple(f" {name}" for name in pair) for pair in zip(*sides, strict=True)]
     roles = {"country": countries, of.OTHER_WORD: " city", "last": "last"}
-    metric = logit_difference(*([f" {CAPITALS[name]}" for name in side] for side in sides))
-    return patch(seen.real, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
+    metric = hw.logit_difference(*([f" {CAPITALS[name]}" for name in side] for side in sides))
+    return hw.patch(seen.real, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
 
 
 REAL_STEPS = {
@@ -114,7 +89,7 @@ REAL_STEPS = {
         "and compared with 62 relations; what shuffled pairs would score, and mere copying, do not count (Elhelo & "
         "Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
-        _heads,
+        lambda seen, options: hw.classify_heads(seen.real, **options),
         number=of.heads,
         table=of.head_table,
         view=lambda seen, heads: heads.view(model=seen.real),
@@ -127,7 +102,7 @@ REAL_STEPS = {
         "the head that moves most.",
         "What weights write, who looks at the country, who moves the answer, when it passes to the last token, what "
         "silencing costs. The ring is the head that weights and attention name.",
-        _capital,
+        lambda seen, options: hw.evidence(seen.real, "country_to_capital", pairs=8, draws=50, **options),
         number=of.cause,
         table=lambda found: found.summary(),
         concludes=True,
@@ -156,7 +131,7 @@ REAL_STEPS = {
         "Random tokens, repeated once: previous token, duplicate token, induction and others, each against as many "
         "random keys.",
         "Heads by what they attend to.",
-        _attention,
+        lambda seen, options: hw.attention_behaviour(seen.real, copying=False, **options),
         is_on_top=False,
         number=of.induction,
         beside=("A repeated sentence, head by head", _repeated),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
+import headwater as hw
 from headwater.causes.naming import BASELINES, NAMED
 from headwater.causes.results import Evidence
 from headwater.circuits.circuit_runs import CircuitRuns
@@ -112,24 +113,16 @@ def memorization(result: DepthProfile) -> Number:
     rise, shuffled, less = (_rise(result, control) for control in ("all nodes", "shuffled", "minus shuffled"))
     if rise is None or shuffled is None or less is None:
         return Number(found)
+    value, low, high = less
     return Number(
-        f"{found}; from first to last its mean rises by {rise.value:.1f}",
-        f"with the words shuffled by {shuffled.value:.1f}, {less.value:.1f} less (95 % interval {less.low:.1f} to "
-        f"{less.high:.1f})",
-        weak=less.low < APART,
+        f"{found}; from first to last its mean rises by {rise[0]:.1f}",
+        f"with the words shuffled by {shuffled[0]:.1f}, {value:.1f} less (95 % interval {low:.1f} to {high:.1f})",
+        weak=low < APART,
     )
 
 
-class _Rise(NamedTuple):
-    """By how many nats the mean rises, and its interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-def _rise(result: DepthProfile, control: str) -> _Rise | None:
-    """How far the mean of Min-K% rises from the first to the last depth; None where that was not measured."""
+def _rise(result: DepthProfile, control: str) -> tuple[float, float, float] | None:
+    """How many nats the mean of Min-K% rises from first to last depth, with its interval; None if not measured."""
     rows = result.comparisons
     ends = f"{result.depths[0]}-{result.depths[-1]}"
     wanted = {"measure": "depth", "score": result.main, "control": control, "depths": ends}
@@ -137,7 +130,7 @@ def _rise(result: DepthProfile, control: str) -> _Rise | None:
     if not len(found):
         return None
     value, low, high = (-float(found[name].iloc[0]) for name in ("value", "high", "low"))  # scores fall as Min-K% rises
-    return _Rise(value, low, high)
+    return value, low, high
 
 
 def patching(result: Sweep) -> Number:
@@ -316,62 +309,20 @@ class Step:
     """What else can be looked into, under its title."""
 
 
-def _heads(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.heads.classify import classify_heads
-
-    return classify_heads(seen.model, **options)
-
-
-def _answers(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.questions.answers import answer
-    from headwater.questions.sources import load_questions
-
-    return answer(seen.model, load_questions(sample=seen.questions), **options)
-
-
 def _pathways(token: TokenName) -> Callable[[Seen, dict[str, Any]], Result]:
-    def run(seen: Seen, options: dict[str, Any]) -> Result:
-        from headwater.pathways.trace import trace_pathways
-
-        return trace_pathways(seen.model, _answered(seen), token=token, **options)
-
-    return run
+    return lambda seen, options: hw.trace_pathways(seen.model, _answered(seen), token=token, **options)
 
 
 def _saliency(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.pathways.attention_saliency import saliency
-
     traced: Any = seen.found["pathways"]
-    return saliency(seen.model, _answered(seen), traced.probe, **options)
-
-
-def _detection(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.detection.detection import detect
-
-    return detect(seen.model, _answered(seen), token="before_answer", **options)
-
-
-def _memorization(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.likelihood.graph import load_depth_graph
-    from headwater.likelihood.profile import memorization
-
-    return memorization(seen.model, load_depth_graph(), layers="all", **options)
+    return hw.saliency(seen.model, _answered(seen), traced.probe, **options)
 
 
 def _patching(seen: Seen, options: dict[str, Any]) -> Result:
-    from headwater.patching.activation_patching import patch
-    from headwater.patching.metrics import logit_difference
-
     pairs = prompt_pairs(_answered(seen).table)
     clean, corrupted, right, wrong = (list(column) for column in zip(*pairs, strict=True))
-    metric = logit_difference(right, wrong)
-    return patch(seen.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
-
-
-def _cards(seen: Seen, heads: Any) -> View:
-    """The head map, with what each head writes."""
-    shown: View = heads.view(model=seen.model)
-    return shown
+    metric = hw.logit_difference(right, wrong)
+    return hw.patch(seen.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
 
 
 def _attention(seen: Seen, sweep: Any) -> View:
@@ -390,10 +341,8 @@ def _answered(seen: Seen) -> AnsweredQuestions:
 def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, int]]:
     """Pair prompts that differ in their subject alone, both answered rightly, with different first tokens.
 
-    Of all wordings of a question, the one with most such prompts is taken.
-
-    Returns:
-        (clean tokens, corrupted tokens, first token of the right answer, of the other prompt's), `PAIRS` at most.
+    Of all wordings of a question, the one with most such prompts is taken. A pair is (clean tokens, corrupted tokens,
+    first token of the right answer, of the other prompt's); there are `PAIRS` at most.
     """
     families: dict[object, list[tuple[list[int], int]]] = {}
     for row in table[table["z"] == 0].to_dict("records"):
@@ -448,17 +397,17 @@ STEPS = {
         "Each head's parameters are read as a map from words to words and compared with relations between words; "
         "what shuffled pairs would score, and mere copying, do not count (Elhelo & Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
-        _heads,
+        lambda seen, options: hw.classify_heads(seen.model, **options),
         number=heads,
         table=head_table,
-        view=_cards,
+        view=lambda seen, heads: heads.view(model=seen.model),
     ),
     "answers": Step(
         "What the model answers",
         "Four sets of questions about the world the model was trained on, answered greedily; an answer is wrong when "
         "it contains no accepted answer.",
         "Share of the questions answered rightly and wrongly.",
-        _answers,
+        lambda seen, options: hw.answer(seen.model, hw.load_questions(sample=seen.questions), **options),
         number=answers,
         is_on_top=False,
     ),
@@ -503,7 +452,7 @@ STEPS = {
         "Detectors are fitted on half of each question set and measured on the other half; the first row needs no "
         "model, only the question's relation, popularity and depth. Probes read the token before the answer.",
         "AUC with 95 % intervals over questions; the dashed line is chance.",
-        _detection,
+        lambda seen, options: hw.detect(seen.model, _answered(seen), token="before_answer", **options),
         number=detection,
         needs=("answers",),
         table=detection_table,
@@ -514,7 +463,7 @@ STEPS = {
         "log-likelihood of the least likely tokens of the answer: higher is less likely seen.",
         "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quarter "
         "(25%) and in its highest (75%).",
-        _memorization,
+        lambda seen, options: hw.memorization(seen.model, hw.load_depth_graph(), layers="all", **options),
         number=memorization,
         companions=(("layers", _figure("layer_curves"), "The same, read off every layer by the logit lens."),),
         leads=("Min-K%, median", "The medians", "From depth 1 to 3", "Among answers", "The score gap", "Over all"),

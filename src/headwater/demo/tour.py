@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from headwater.demo.page import Section, leading, write, write_figure, write_index
-from headwater.demo.steps import STEPS, Number, Seen, Step
+from headwater.demo.steps import STEPS, Seen, Step
 from headwater.errors import HeadwaterError, RunFolderError
 from headwater.models.loading import load
-from headwater.runs.result import Result, View
 
 INDEX = "index.html"
 MODELS = (
@@ -104,11 +103,6 @@ class Tour:
         title = f"headwater on {real}its embedded model"
         return write_index(sections, self.out / INDEX, title=title, run=run, models=models)
 
-    def _view(self, step: Step, result: Result) -> View | None:
-        if step.view is not None:
-            return step.view(self.seen, result)
-        return result.view() if result.is_explored else None
-
     def _section(self, name: str, step: Step) -> Section:
         if name in self.failed:
             return Section(step.title, step.asks, failure=self.failed[name])
@@ -116,15 +110,13 @@ class Tour:
         sentences = result.report()
         conclusion = [sentences.pop()] if step.concludes else []
         lead, further = leading(sentences, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
-        number = step.number(result) if step.number else Number("")
+        own = result.view() if step.view is None and result.is_explored else None
         return Section(
             step.title,
             step.asks,
-            found=number.found,
-            control=number.control,
-            weak=number.weak,
+            number=step.number(result) if step.number else None,
             is_on_top=step.is_on_top,
-            view=self._view(step, result),
+            view=own if step.view is None else step.view(self.seen, result),
             beside=None if step.beside is None else (step.beside[0], step.beside[1](self.seen, result)),
             lead=conclusion + lead,
             further=further,

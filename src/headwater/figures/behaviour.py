@@ -25,6 +25,7 @@ from headwater.figures.style import (
     legend_beside,
     model_title,
     new_figure,
+    one_panel,
     others,
     style,
 )
@@ -72,7 +73,7 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
     if ax is not None and len(shown) > 1:
         raise InputError("This figure has several panels: name one with on=, or leave ax= out.")
     with style(ax):
-        axes = [ax] if ax is not None else _axes(result, shown)
+        axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
         for name, place in zip(shown, axes, strict=True):
             frame(place, result.heads)
             title = SEEN[name] if name in SEEN else SHADES[name].title
@@ -83,12 +84,10 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
             )
             if name in SHADES:
                 _shade(result.heads, name, place)
-        marked = {name: (place, _labelled(result.table[result.table["on"] == name]))
-                  for name, place in zip(shown, axes, strict=True) if name in SEEN}  # fmt: skip
-        for place, labelled in marked.values():
-            _mark_heads(labelled, place)
-        if marked:
-            _legend({name: labelled for name, (_, labelled) in marked.items()}, axes, ax is None)
+            else:
+                labelled[name] = _mark_heads(result.table[result.table["on"] == name], place)
+        if labelled:
+            _legend(labelled, axes, ax is None)
         if len(shown) > 1:
             entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
     return axes[0] if len(shown) == 1 else figure_of(axes[0])
@@ -107,12 +106,6 @@ def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: b
         legend_below(figure_of(axes[0]), len(look["handles"]), **look)
 
 
-def _labelled(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per head: what names it, and the excess of that."""
-    excess = table.rename(columns={"behaviour": "label"})[["layer", "head", "label", "excess"]]
-    return named(table).merge(excess, on=["layer", "head", "label"], how="left")
-
-
 def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     """Make a figure of fitting size with axes for each map, those with marks above, and room for the legend."""
     (n_layers, n_heads), maps = extent(result.heads), len(shown)
@@ -129,11 +122,15 @@ def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
     return [one for line, row in zip(panels, rows, strict=True) for one in line[: len(row)]]
 
 
-def _mark_heads(heads: pd.DataFrame, ax: Axes) -> None:
+def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
+    """Mark each head; return a row per head: what names it, and the excess of that."""
+    excess = table.rename(columns={"behaviour": "label"})[["layer", "head", "label", "excess"]]
+    heads = named(table).merge(excess, on=["layer", "head", "label"], how="left")
     for name, rows in heads.groupby("label"):
         color, shape, area = _look(str(name))
         grown = NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * rows["excess"].clip(0, 1).fillna(1)
         mark_heads(ax, rows, area * 0.8**2 * grown.to_numpy(), c=color, marker=shape, linewidths=0, label=str(name))
+    return heads
 
 
 def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
@@ -240,8 +237,7 @@ def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Ax
     vectors = table["vector"].unique().tolist()
     values = result.values.set_index("vector").loc[vectors]
     first = table.iloc[0]
-    with style(ax):
-        ax = ax or new_figure(7.2, 0.9 + 0.42 * len(vectors)).add_subplot()
+    with one_panel(ax, 7.2, 0.9 + 0.42 * len(vectors)) as ax:
         ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
         ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
         # Beside the bars: two thirds of the width, in letters of their size.

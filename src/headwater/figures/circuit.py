@@ -22,7 +22,7 @@ from matplotlib.path import Path
 from headwater.circuits.circuit import Circuit
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT, INK
-from headwater.figures.style import DASHED, cell_ticks, inches, label, legend_above, new_figure, plain_title, style
+from headwater.figures.style import DASHED, cell_ticks, inches, label, legend_above, one_panel, plain_title
 from headwater.runs.result import DRAWINGS
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
@@ -71,10 +71,8 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
     high = max((y for _, y in places.values()), default=0.0)
     curves = {line: _curve(places, line) for line in lines}
     low = min([-0.4, *(_point(curve, 0.5)[1] - 0.2 for curve in curves.values())])
-    with style(ax):
-        if ax is None:
-            size = (1.0 + COLUMN * far, 1.1 + ROW * (high - low))
-            ax = new_figure(*np.clip(size, LEAST, LARGEST)).add_subplot()
+    size = np.clip((1.0 + COLUMN * far, 1.1 + ROW * (high - low)), LEAST, LARGEST)
+    with one_panel(ax, *size) as ax:
         wide, tall = np.divide(inches(ax), (far + 1.2, high - low + 0.7))
         is_crowded = 72 * wide < 3.2 * NAME
         points = min(NAME, 72 * wide / (2.4 if is_crowded else 3.2), 72 * tall / 1.8)
@@ -83,10 +81,11 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
         order = sorted(lines, key=lambda line: sizes[line.edge])
         for rank, line in enumerate(order):
             _draw(ax, curves[line], line, float(circuit.effects[line.edge]), top, rank / max(1, len(order)))
+        senders = circuit.graph.senders
         for node, (x, y) in places.items():
-            color = INK if y == 0 else FAINT
-            box = BOX | {"edgecolor": color}
-            name = _short(circuit.graph, node).replace("mlp ", "m" if is_crowded else "mlp ")
+            box = BOX | {"edgecolor": INK if y == 0 else FAINT}
+            name = "logits" if node == len(senders) else senders.name(node).removeprefix("head ")
+            name = name.replace("mlp ", "m") if is_crowded else name
             ax.text(x, y, name, ha="center", va="center", size=points, zorder=5, bbox=box)
         if len(circuit) <= FEW and wide >= 0.8 * COLUMN:
             _write_effects(ax, circuit, list(reversed(order)), curves, places)
@@ -120,15 +119,13 @@ def layout(graph: Graph, lines: list[Drawn]) -> dict[int, Place]:
     places: dict[int, Place] = {}
     for x, (_, column) in enumerate(sorted(columns.items())):
         is_head = column[0] != logits and graph.senders.kind[column[0]] == 1
-        heights = {node: _mean_height(node, lines, places) for node in column}
+        heights: dict[int, float] = {}
+        for node in column:
+            below = [places[line.source][1] for line in lines if line.target == node and line.source in places]
+            heights[node] = float(np.mean(below)) if below else 0.0
         for y, node in enumerate(sorted(column, key=lambda node: heights[node])):
             places[node] = float(x), (y + 1.0 + 0.5 * (x % 2)) if is_head else 0.0
     return places
-
-
-def _mean_height(node: int, lines: list[Drawn], places: Mapping[int, Place]) -> float:
-    heights = [places[line.source][1] for line in lines if line.target == node and line.source in places]
-    return float(np.mean(heights)) if heights else 0.0
 
 
 def _curve(places: Mapping[int, Place], line: Drawn) -> Path:
@@ -185,13 +182,6 @@ def _point(curve: Path, t: float) -> Place:
     return float(x), float(y)
 
 
-def _short(graph: Graph, node: int) -> str:
-    if node == len(graph.senders):
-        return "logits"
-    name = graph.senders.name(node)
-    return name.removeprefix("head ")
-
-
 def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[float, float]) -> None:
     """Leave only the layers' numbers of the frame."""
     by_layer: dict[int, list[float]] = {}
@@ -199,9 +189,7 @@ def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[floa
         if 0 < node < len(graph.senders):
             by_layer.setdefault(int(graph.senders.layer[node]), []).append(x)
     far = max((x for x, _ in places.values()), default=1.0)
-    ax.set_xlim(-0.6, far + 0.6)
-    ax.set_ylim(rows[0], rows[1] + 0.7)
-    ax.set_yticks([])
+    ax.set(xlim=(-0.6, far + 0.6), ylim=(rows[0], rows[1] + 0.7), yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     cell_ticks(ax.xaxis, [float(np.mean(xs)) for xs in by_layer.values()], [str(layer) for layer in by_layer])
     ax.tick_params(axis="x", length=0)

@@ -25,8 +25,7 @@ from headwater.figures.style import (
     label,
     legend_above,
     model_title,
-    new_figure,
-    style,
+    one_panel,
     ticks,
 )
 from headwater.options import checked_name
@@ -48,8 +47,7 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
     table, name = _of_metric(runs.table, metric)
     summary = whole_summary(runs)
     summary = summary[summary["metric"] == name].reset_index(drop=True)
-    with style(ax):
-        ax = ax or new_figure(4.6, 0.8 + 0.4 * len(summary)).add_subplot()
+    with one_panel(ax, 4.6, 0.8 + 0.4 * len(summary)) as ax:
         for x in (0.0, 1.0):
             ax.axvline(x, color=LINE, linewidth=0.8)
         for place, (_, row) in enumerate(summary.iterrows()):
@@ -72,8 +70,7 @@ def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: s
     table, name = _of_metric(curve.table, metric)
     summary = whole_summary(curve)
     summary = summary[summary["metric"] == name].sort_values("size")
-    with style(ax):
-        ax = ax or new_figure(4.6, 3.2).add_subplot()
+    with one_panel(ax, 4.6, 3.2) as ax:
         for y in (0.0, 1.0):
             ax.axhline(y, color=LINE, linewidth=0.8)
         others = [_placebos(table[table["circuit"] == circuit]) for circuit in summary["circuit"]]
@@ -97,8 +94,7 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
     kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
     left = len(begun) - np.cumsum(~kept)
     own = search.alone[search.alone["placebo"].isna()]
-    with style(ax):
-        ax = ax or new_figure(4.6, 3.2).add_subplot()
+    with one_panel(ax, 4.6, 3.2) as ax:
         for name in ("clean", "corrupted"):
             ax.axhline(own[name].mean(), color=LINE, linewidth=0.8)
             at = ("axes fraction", "data")
@@ -153,8 +149,7 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
         rows.append(("under another ablation", row["other_ablation"], None, INK, "D"))
     if not np.isnan(row["held_out"]):
         rows.append(("on held-out prompts", row["held_out"], None, INK, "^"))
-    with style(ax):
-        ax = ax or new_figure(*SIZE).add_subplot()
+    with one_panel(ax, *SIZE) as ax:
         ax.axvline(0, color=FAINT, linewidth=0.6, zorder=0)
         if not np.isnan(row["margin"]):
             ax.axvline(side * row["margin"], color=INK, linewidth=0.8, linestyle=DASHED, zorder=0, label="margin")
@@ -193,8 +188,7 @@ def plot_edge_effects(edges: EdgeEffects, ax: Axes | None = None, *, metric: str
     across = ~np.isnan(matrix).all(0)
     shown = matrix[np.ix_(down, across)]
     top = float(np.nanmax(np.abs(shown))) if shown.size else 1.0
-    with style(ax):
-        ax = ax or new_figure(4.6, 4.6).add_subplot()
+    with one_panel(ax, 4.6, 4.6) as ax:
         norm = FuncNorm((root, square), vmin=-(top or 1.0), vmax=top or 1.0)
         image = ax.imshow(shown, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         _ticks(ax, "x", graph.senders, np.flatnonzero(across))
@@ -248,8 +242,7 @@ def plot_path_effects(paths: PathEffects, ax: Axes | None = None, *, metric: str
     """Draw paths: what `PathEffects.plot` says."""
     matrix = paths.matrix(metric)
     top = float(np.nanmax(np.abs(matrix.to_numpy()))) or 1.0
-    with style(ax):
-        ax = ax or new_figure(4.6, 3.6).add_subplot()
+    with one_panel(ax, 4.6, 3.6) as ax:
         norm = FuncNorm((root, square), vmin=-top, vmax=top)
         image = ax.imshow(matrix, cmap=DIVERGING, norm=norm, aspect="auto", interpolation="nearest")
         for names, axis in ((matrix.columns, ax.xaxis), (matrix.index, ax.yaxis)):

@@ -31,6 +31,7 @@ from headwater.figures.style import (
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     plain_title,
     short_name,
     whole_numbers,
@@ -263,8 +264,7 @@ def layer_curves(
     rows = profile.by_layer[profile.by_layer["score"] == score]
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
-    with shared_look(ax):
-        ax = ax or new_figure(3.6, 2.9).add_subplot()
+    with one_panel(ax, 3.6, 2.9) as ax:
         for number, depth in enumerate(profile.depths):
             line = rows[rows["depth"] == depth]
             color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]

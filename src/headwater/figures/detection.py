@@ -16,10 +16,12 @@ from headwater.figures.style import (
     LINES_ARE,
     MARKS_ONLY,
     entitle,
+    figure_of,
     label,
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -41,12 +43,8 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     methods = [name for name in NAMES if (table["method"] == name).any()]
     sets = list(dict.fromkeys(table["dataset"]))
     shifts = np.linspace(-0.3, 0.3, len(sets)) if len(sets) > 1 else np.zeros(1)
-    with style(ax):
-        figure = None
-        if ax is None:
-            height = 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
-            figure = new_figure(3.9, height)
-            ax = figure.add_subplot()
+    is_new, height = ax is None, 0.7 + len(methods) * (0.13 + 0.065 * len(sets)) + 0.16 * -(-len(sets) // 2)
+    with one_panel(ax, 3.9, height) as ax:
         for row in range(0, len(methods), 2):
             ax.axhspan(row - 0.5, row + 0.5, color="#f4f4f4", linewidth=0, zorder=0)
         ax.axvline(0.5, color=FAINT, linewidth=0.8, linestyle=(0, (3, 2)), zorder=1)
@@ -63,8 +61,8 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
         ax.set(xlim=(min(0.45, float(table["low"].min()) - 0.02), 1.0), ylim=(len(methods) - 0.5, -0.5))
         ax.set_xlabel(f"AUC, wrong against right answers\n({LINES_ARE})")
         ax.set_title(model_title(detection.run, "wrong answers detected"))
-        if figure is not None:
-            figure.legend(loc="outside lower center", ncols=min(2, len(sets)), fontsize=7, **MARKS_ONLY)
+        if is_new:
+            figure_of(ax).legend(loc="outside lower center", ncols=min(2, len(sets)), fontsize=7, **MARKS_ONLY)
         else:
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(2, len(sets)), **MARKS_ONLY)
     return ax
@@ -90,8 +88,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     right = [share - part for share, part in zip(used, wrong, strict=True)]
     cut = [row["cut"] / row["questions"] for row in sets]
     dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
-    with style(ax):
-        ax = ax or new_figure(4.5, 1.0 + 0.3 * len(names)).add_subplot()
+    with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
         left = [0.0] * len(names)
         for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
             if not any(shares):
@@ -169,8 +166,7 @@ def plot_probe_fit(fit: ProbeFit, ax: Axes | None = None) -> Axes:
     """Draw AUC, the control task's AUC, and selectivity by layer."""
     table = fit.table.sort_values("layer")
     layers = table["layer"].to_numpy(dtype=float)
-    with style(ax):
-        ax = ax or new_figure(3.6, 2.5).add_subplot()
+    with one_panel(ax, 3.6, 2.5) as ax:
         ax.axhline(0.5, color=FAINT, linewidth=0.6)
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for name, text, color in (("auc", "AUC", BLUE), ("selectivity", "selectivity (accuracy)", ORANGE)):

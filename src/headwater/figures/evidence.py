@@ -26,6 +26,7 @@ from headwater.figures.style import (
     legend_beside,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -60,8 +61,7 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
     order = suite.measured.sort_values(["family", "share"], ascending=[True, True])["relation"].tolist()
     if not order:
         raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")
-    with style(ax):
-        ax = new_figure(6.5, 1.2 + LINE * len(order)).add_subplot() if ax is None else ax
+    with one_panel(ax, 6.5, 1.2 + LINE * len(order)) as ax:
         place = {relation: number for number, relation in enumerate(order)}
         for way in (*BASELINES, NAMED):
             rows = suite.ways[(suite.ways["way"] == way) & suite.ways["share"].notna()]
@@ -82,8 +82,12 @@ def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
         raise InputError(found.verdict)
     with style(ax):
         if ax is not None:
-            _ways(found, ax)
-            ax.set_title(model_title(found.run, found.relation))
+            rows = found.ways.dropna(subset=["share"]).set_index("way")
+            names = [way for way in reversed(WAYS) if way in rows.index]
+            for number, way in enumerate(names):
+                _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
+            ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
+            ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(found.run, found.relation))
             return ax
         figure = new_figure(WIDTH, HEIGHT)
         # Each row is laid out by itself: the names of costs are long.
@@ -114,15 +118,6 @@ def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool)
     size, edge = (6.5, 1.1) if way in BASELINES else (4.0, 1.2 if mark in "|x" else 0)
     face = "none" if way in BASELINES else color
     ax.plot(rows["share"], y, mark, color=color, mfc=face, ms=size, mew=edge, label=way, ls="none")
-
-
-def _ways(found: Evidence, ax: Axes) -> None:
-    rows = found.ways.dropna(subset=["share"]).set_index("way")
-    names = [way for way in reversed(WAYS) if way in rows.index]
-    for number, way in enumerate(names):
-        _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
-    ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", ylim=(-0.6, len(names) - 0.4))
 
 
 def _map(table: pd.DataFrame, column: str, ax: Axes) -> None:
@@ -159,5 +154,4 @@ def _cost(cost: pd.DataFrame, ax: Axes) -> None:
     ax.scatter(rows["cost"], y, c=colors, s=14)
     ax.axvline(0, color=FAINT, lw=0.6)
     cell_ticks(ax.yaxis, y, ticks(names))
-    ax.set_xlabel("Logits lost")
-    ax.set_title("what silencing costs")
+    ax.set(xlabel="Logits lost", title="what silencing costs")

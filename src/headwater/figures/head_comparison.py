@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -23,6 +21,7 @@ from headwater.figures.style import (
     legend_beside,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -54,13 +53,10 @@ def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes 
 
     A given `ax` takes the changes from the first model to one other.
     """
-    if len(comparison.models) == 2:
-        with style(ax):
-            return _draw_changes(comparison, ax)
-    if ax is not None:
+    if ax is not None and len(comparison.models) != 2:
         raise InputError("The figure of more than two models has two panels: leave ax= out, or compare two models.")
     with style(ax):
-        return _draw_curves(comparison)
+        return _draw_changes(comparison, ax) if len(comparison.models) == 2 else _draw_curves(comparison)
 
 
 def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
@@ -75,7 +71,9 @@ def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     frame(ax, table)
     ax.set_title(label(f"{first} → {other}: heads that changed"))
     largest = comparison.changed.drop_duplicates(["layer", "head"])
-    same = _unchanged(table, first, largest)
+    classified = table[(table["model"] == first) & table["found"] & table["category"].notna()]
+    heads, drawn = (one[["layer", "head"]].drop_duplicates() for one in (classified, largest))
+    same = heads[~pd.MultiIndex.from_frame(heads).isin(pd.MultiIndex.from_frame(drawn))]
     ax.scatter(same["layer"], same["head"], s=14, c=UNCHANGED, linewidths=0)
     for (change, category), rows in largest.groupby(["change", largest["category"].fillna("")]):
         color = CATEGORIES[str(category)].color if category else INK
@@ -87,14 +85,6 @@ def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
     handles += [_mark("s", CATEGORIES[name].color, name) for name in present]
     legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
     return ax
-
-
-def _unchanged(table: pd.DataFrame, first: str, changed: pd.DataFrame) -> pd.DataFrame:
-    """The heads that are classified in the first model and have no named change."""
-    classified = table[(table["model"] == first) & table["found"] & table["category"].notna()]
-    heads = classified[["layer", "head"]].drop_duplicates()
-    drawn = pd.MultiIndex.from_frame(changed[["layer", "head"]])
-    return heads[~pd.MultiIndex.from_frame(heads).isin(drawn)]
 
 
 def _draw_curves(comparison: HeadComparison) -> Figure:
@@ -163,24 +153,17 @@ def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes |
             panel.set_ylabel("")
         handles, names = panels[0].get_legend_handles_labels()
         if n_panels > len(rules):
-            handles += _draw_settings(sensitivity, panels[-1])
+            rows, last = sensitivity.at_own_threshold, panels[-1]
+            handles.append(last.barh(range(len(rows)), rows["heads"], color=FAINT, height=0.7))
+            handles.append(last.scatter(rows["kept"], range(len(rows)), color=INK, s=12, zorder=2))
             names += ["called", "of these, in the map"]
+            last.set(yticks=[*range(len(rows))], yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
+            last.set(xlabel="Heads", title="other settings")
+            whole_numbers(last.xaxis)
         columns = max(2, int(figure.bbox_inches.width))
         figure.legend(handles, names, loc="outside lower center", ncols=columns, title="dashed: the map's")
         entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
     return figure
-
-
-def _draw_settings(sensitivity: Sensitivity, ax: Axes) -> list[Artist | BarContainer]:
-    """Draw the heads that each setting calls, and those of them that the map calls alike."""
-    rows = sensitivity.at_own_threshold
-    places = range(len(rows))
-    bars = ax.barh(places, rows["heads"], color=FAINT, height=0.7)
-    dots = ax.scatter(rows["kept"], places, color=INK, s=12, zorder=2)
-    ax.set(xlabel="Heads", yticks=list(places), yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
-    ax.set_title("other settings")
-    whole_numbers(ax.xaxis)
-    return [bars, dots]
 
 
 def _draw(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
@@ -213,8 +196,7 @@ def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
     rows = scores.correlations[scores.correlations["sign"] == "score"]
     names = list(dict.fromkeys(rows["relation"]))
     heads = f"{int(rows['heads'].max()):,}"
-    with style(ax):
-        ax = ax or new_figure(4.5, 0.95 + 0.22 * len(names)).add_subplot()
+    with one_panel(ax, 4.5, 0.95 + 0.22 * len(names)) as ax:
         for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
             found = rows[rows["context"] == context].set_index("relation").loc[names]
             y = [place + shift for place in range(len(names))]
@@ -235,8 +217,7 @@ def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
     """Draw accuracy against the number of heads removed."""
     table = ablation.table
     base = table[(table["role"] == "relation") & (table["removed"] == "none")]
-    with style(ax):
-        ax = ax or new_figure(3.6, 3.0).add_subplot()
+    with one_panel(ax, 3.6, 3.0) as ax:
         for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
             rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
             if rows.empty:

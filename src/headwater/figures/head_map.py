@@ -78,7 +78,9 @@ def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
         _draw(head_map, ax)
         ax.set_title(drawn_label(title_of([head_map])))
         handles, names = [mark for _, mark, _ in lines], [f"{name} ({count:,})" for name, _, (count,) in lines]
-        legend_beside(ax, is_alone, handles=handles, labels=names, title=_explained(head_map))
+        rule = head_map.run.options.get("rule")
+        explained = [f"{rule} rule"] * bool(rule) + [SIZES_ARE] * _has_excess(head_map)
+        legend_beside(ax, is_alone, handles=handles, labels=names, title="\n".join(explained) or None)
     return ax
 
 
@@ -106,8 +108,10 @@ def head_maps(
     Raises:
         InputError: there are no maps, or what is given are none; or `ax` was given for several.
     """
-    maps, as_published = _listed(maps), is_published(style)
-    size = checked_place(ax, len(maps), figsize)
+    maps = list(maps) if isinstance(maps, Sequence) else []
+    if not maps or not all(hasattr(one, "categories") for one in maps):
+        raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
+    size, as_published = checked_place(ax, len(maps), figsize), is_published(style)
     if ax is not None:
         drawn = _published_panel(maps[0], ax) if as_published else plot_head_map(maps[0], ax)
         return apply_title_and_size(drawn, title, None)
@@ -156,13 +160,6 @@ def names_of(maps: Sequence[HeadMap]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
-
-
-def _listed(maps: Sequence[HeadMap]) -> list[HeadMap]:
-    listed = list(maps) if isinstance(maps, Sequence) else []
-    if not listed or not all(hasattr(one, "categories") for one in listed):
-        raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
-    return listed
 
 
 def _axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
@@ -265,18 +262,6 @@ def _used(head_map: HeadMap) -> pd.DataFrame:
     return rows[["layer", "head"]].drop_duplicates()
 
 
-def _ring() -> Line2D:
-    look: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "markeredgecolor": INK}
-    return Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look)
-
-
-def _explained(head_map: HeadMap) -> str | None:
-    """What the legend of a single map says above its marks: the rule, and what their sizes mean."""
-    rule = head_map.run.options.get("rule")
-    lines = [f"{rule} rule"] * bool(rule) + [SIZES_ARE] * _has_excess(head_map)
-    return "\n".join(lines) or None
-
-
 def _has_excess(head_map: HeadMap) -> bool:
     return bool(head_map.table["excess"].notna().any())
 
@@ -298,7 +283,9 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
         (label, _mark(label), [of_map[label] for of_map in counts]) for label in _shown(maps)
     ]
     if any(head_map.is_validated for head_map in maps):
-        lines.append((USED, _ring(), [len(_used(one)) if one.is_validated else None for one in maps]))
+        look: dict[str, Any] = {"marker": "o", "markersize": 8.0, "markerfacecolor": "none", "markeredgecolor": INK}
+        ring = Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look)
+        lines.append((USED, ring, [len(_used(one)) if one.is_validated else None for one in maps]))
     return lines
 
 

@@ -18,6 +18,7 @@ from headwater.figures.style import (
     inches,
     model_title,
     new_figure,
+    one_panel,
     others,
     style,
     whole_numbers,
@@ -73,10 +74,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     probability = drawn.pivot(index="layer", columns="position", values="probability").to_numpy(dtype=float)
     tokens = drawn.pivot(index="layer", columns="position", values="top_token").to_numpy(dtype=object)
     under = drawn.drop_duplicates("position").sort_values("position")["token"].tolist()
-    with style(ax):
-        if ax is None:
-            size = AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)
-            ax = new_figure(*size).add_subplot()
+    with one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
         mesh = ax.pcolormesh(
             probability, cmap=COLORS, vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
         )
@@ -123,12 +121,7 @@ COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias":
 @DRAWINGS.add(DirectAttribution)
 def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -> Axes | Figure:
     """Draw what each part contributes, the mean over prompts."""
-    if "role" not in result.table.columns:
-        with style(ax):
-            ax = ax or new_figure(*_size(result.table)).add_subplot()
-            _panel(ax, result, result.table, result.totals, "")
-        return ax
-    roles = result.totals["role"].unique().tolist()
+    roles = result.totals["role"].unique().tolist() if "role" in result.table.columns else [None]
     if ax is not None and len(roles) > 1:
         raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
     with style(ax):
@@ -139,8 +132,9 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
         else:
             panels = [ax]
         for one, role in zip(panels, roles, strict=True):
-            table, totals = (rows[rows["role"] == role] for rows in (result.table, result.totals))
-            _panel(one, result, table, totals, f"{role}, ")
+            both = (result.table, result.totals)
+            table, totals = (rows if role is None else rows[rows["role"] == role] for rows in both)
+            _panel(one, result, table, totals, "" if role is None else f"{role}, ")
     return panels[0] if len(panels) == 1 else panels[0].figure
 
 

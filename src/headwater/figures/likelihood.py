@@ -22,12 +22,12 @@ from headwater.figures.style import (
     checked_place,
     columns,
     drawable,
+    figure_of,
     label,
     legend_above,
     model_title,
-    new_figure,
+    one_panel,
     others,
-    style,
     whole_numbers,
 )
 from headwater.likelihood.files import ScoredTexts
@@ -48,8 +48,7 @@ QUARTILES = np.array([0.25, 0.5, 0.75])
 def plot_statistics(stats: TextStatistics, ax: Axes | None = None) -> Axes:
     """Draw how the log-probabilities of tokens are distributed; with several layers, their quartiles by layer."""
     table = stats.table
-    with style(ax):
-        ax = ax if ax is not None else new_figure(3.6, 2.4).add_subplot()
+    with one_panel(ax, 3.6, 2.4) as ax:
         if "layer" in table and table["layer"].nunique() > 1:
             found = table.groupby("layer")["log_probability"].quantile(QUARTILES).unstack()
             ax.fill_between(found.index, found[0.25], found[0.75], color=BLUE, alpha=0.25, linewidth=0)
@@ -73,8 +72,7 @@ def plot_scores(scores: MemorizationScores, ax: Axes | None = None) -> Axes:
     table = scores.table
     if "layer" in table:
         table = table[table["layer"] == table["layer"].max()]
-    with style(ax):
-        ax = ax if ax is not None else new_figure(3.6, 2.9).add_subplot()
+    with one_panel(ax, 3.6, 2.9) as ax:
         texts = table["text"].nunique()
         drawn = {name: SCORES[name] for name in SCORES if SCORES[name].takes_k and (table["score"] == name).any()}
         for name, score in drawn.items():
@@ -100,8 +98,7 @@ def plot_membership(membership: Membership, ax: Axes | None = None) -> Axes:
         row["score"] if np.isnan(row["k"]) else f"{SCORES[row['score']].title}, K = {row['k']:g}"
         for row in table.to_dict("records")
     ]
-    with style(ax):
-        ax = ax or new_figure(4.2, 0.9 + 0.17 * len(names)).add_subplot()
+    with one_panel(ax, 4.2, 0.9 + 0.17 * len(names)) as ax:
         y = np.arange(len(names))
         is_baseline = (table["score"] == BASELINE).to_numpy()
         for where, color, mark in ((~is_baseline, BLUE, "o"), (is_baseline, ORANGE, "s")):
@@ -124,8 +121,7 @@ def plot_scored_texts(scored: ScoredTexts, ax: Axes | None = None) -> Axes:
     shares = [float(str(name).removeprefix("min_k_")) for name in scored.table if str(name).startswith("min_k_")]
     share = min(shares, key=lambda one: abs(one - 0.2))
     values = scored.table[f"min_k_{share:g}"].dropna()
-    with style(ax):
-        ax = ax if ax is not None else new_figure(3.6, 2.4).add_subplot()
+    with one_panel(ax, 3.6, 2.4) as ax:
         ax.hist(values, bins=min(40, max(5, int(len(values) ** 0.5))), color=BLUE, alpha=0.85)
         ax.set(xlabel=f"Min-K% at K = {share:g} (higher = more likely seen)", ylabel="Texts")
         ax.set_title(model_title(scored.run, f"Min-K% of {len(values):,} texts"))
@@ -189,11 +185,8 @@ def token_heat_map(
         placed += block
         line = block[-1].line + 2
     width = max(40, *(token.column + columns(token.text) for token in placed))
-    with style(ax):
-        figure = None
-        if ax is None:
-            figure = new_figure(0.7 + 0.058 * width, 0.6 + 0.16 * line)
-            ax = figure.add_subplot()
+    is_new = ax is None
+    with one_panel(ax, 0.7 + 0.058 * width, 0.6 + 0.16 * line) as ax:
         for start, name in headings:
             depth = int(profile.table.loc[profile.table["id"] == name, "depth"].iloc[0])
             ax.text(0, start + 0.5, label(f"{name}, depth {depth}"), va="center", color=FAINT, size=6.5)
@@ -206,7 +199,7 @@ def token_heat_map(
         bar.set_label("log p (nats);\nframed: lowest K%")
         ax.set_title(model_title(profile.run, SEEN))
     apply_title_and_size(ax, title, size)
-    return ax if figure is None else figure
+    return figure_of(ax) if is_new else ax
 
 
 @checked_call

@@ -35,6 +35,7 @@ from headwater.figures.style import (
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     style,
     ticks,
     whole_numbers,
@@ -91,8 +92,7 @@ def flip_rates(
                     ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
                     ax.plot(line["layer"], 100 * line["flip_rate"], markersize=2.6, label=intervention, **look)
             ax.axvline(main_layer(pathways, name), color=FAINT, linewidth=0.7, linestyle=":")
-            ax.set(title=_titled(pathways, name, len(axes)), xlabel="Layer")
-            ax.set_ylim(bottom=0)
+            ax.set(title=_titled(pathways, name, len(axes)), xlabel="Layer", ylim=(0, None))
             whole_numbers(ax.xaxis)
         shared_label(axes, "Predictions that flip (%)")
         _legend_below(figure, axes, f"{BANDS_ARE}; dotted: l*, the probe's best layer\n{RANDOM_ARE}")
@@ -130,8 +130,7 @@ def controls(
                 ax.hlines(y, rows["delta_p_low"], rows["delta_p_high"], colors=color, linewidths=1.2)
                 ax.plot(rows["delta_p"], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
             ax.set(title=_titled(pathways, dataset, len(axes)), xlabel="ΔP at l* (percentage points)")
-            ax.set_yticks(range(len(shown)), shown)
-            ax.set_ylim(len(shown) - 0.5, -0.5)
+            ax.set(yticks=range(len(shown)), yticklabels=shown, ylim=(len(shown) - 0.5, -0.5))
             ax.xaxis.set_major_locator(MaxNLocator(4))
         _legend_below(figure, axes, f"{LINES_ARE}; l*: the probe's best layer\n{RANDOM_ARE}")
         return entitled(figure, axes, pathways, "ΔP and controls", title)
@@ -209,16 +208,14 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
     """Draw a row per question set and way to tell the modes, a mark and interval per mode."""
     rows = whole_summary(found)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
-    with style(ax):
-        ax = ax or new_figure(4.2, 0.9 + 0.28 * len(rows)).add_subplot()
+    with one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
         for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
             color, marker = MODE_LOOKS[mode]
             y = [place + shift for place in range(len(rows))]
             ax.hlines(y, 100 * rows[f"{column}_low"], 100 * rows[f"{column}_high"], colors=color, linewidths=1.2)
             ax.plot(100 * rows[column], y, marker, color=color, markersize=3.6, linestyle="none", label=mode)
-        ax.set_yticks(range(len(rows)), names)
-        ax.set_ylim(len(rows) - 0.5, -0.5)
-        ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
+        left = min(0.0, ax.get_xlim()[0])
+        ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(left, None))
         ax.set_xlabel(f"Questions declined when asked again (%)\n({LINES_ARE})")
         legend_above(ax, 2, model_title(found.run, "refusals by mode"))
     return ax
@@ -273,8 +270,7 @@ def _baseline_panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:
     ax.hlines(y, found["low"], found["high"], colors=colors, linewidths=1.2)
     for place, value, color in zip(y, found["value"], colors, strict=True):
         ax.plot([value], [place], "o", color=color, markersize=3.4)
-    ax.set_yticks(y, scores)
-    ax.set_ylim(len(scores) - 0.5, -0.5)
+    ax.set(yticks=y, yticklabels=scores, ylim=(len(scores) - 0.5, -0.5))
 
 
 # What sets the modes apart, if anything: the density of logit changes, and accuracy and popularity by mode.
@@ -324,8 +320,7 @@ def logit_changes(
             ax.plot([], [], linestyle="none", label=f"all ({len(own):,}): {verdicts['all']}")
             if WITHIN in verdicts:
                 ax.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
-            ax.set(title=label(name), xlabel="Change of the probe's logit (SD)")
-            ax.set_yticks([])
+            ax.set(title=label(name), xlabel="Change of the probe's logit (SD)", yticks=[])
             ax.set_ylim(0, ax.get_ylim()[1] * 1.95)
             ax.legend(loc="upper left", fontsize=6.2, handlelength=1.6, borderaxespad=0.2, labelspacing=0.3)
         shared_label(axes, "Density")
@@ -392,9 +387,8 @@ def _accuracy(ax: Axes, pathways: Pathways) -> None:
             named = None if mode in ax.get_legend_handles_labels()[1] else mode
             ax.hlines(row + shift, low, high, colors=color, linewidths=1.2)
             ax.plot(value, row + shift, marker, color=color, markersize=3.6, linestyle="none", label=named)
-    ax.set_yticks(range(len(pathways.datasets)), ticks(pathways.datasets))
-    ax.set_ylim(len(pathways.datasets) - 0.5, -0.5)
-    ax.set_xlabel(f"Right answers (%; {LINES_ARE})")
+    n, names = len(pathways.datasets), ticks(pathways.datasets)
+    ax.set(yticks=range(n), yticklabels=names, ylim=(n - 0.5, -0.5), xlabel=f"Right answers (%; {LINES_ARE})")
     legend_above(ax, 2, model_title(pathways.run, "right answers by mode"))
 
 
@@ -410,8 +404,7 @@ def _popularity(ax: Axes, pathways: Pathways) -> None:
         named = f"{label(name)} ({own['example'].nunique():,})"
         ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=named)
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
-    ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)")
-    ax.set_ylim(bottom=0)
+    ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)", ylim=(0, None))
     legend_above(ax, 2, "")
 
 

@@ -102,7 +102,8 @@ def delta_p(
     size = checked_place(ax, len(shown), figsize)
     if not shown:
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
-    _check_value(value)
+    if not isinstance(value, str) or value not in VALUES:
+        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     if titles is None:
         splits = [_split(one, split_by) for one in shown]
         if as_published:
@@ -121,8 +122,11 @@ def delta_p(
     names = in_order(names) if as_published else names
     if ax is not None:
         with shared_look(ax):
-            _on_axes(ax, shown[0], names, split_by, value, as_published)
-            ax.set_title(titles[0])
+            _draw(ax, shown[0], names, _split(shown[0], split_by), value, as_published)
+            ax.set(ylabel=_axis_name(value, as_published), title=titles[0])
+            handles, labels = _published_legend(names) if as_published else _legend(shown, names, split_by)
+            look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": None if as_published else _counted(shown)}
+            ax.legend(handles, labels, loc="upper center", ncols=2, **look, **ROOMY)
         return apply_title_and_size(ax, title, None)
     with shared_look(ax):
         entries = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
@@ -155,29 +159,7 @@ def plot_delta_p(
     pathways: Pathways, ax: Axes | None = None, *, split_by: SplitName | None = None, value: str = "delta_p"
 ) -> Axes | Figure:
     """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own."""
-    if ax is None:
-        return delta_p([pathways], split_by=split_by, value=value)
-    _check_value(value)
-    with shared_look(ax):
-        _on_axes(ax, pathways, _names([pathways]), split_by, value)
-        ax.set_title(label(title_of(pathways, _split(pathways, split_by), value)))
-    return ax
-
-
-def _on_axes(
-    ax: Axes,
-    pathways: Pathways,
-    names: Sequence[str],
-    split_by: SplitName | None,
-    value: str,
-    as_published: bool = False,
-) -> None:
-    """Draw one model on a caller's axes, with its legend below them."""
-    _draw(ax, pathways, names, _split(pathways, split_by), value, as_published)
-    ax.set_ylabel(_axis_name(value, as_published))
-    handles, labels = _published_legend(names) if as_published else _legend([pathways], names, split_by)
-    look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": None if as_published else _counted([pathways])}
-    ax.legend(handles, labels, loc="upper center", ncols=2, **look, **ROOMY)
+    return delta_p([pathways], split_by=split_by, value=value, ax=ax)
 
 
 def _axis_name(value: str, as_published: bool) -> str:
@@ -196,11 +178,6 @@ def _split(pathways: Pathways, split_by: str | None) -> str:
     if not isinstance(split_by, str) or split_by not in splits:
         raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, splits)}")
     return split_by
-
-
-def _check_value(value: object) -> None:
-    if not isinstance(value, str) or value not in VALUES:
-        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
 
 
 def _names(shown: Sequence[Pathways]) -> list[str]:

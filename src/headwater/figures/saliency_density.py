@@ -213,8 +213,7 @@ def _panel(
         counted = f"n = {len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
         entry = _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} ({counted})"
         handles[entry] = (Patch(**area), Line2D([], [], **line), (list(KINDS).index(kind), place))
-    ax.set_xlim(places[0], places[-1])
-    ax.set_ylim(bottom=0)
+    ax.set(xlim=(places[0], places[-1]), ylim=(0, None))
     exponent = int(np.floor(np.log10(stop))) if not log_scale else 0
     if log_scale:
         ax.set_xscale("log")

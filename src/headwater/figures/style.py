@@ -220,6 +220,13 @@ def new_figure(width: float, height: float, layout: Literal["constrained"] | Non
     return plt.figure(figsize=requested_size() or (width, height), layout=layout, FigureClass=Drawing)
 
 
+@contextmanager
+def one_panel(ax: Axes | None, width: float, height: float) -> Iterator[Axes]:
+    """Draw with the shared look on axes of the caller's, or on those of a new figure of some inches."""
+    with style(ax):
+        yield ax or new_figure(width, height).add_subplot()
+
+
 def inches(ax: Axes) -> tuple[float, float]:
     """Return how wide and high axes are, nearly: before their labels have taken their room."""
     box = ax.get_window_extent()

@@ -27,10 +27,12 @@ from headwater.figures.style import (
     color_bar,
     drawable,
     entitle,
+    figure_of,
     inches,
     legend_above,
     model_title,
     new_figure,
+    one_panel,
     plain_title,
     style,
     ticks,
@@ -93,21 +95,16 @@ def plot_sweep(
     if ax is not None and len(panels) > 1:
         raise InputError(f"This sweep has {len(panels)} panels; choose one with site= and metric=, or pass no ax.")
     with style(ax):
-        if ax is not None:
-            (name, part), axes = panels[0], [ax]
-            _panel(ax, part, name, measure, sweep, fixed)
-            ax.set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
-            return ax
-        figure, axes = _figure(panels, fixed)
+        axes = [ax] if ax is not None else _axes(panels, fixed)
         for one, (name, part) in zip(axes, panels, strict=True):
             _panel(one, part, name, measure, sweep, fixed)
-        _share_scales(axes, [name for name, _ in panels])
         if len(panels) == 1:
-            (name, part), ax = panels[0], axes[0]
-            ax.set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
-        else:
-            entitle(figure, model_title(sweep.run, _of_what(sweep)))
-    return axes[0] if len(panels) == 1 else figure
+            axes[0].set_title(model_title(sweep.run, drawn_label(_alone(part, name, sweep, fixed))))
+            return axes[0]
+        _share_scales(axes, [name for name, _ in panels])
+        figure = figure_of(axes[0])
+        entitle(figure, model_title(sweep.run, _of_what(sweep)))
+    return figure
 
 
 def panels_of(table: pd.DataFrame, fixed: dict[str, Any]) -> list[tuple[Any, pd.DataFrame]]:
@@ -166,7 +163,8 @@ def _share_scales(axes: Sequence[Axes], names: Sequence[Any]) -> None:
             mesh.set_clim(-limit, limit)
 
 
-def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes]]:
+def _axes(panels: list[Any], fixed: dict[str, Any]) -> list[Axes]:
+    """Make a figure of fitting size with axes for each panel."""
     n_metrics = len({name[1] for name, _ in panels})
     sizes = [_size(part, fixed) for _, part in panels]
     width, height = max(w for w, _ in sizes), max(h for _, h in sizes)
@@ -175,10 +173,10 @@ def _figure(panels: list[Any], fixed: dict[str, Any]) -> tuple[Figure, list[Axes
     columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
     figure = new_figure(columns * width, rows * height)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    axes: list[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[len(panels) :]:
         spare.remove()
-    return figure, axes[: len(panels)]
+    return axes[: len(panels)]
 
 
 def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
@@ -251,21 +249,14 @@ def _heat_map(ax: Axes, part: pd.DataFrame, axes: list[str], measure: str, label
     mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     tokens = _shared_tokens(part, sweep)
     across, down = inches(ax)
-    if tokens is not None and axes[0] == "position" and TOKEN * len(means) <= down:
-        cell_ticks(ax.yaxis, np.arange(len(means)) + 0.5, [shown(tokens[int(i)]) for i in means.index])
-        ax.tick_params(axis="y", length=0)
-    else:
-        _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part)
+    down_tokens = tokens if axes[0] == "position" and TOKEN * len(means) <= down else None
+    across_tokens = tokens if axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across else None
+    _ticks(ax.yaxis, axes[0], means.index.to_numpy(), part, down_tokens)
     if axes[0] == "position":
         ax.invert_yaxis()
-    has_tokens = tokens is not None and axes[1] in ("position", "key") and TOKEN * means.shape[1] <= across
-    if has_tokens and tokens is not None:
-        _token_ticks(ax, np.arange(means.shape[1]) + 0.5, [tokens[int(i)] for i in means.columns])
-        ax.tick_params(axis="x", length=0)
-    else:
-        _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part)
+    _ticks(ax.xaxis, axes[1], means.columns.to_numpy(), part, across_tokens)
     ax.set_ylabel("Query" if axes[0] in ("position", "role") and {"key", "key_role"} & {*axes} else LABELS[axes[0]])
-    ax.set_xlabel("" if has_tokens and axes[1] == "position" else LABELS[axes[1]])
+    ax.set_xlabel("" if across_tokens is not None and axes[1] == "position" else LABELS[axes[1]])
     color_bar(mesh, ax, label)
 
 
@@ -286,7 +277,8 @@ def _curve(ax: Axes, part: pd.DataFrame, axis: str, measure: str, label: str, sw
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
     tokens = _shared_tokens(part, sweep) if axis == "position" else None
     if tokens is not None and TOKEN * len(places) <= inches(ax)[0]:
-        _token_ticks(ax, places, [tokens[int(i)] for i in places])
+        names = [shown(tokens[int(i)]) for i in places]
+        cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
     else:
         whole_numbers(ax.xaxis)
         ax.set_xlabel(LABELS[axis])
@@ -317,13 +309,18 @@ def _names(names: Iterable[str], axis: str, part: pd.DataFrame) -> list[str]:
     return [f"{short} (n = {counts.get(name, 0):,})" for name, short in zip(listed, cut, strict=True)]
 
 
-def _ticks(which: Any, axis: str, places: np.ndarray, part: pd.DataFrame) -> None:
-    """Label the cells along an axis: by their names or numbers."""
-    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    look = turned if axis in NAMED and which.axis_name == "x" else {}
-    names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
-    most = None if axis in NAMED else MOST_TICKS
-    cell_ticks(which, np.arange(len(places)) + 0.5, names, most, **look)
+def _ticks(
+    which: Any, axis: str, places: np.ndarray, part: pd.DataFrame, tokens: tuple[str, ...] | None = None
+) -> None:
+    """Label the cells along an axis: by their tokens, names or numbers."""
+    is_named = axis in NAMED or tokens is not None
+    turned = {"rotation": 30 if tokens is None else 60, "ha": "right", "rotation_mode": "anchor"}
+    look = turned if is_named and which.axis_name == "x" else {}
+    if tokens is not None:
+        names = [shown(tokens[int(i)]) for i in places]
+    else:
+        names = _names(places, axis, part) if axis in NAMED else [str(i) for i in places]
+    cell_ticks(which, np.arange(len(places)) + 0.5, names, None if is_named else MOST_TICKS, **look)
     which.set_tick_params(length=0)
 
 
@@ -352,11 +349,6 @@ def metric_label(metric: str, measure: str) -> str:
     name = metric.replace("_", " ").replace("kl ", "KL ")
     kinds = {"effect": "Effect", "ratio of means": "Mean effect / mean gap,"}
     return f"{kinds.get(measure, 'Normalized effect')} on {name}"
-
-
-def _token_ticks(ax: Axes, places: np.ndarray, tokens: list[str]) -> None:
-    names = [shown(token) for token in tokens]
-    cell_ticks(ax.xaxis, places, names, rotation=60, ha="right", rotation_mode="anchor")
 
 
 # Dose–response of steering: the mean effect of a direction on a metric against how much of it was added.
@@ -405,8 +397,7 @@ def dose_response(
         raise InputError(
             f"These sweeps are of {len(layers)} layers, and {MOST} can be distinguished: choose with layers=."
         )
-    with style(ax):
-        ax = new_figure(3.6, 2.6).add_subplot() if ax is None else ax
+    with one_panel(ax, 3.6, 2.6) as ax:
         ax.axhline(0, color=FAINT, linewidth=0.6)
         for layer, (color, mark) in zip(layers, SETS, strict=False):
             rows = summary[summary["layer"] == layer]

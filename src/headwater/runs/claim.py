@@ -42,13 +42,7 @@ class Claim(Result):
 
     @classmethod
     def of(cls, judged: Judgement, run: RunRecord, asked: Mapping[str, object]) -> Claim:
-        """Return what was judged of a run, as a result.
-
-        Args:
-            judged: what was found.
-            run: the record of the run.
-            asked: what was claimed and beside what; it goes into the record. Of another run, its record.
-        """
+        """Return what was judged of a run, as a result; its record says what was claimed, and beside what."""
         given = {name: _identity(one) if isinstance(one, RunRecord) else one for name, one in asked.items()}
         record = replace(run, options=run.options | {"claim": describe(given | {"level": judged.level})})
         return cls(judged.table, judged.what, [judged.measured, judged.verdict], list(judged.notes), record)

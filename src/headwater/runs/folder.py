@@ -15,7 +15,7 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -55,13 +55,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, run: RunRecord, kind: type[Result] = Result):
-        """Open a folder for a run.
-
-        Args:
-            path: the folder.
-            run: what is to be computed.
-            kind: the class of the result that will be written.
-        """
+        """Open a folder for a run, whose result will be of class `kind`."""
         self.path = checked_path("out", path)
         if run.unknown:
             raise InputError(
@@ -73,7 +67,13 @@ class RunFolder:
         self._count = 0
         self._lock: Any = None
         if self._processes.count > 1:
-            _refuse_unless_alike(self._processes.together("the options of a run", run))
+            records = self._processes.together("the options of a run", run)
+            for number, other in enumerate(records):
+                if differences := records[0].differences(other):
+                    raise HeadwaterError(
+                        f"The processes of one run must be given the same: of process {number} (there) and process 0 "
+                        f"(here) differ {'; '.join(differences[:4])}."
+                    )
         # The identity of this call, not of the earlier record: a piece is known by what would compute it now.
         self._identity, self._names = run.identity, (PIECES, *file_names(kind))
         self.run = self._processes.on_main(f"opening the folder of {run.analysis}", lambda: self._open(run))
@@ -223,16 +223,6 @@ def run_pieces(folder: RunFolder | None, work: Iterable[tuple[str, Compute]]) ->
         yield from folder.pieces(work)
     else:
         yield from (dict(compute()) for _, compute in work)
-
-
-def _refuse_unless_alike(records: Sequence[RunRecord]) -> None:
-    """Check that every process asks for the same run."""
-    for number, other in enumerate(records):
-        if differences := records[0].differences(other):
-            raise HeadwaterError(
-                f"The processes of one run must be given the same: of process {number} (there) and process 0 (here) "
-                f"differ {'; '.join(differences[:4])}."
-            )
 
 
 def _await(found: Callable[[], Value | None]) -> Value | None:

@@ -304,7 +304,7 @@ class _Digests:
             while isinstance(value, types.ModuleType) and not is_library(value.__name__) and attributes:
                 name, value = f"{value.__name__}.{attributes[0]}", getattr(value, attributes.pop(0), None)
             found[name] = value
-        for name in sorted(set(imports(function.__code__))):
+        for name in sorted({str(step.argval) for step in _steps(function.__code__) if step.opname == "IMPORT_NAME"}):
             if not is_library(name):
                 raise UnknownIdentityError(f"your module {name}, imported when it is called: import it outside")
         return found
@@ -488,11 +488,6 @@ def reads(code: types.CodeType) -> Iterator[tuple[str, ...]]:
             if chain:
                 yield tuple(chain)
             chain = [str(step.argval)] if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else []
-
-
-def imports(code: types.CodeType) -> Iterator[str]:
-    """Yield the modules that code imports when it is called."""
-    return (str(step.argval) for step in _steps(code) if step.opname == "IMPORT_NAME")
 
 
 def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:

@@ -24,6 +24,12 @@ HOOKS, PAST_HOOKS = "hooks of the model", "past model.hooks"
 """The options that record what `with model.hooks(...)` attached, and what was put into the model in other ways."""
 NAME_IT = 'Give it a text attribute that you change with it (f.identity = "v1")'
 _LIBRARIES = ("headwater", "transformer-lens", "transformers", "torch")
+_version = functools.cache(importlib.metadata.version)
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions of the libraries that decide a result."""
+    return {name: _version(name) for name in _LIBRARIES}
 
 
 @runtime_checkable
@@ -79,8 +85,10 @@ class RunRecord:
     """The ids that every text began with; None where weights were read and no text."""
     revision: str | None = None
     seed: int | None = None
-    versions: dict[str, str] = dataclasses.field(default_factory=lambda: library_versions())
-    created: str = dataclasses.field(default_factory=lambda: _now())
+    versions: dict[str, str] = dataclasses.field(default_factory=library_versions)
+    created: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    )
 
     @classmethod
     def of(cls, analysis: str, model: Recorded, options: dict[str, Any], seed: int | None = None) -> RunRecord:
@@ -156,13 +164,7 @@ class RunRecord:
 
 
 def refuse_other_run(path: Path, run: RunRecord, names: Iterable[str]) -> RunRecord | None:
-    """Return the record that `path` holds, or None for a new folder.
-
-    Args:
-        path: the folder.
-        run: the run that is to be written there.
-        names: of the files and folders that will be written.
-    """
+    """Return the record that a folder holds, or None for a new one; refuse another run, and files of these names."""
     if not (path / RUN_FILE).exists():
         refuse_foreign(path, RUN_FILE, names)
         return None
@@ -192,17 +194,3 @@ def read_record(path: Path) -> tuple[RunRecord, dict[str, Any]]:
     if record is None or not record.is_sound():
         raise RunFolderError(f"{path / RUN_FILE} holds no record of a run: choose another folder.")
     return record, plain
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of the libraries that decide a result."""
-    return {name: _version(name) for name in _LIBRARIES}
-
-
-@functools.cache
-def _version(library: str) -> str:
-    return importlib.metadata.version(library)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -17,7 +17,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -245,8 +244,11 @@ def drawn_by(
             "figure. result.plot().savefig(path) writes it."
         )
     size = checked_size(figsize, ax)
-    with asking_for(size):
+    token = _ASKED.set(size)
+    try:
         drawn: Any = DRAWINGS.of_class(type(result))(result, ax, **options)
+    finally:
+        _ASKED.reset(token)
     if not hasattr(drawn, "savefig"):
         drawn.savefig = drawn.figure.savefig  # plot().savefig(path) writes one panel as it writes several
     return apply_title_and_size(drawn, title, size)
@@ -490,16 +492,7 @@ def checked_size(figsize: object, ax: Axes | None) -> Size | None:
 
 
 _ASKED: ContextVar[Size | None] = ContextVar("size", default=None)
-
-
-@contextmanager
-def asking_for(size: Size | None) -> Iterator[None]:
-    """Let what is drawn meanwhile know the size of its figure, if one was given."""
-    token = _ASKED.set(size)
-    try:
-        yield
-    finally:
-        _ASKED.reset(token)
+"""The size that the figure now drawn was given, if it was given one."""
 
 
 def requested_size() -> Size | None:
@@ -522,21 +515,17 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
     if whole and figure.get_suptitle():
         _break(figure._suptitle, _share, figure, "width", 0.98)
     for ax in figure.axes if whole else [drawn, *_bars(drawn)]:
-        _break_lines(ax)
+        # The title where the next panel or the figure ends, labels where their axes do.
+        for place in (ax.title, ax._left_title, ax._right_title):
+            _break(place, _to_the_right, ax)
+        _break(ax.xaxis.label, _around, ax)
+        _break(ax.yaxis.label, _share, ax, "height", 1.05)
     return drawn
 
 
 def _bars(ax: Any) -> list[Any]:
     """The axes of the colour bars of what is drawn on `ax`."""
     return [one.colorbar.ax for one in (*ax.collections, *ax.images) if getattr(one, "colorbar", None)]
-
-
-def _break_lines(ax: Any) -> None:
-    """Break the title where the next panel or the figure ends, labels where their axes do."""
-    for place in (ax.title, ax._left_title, ax._right_title):
-        _break(place, _to_the_right, ax)
-    _break(ax.xaxis.label, _around, ax)
-    _break(ax.yaxis.label, _share, ax, "height", 1.05)
 
 
 def _to_the_right(ax: Any) -> float:

@@ -236,12 +236,7 @@ class Shards:
 
     @classmethod
     def of_files(cls, files: Sequence[Path], pieces: Sequence[Path] = ()) -> Shards:
-        """Name the files of parts.
-
-        Args:
-            files: where they are, or will be once `write` has been called.
-            pieces: where they lie until then, as this run wrote or read them.
-        """
+        """Name the files of parts; until `write` makes them, parts lie in `pieces`, as this run wrote or read them."""
         made = cls()
         # Pieces were hashed when this run wrote or read them, and are not read a second time for it.
         made._files, made._pieces, made._checked = list(files), list(pieces), set(range(len(pieces)))
@@ -275,7 +270,10 @@ class Shards:
         return tensors
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shards) and len(self) == len(other) and all(map(_equal, self, other))
+        if not isinstance(other, Shards) or len(self) != len(other):
+            return False
+        pairs = zip(self, other, strict=True)
+        return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -317,7 +315,3 @@ def _linked(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -47,13 +47,6 @@ def view_cache(
     """
     if "pattern" not in cache.kept:
         return picture(cache)
-    return interactive(cache, ("strip.js", "attention.js"), spec_of(cache, example, layers, values), height=820)
-
-
-def spec_of(
-    cache: Cache, example: int | Sequence[int] | None, layers: int | Sequence[int] | None, values: HookedModel | None
-) -> dict[str, object]:
-    """Return what the script draws: of each text its tokens, `layer head entry` weights, and `layer head key` norms."""
     kept = cache.kept["pattern"].layers
     wanted = list(kept) if layers is None else one_or_several(layers)
     if not wanted:
@@ -64,13 +57,14 @@ def spec_of(
     texts = _chosen(cache, example, len(chosen) * len(cache.heads))
     which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
     of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""
-    return {
+    spec = {
         "title": plain_title(cache.run.model, "attention patterns"),
         "note": f"{which}{of_all}",
         "layers": chosen,
         "heads": list(cache.heads),
         "texts": [_text(cache, number, chosen, values) for number in texts],
     }
+    return interactive(cache, ("strip.js", "attention.js"), spec, height=820)
 
 
 def _chosen(cache: Cache, example: int | Sequence[int] | None, heads: int) -> list[int]:

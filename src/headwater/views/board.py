@@ -123,7 +123,28 @@ class Board(Clicks):
         Raises:
             InputError: `headwater[live]` is not installed.
         """
-        return widget_of(self)
+        if not has_widgets():
+            raise InputError(
+                'A live board needs anywidget: pip install "headwater[live]". Without it: click(), view().'
+            )
+        import anywidget
+        import traitlets
+
+        spec = {
+            "_esm": asset("board_live.js"),
+            "page": traitlets.Unicode().tag(sync=True),
+            "height": traitlets.Int().tag(sync=True),
+        }
+        shown = board_page(self, [self.how], live=True)
+        # The class is made here, since anywidget need not be installed.
+        widget = type("BoardWidget", (anywidget.AnyWidget,), spec)(page=shown.page, height=shown.height)
+
+        def respond(_: object, message: object, buffers: object) -> None:
+            if (reply := answer(self, message)) is not None:
+                widget.send(reply)
+
+        widget.on_msg(respond)
+        return widget
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         """Return what a notebook shows: the widget where there is one, and a page for when there is no kernel."""
@@ -132,37 +153,13 @@ class Board(Clicks):
             shown["text/html"] = self.view()._repr_html_()
         except InputError as error:
             shown["text/html"] = f"<p>{text_of(str(error))}</p>"
-        live = widget_of(self)._repr_mimebundle_() if has_widgets() else {}
+        live = self.widget()._repr_mimebundle_() if has_widgets() else {}
         return shown | dict(live[0] if isinstance(live, tuple) else live or {})
 
 
 def has_widgets() -> bool:
     """Whether what widgets need is installed."""
     return importlib.util.find_spec("anywidget") is not None
-
-
-def widget_of(clicks: Clicks) -> Any:
-    """Return a widget that shows a board and answers its clicks."""
-    if not has_widgets():
-        raise InputError('A live board needs anywidget: pip install "headwater[live]". Without it: click(), view().')
-    import anywidget
-    import traitlets
-
-    spec = {
-        "_esm": asset("board_live.js"),
-        "page": traitlets.Unicode().tag(sync=True),
-        "height": traitlets.Int().tag(sync=True),
-    }
-    shown = board_page(clicks, [clicks.how], live=True)
-    # The class is made here, since anywidget need not be installed.
-    widget = type("BoardWidget", (anywidget.AnyWidget,), spec)(page=shown.page, height=shown.height)
-
-    def respond(_: object, message: object, buffers: object) -> None:
-        if (reply := answer(clicks, message)) is not None:
-            widget.send(reply)
-
-    widget.on_msg(respond)
-    return widget
 
 
 def answer(clicks: Clicks, message: object) -> dict[str, Any] | None:
@@ -206,7 +203,7 @@ def as_json(patched: Patched) -> dict[str, Any]:
 
 LONGEST = 256
 """Tokens of the prompts of a page."""
-KINDS = {
+KINDS: dict[str, tuple[str, ...]] = {
     "cells": ("{site}", "layer", "position"),
     "heads": (HEADS, "layer", "head"),
     "places": (HEADS, "layer", "position", "head"),
@@ -239,18 +236,16 @@ def board_page(clicks: Clicks, hows: Sequence[str], *, live: bool = False) -> Vi
 
 def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
     """Return the sweeps of single nodes: of each kind, or, for a page with a kernel, of cells and heads."""
-    query = clicks.bench(how).kept[-1]
-    sweeps: dict[str, dict[str, Any]] = {
-        "cells": {"sites": list(clicks.sites), "over": ("layer", "position")},
-        "heads": {"sites": HEADS, "over": ("layer", "head")},
-        "places": {"sites": HEADS, "over": ("layer", "position", "head")},
-        "edges": {"sites": EDGES, "over": ("layer", "head", "key"), "positions": query},
-    }
-    kinds = ("cells", "heads") if live else tuple(sweeps)
     direction, values = HOWS[how]
     options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
     options |= {"dataset": clicks.mean_of} if values == "mean" else {}
-    return {kind: patch(clicks.model, clicks.clean, clicks.corrupted, **sweeps[kind], **options) for kind in kinds}
+    found = {}
+    for kind in ("cells", "heads") if live else tuple(KINDS):
+        site, *axes = KINDS[kind]
+        where: dict[str, Any] = {"sites": list(clicks.sites) if kind == "cells" else site, "over": tuple(axes[:3])}
+        where |= {"positions": clicks.bench(how).kept[-1]} if kind == "edges" else {}
+        found[kind] = patch(clicks.model, clicks.clean, clicks.corrupted, **where, **options)
+    return found
 
 
 def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:

@@ -7,6 +7,8 @@ edges are alone is read of runs of just these, never in between.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from headwater.circuits.circuit import Circuit, strength_order
@@ -128,16 +130,10 @@ def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
             "runs= holds no circuit that is the strongest edges of this one: give hw.run_circuits circuits such as "
             "circuit.strongest(20)."
         )
-    columns = ["faithfulness", "low", "high", "placebo", "placebo_high"]
-    columns_of = dict(zip(columns, (rounded(rows[one]) for one in columns), strict=True))
-    sizes = zip(rows["edges"].tolist(), rows["examples"].tolist(), *columns_of.values(), strict=True)
-    return sorted(
-        (
-            {"edges": n, "examples": examples} | dict(zip(columns, of_size, strict=True))
-            for n, examples, *of_size in sizes
-        ),
-        key=lambda one: one["edges"],
-    )
+    rows = rows.sort_values("edges", kind="stable")
+    found: dict[str, list[Any]] = {name: rows[name].tolist() for name in ("edges", "examples")}
+    found |= {name: rounded(rows[name]) for name in ("faithfulness", "low", "high", "placebo", "placebo_high")}
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
 
 def _placebos(graph: Graph, chosen: np.ndarray, means: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -228,19 +228,11 @@ class Clicks:
     def table(self) -> pd.DataFrame:
         """The clicks: `nodes, how, effect, normalized_effect, before, after, answer, seconds, code`."""
         names = ["nodes", "how", "effect", "normalized_effect", "before", "after", "answer", "seconds", "code"]
-        rows = [
-            (set_name(c.nodes), c.how, c.effect, c.normalized_effect, c.before, c.after, c.answer, c.seconds, c.code)
-            for c in self.clicks
-        ]
+        rows = [[set_name(one.nodes), *(getattr(one, name) for name in names[1:])] for one in self.clicks]
         return pd.DataFrame(rows, columns=names)
 
     def code(self, nodes: Sequence[Mapping[str, object]], how: str) -> str:
-        """Return the call of `hw.patch` that changes nodes together, with the names given to `hw.board`.
-
-        Args:
-            nodes: as `ActivationNode.described` gives them.
-            how: of `HOWS`.
-        """
+        """Return the call of `hw.patch` that changes described nodes together, with the names given to `hw.board`."""
         direction, values = HOWS[how]
         options = [f"direction={direction!r}"] + ([f"values={values!r}"] if values != "other run" else [])
         both = "[clean, corrupted]" if isinstance(self.clean, str) else "[*clean, *corrupted]"
@@ -261,11 +253,12 @@ class Clicks:
         since = time.perf_counter()
         (before, goal), parts = bench.unedited, self._parts(bench, nodes)
         looked = bench.look(nodes, [[part] for part in parts])
-        after = bench.read(looked.states)
+        first, after = bench.before, bench.read(looked.states)
+        by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
         return Patched(
             nodes, how, before, looked.value, goal,
-            top=self._top(bench.before, after),
-            layers=_layers(bench.before, after),
+            top=self._top(first, after),
+            layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
             parts=_parts_table(parts, looked, before, goal),
             seconds=time.perf_counter() - since,
             code=self.code([node.described() for node in nodes], how),
@@ -296,13 +289,6 @@ class Clicks:
     def __repr__(self) -> str:
         state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
         return f"{type(self).__name__}({self.model.name}: {state})"
-
-
-def _layers(first: NextTokens, then: NextTokens) -> pd.DataFrame:
-    """Say what the metric is after each layer, before and after."""
-    before, after = first.by_layer, then.by_layer
-    table = pd.DataFrame({"layer": range(len(before)), "before": before, "after": after})
-    return table.assign(change=table["after"] - table["before"])
 
 
 def _parts_table(parts: Sequence[ActivationNode], looked: NodeEffect, before: float, goal: float) -> pd.DataFrame:
@@ -343,18 +329,9 @@ class NextTokens:
 
 
 class RecordedPair:
-    """Two recorded runs of a pair, one of which is edited with values of one kind.
+    """Two recorded runs of one pair, one of which is edited with values of one kind; nodes may lie at some sites.
 
-    Args:
-        model: the model; it is left as it was.
-        pair: one pair, and which of its runs is edited.
-        metric: of the logits.
-        values: what is written: `other run`, `zero`, `mean`, ...; values that are drawn several times are not for this.
-        dataset: the prompts of `mean`.
-        sites: the names of those at which nodes may lie.
-
-    Raises:
-        InputError: there are several pairs, or the metric reads no logits.
+    Values that are drawn several times are not for this, and neither are metrics that read no logits.
     """
 
     def __init__(
@@ -384,14 +361,12 @@ class RecordedPair:
         self.normalise, self.head = unembedding_head(model)
         # Recorded activations of weights that have changed since would be combined with new ones without an error.
         self._fingerprint = model.fingerprint
+        self._runner: WalkRunner | WholeRuns
         with torch.inference_mode(), model.lock:
-            self._runner = self._recorded()
-
-    def _recorded(self) -> WalkRunner | WholeRuns:
-        try:
-            return WalkRunner(self.plan, range(1))
-        except CannotStepError:
-            return WholeRuns(self.plan, range(1))
+            try:
+                self._runner = WalkRunner(self.plan, range(1))
+            except CannotStepError:
+                self._runner = WholeRuns(self.plan, range(1))
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -453,7 +428,12 @@ class RecordedPair:
             logits = self.logits(states)
             # Layers take the place of examples here: each is a row with the same answers.
             answers = [to_device(ids[:1], logits.device).repeat(len(logits)) for ids in self.plan.answers[0]]
-            clean = self._clean().expand_as(logits) if self.metric.against_clean else None
+            clean = None
+            if self.metric.against_clean:
+                readout = self._runner.readout
+                run = readout.base if self.plan.pair.base_is_clean else readout.other
+                assert run is not None
+                clean = self.logits(run[self.plan.states[-1]][0][None][:, self._columns]).expand_as(logits)
             metric = self.metric.measure(logits, answers, clean).double().tolist()
             return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
@@ -463,13 +443,6 @@ class RecordedPair:
             # W_U may lie on another GPU than the states.
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
-
-    def _clean(self) -> Float[Tensor, "1 kept d_vocab"]:
-        last = self.plan.states[-1]
-        readout = self._runner.readout
-        run = readout.base if self.plan.pair.base_is_clean else readout.other
-        assert run is not None
-        return self.logits(run[last][0][None][:, self._columns])
 
     @property
     def _columns(self) -> list[int]:

@@ -119,7 +119,8 @@ def picture(result: Result) -> View:
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
     height = f"<script>{asset('height.js')}</script>"
-    body = report + picture_in(figure, caption_of(result)) + table_of(result.summary()) + height
+    caption = f"{type(result).__name__} of {result.run.model}"
+    body = report + picture_in(figure, caption) + table_of(result.summary()) + height
     return View(page_of(repr(result), body, result.run, POLICY), picture=None if isinstance(figure, str) else figure)
 
 
@@ -130,16 +131,13 @@ def drawn(result: Result | Circuit) -> bytes | str:
     except HeadwaterError as error:
         return str(error)
     try:
-        return _light(image_of(figure, DPI))
+        whole = image_of(figure, DPI).convert("RGB")
     finally:
         # pyplot keeps every figure until it is closed, and warns when more than 20 are open.
         plt.close(figure_of(figure))
-
-
-def _light(picture: Image.Image) -> bytes:
-    """Return a picture as a PNG of few colours, a quarter as large; those far from the others, as a legend's, stay."""
+    # A quarter as large in few colours; those far from the others, as a legend's, stay.
     written = BytesIO()
-    few = picture.convert("RGB").quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = whole.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
     return written.getvalue()
 
@@ -149,11 +147,6 @@ def picture_in(figure: bytes | str, caption: str) -> str:
     if isinstance(figure, str):
         return f'<p class="failed">{text_of(figure)}</p>'
     return picture_of(figure, caption, DPI)
-
-
-def caption_of(result: Result) -> str:
-    """Return what is below a result's figure."""
-    return f"{type(result).__name__} of {result.run.model}"
 
 
 # An interactive view: a page with its numbers, the script that draws them, and the picture shown without it.
@@ -203,7 +196,8 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
     """
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     below = f'{report}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
-    return page_around(spec, scripts, (drawn(result), caption_of(result)), below, height)
+    figure = drawn(result), f"{type(result).__name__} of {result.run.model}"
+    return page_around(spec, scripts, figure, below, height)
 
 
 def page_around(
@@ -213,14 +207,10 @@ def page_around(
     below: str,
     height: int = 620,
 ) -> View:
-    """Return a page that is drawn by a script.
+    """Return a page that is drawn by a script, as `interactive` says.
 
-    Args:
-        spec: see `interactive`.
-        scripts: see `interactive`.
-        figure: the picture shown where scripts do not run, as PNG, or why there is none; and its caption.
-        below: HTML that unfolds below the view.
-        height: see `interactive`.
+    `figure` is shown where scripts do not run: a PNG, or why there is none, and its caption. `below` is HTML that
+    unfolds below the view.
     """
     # ASCII alone, whatever encoding the page is served in; a browser's JSON.parse refuses NaN.
     text = json.dumps(spec, ensure_ascii=True, allow_nan=False)
@@ -262,16 +252,10 @@ def line_of(
     control: bool = False,
     count: str | None = None,
 ) -> dict[str, object]:
-    """Return one line as the script draws it.
+    """Return one line as the script draws it, in a colour and with a mark: its `look`.
 
-    Args:
-        rows: its points.
-        columns: the names of where each is, its value, and the ends of its interval.
-        name: what the line is called.
-        look: colour and mark.
-        dashed: whether it is drawn with dashes.
-        control: whether it is one: drawn in grey, and left beside a line that is looked at alone.
-        count: the column that says over how many each is.
+    `columns` of its points are where each is, its value, and the ends of its interval; `count` is the one that says
+    over how many each is. A control is drawn in grey, and left beside a line that is looked at alone.
     """
     at, *values = columns
     curve = {key: rounded(rows[column]) for key, column in zip(("value", "low", "high"), values, strict=True)}

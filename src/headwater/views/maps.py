@@ -1,5 +1,6 @@
-"""The view of head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
+"""Views of maps by layer: head maps, the evidence of a relation, sweeps.
 
+Head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
 Several maps are side by side (`beside=`): what is pointed at, kept, filtered or coloured in one is so in all. With
 `model=` a head's card says what it writes and suppresses, for the tokens that it writes most strongly about.
 """
@@ -13,16 +14,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from headwater.causes.naming import NAMED
 from headwater.causes.results import Evidence
 from headwater.figures.evidence import MAPS, ROLE_LOOKS, evidence_title
 from headwater.figures.head_map import mark_of, names_of, title_of
+from headwater.figures.sweep import LABELS, panel_axes, panels_of
+from headwater.figures.sweep import title_of as sweep_title
 from headwater.heads.card import SIGNS
 from headwater.heads.categories import UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_kind
+from headwater.patching.summaries import MEASURES, ROLES
+from headwater.patching.sweep import Sweep
 from headwater.runs.result import VIEWS, View
 from headwater.views.page import interactive, line_of, packed, picture, rounded
 
@@ -48,13 +54,6 @@ def view_head_map(
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
     maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]
-    return interactive(
-        head_map, ("head_plane.js", "head_grid.js", "head_map.js"), head_map_spec(maps, model), height=620
-    )
-
-
-def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | None = None) -> dict[str, object]:
-    """Return what the script draws: the looks of labels, and each map by head and relation."""
     relations = list(dict.fromkeys(name for one in maps for name in one.table["relation"]))
     present = {label for one in maps for label in one.categories["label"]}
     known = [label for label in labels() if label in present]
@@ -63,7 +62,7 @@ def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | Non
     drawn = [_map(name, one, relations, known) for name, one in zip(names, maps, strict=True)]
     if model is not None:
         drawn[0]["writes"] = _written(maps[0], model)
-    return {
+    spec = {
         "title": title_of(maps),
         "note": rule,
         "relations": relations,
@@ -71,6 +70,7 @@ def head_map_spec(maps: Sequence[HeadMap], model: HookedModel | str | Path | Non
         "quiet": UNCLASSIFIED,
         "maps": drawn,
     }
+    return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec, height=620)
 
 
 def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence[str]) -> dict[str, object]:
@@ -147,13 +147,6 @@ def view_evidence(found: Evidence) -> View:
     """Show the heads of a relation in linked maps; where the model cannot do it, the sentence that says so."""
     if not found.is_measured:
         return picture(found)
-    return interactive(
-        found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), evidence_spec(found), height=900
-    )
-
-
-def evidence_spec(found: Evidence) -> dict[str, object]:
-    """Return what the script draws: every number of a head, `column layer head`, and the rows that name heads."""
     by_head = found.table.sort_values(["layer", "head"])
     layers, heads = (int(by_head[axis].max()) + 1 for axis in ("layer", "head"))
     columns = [name for name in by_head if name not in ("layer", "head")]
@@ -161,7 +154,7 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
     ways = found.ways.dropna(subset=["share"])
     rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
     heads_of = [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
-    return {
+    spec = {
         "title": evidence_title(found),
         "layers": layers,
         "heads": heads,
@@ -175,6 +168,7 @@ def evidence_spec(found: Evidence) -> dict[str, object]:
             _rows("silenced", found.cost, ["what", "heads", "cost", "low", "high"]),
         ],
     }
+    return interactive(found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), spec, height=900)
 
 
 def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:
@@ -195,3 +189,59 @@ def _when(when: pd.DataFrame) -> dict[str, object]:
         "choices": [],
         "charts": [{"y": "Share of gap", "lines": lines}],
     }
+
+
+# The view of a sweep: a heat map of two axes; site, metric, role, example and scale to choose, and cells to pick.
+
+
+MOST_NUMBERS = 2**22
+"""Numbers of a page, at most: of larger sweeps the page holds the means over examples alone."""
+
+
+@VIEWS.add(Sweep)
+def view_sweep(sweep: Sweep) -> View:
+    """Show the effect of every cell, by example; a sweep over one axis, or over three without roles, as its figure."""
+    panels = panels_of(sweep.table, {})
+    if any(len(panel_axes(part, {})) != 2 for _, part in panels):
+        return picture(sweep)
+    examples = sorted(sweep.table["example"].unique().tolist())
+    cells = sum(int(np.prod([part[axis].nunique() for axis in panel_axes(part, {})])) for _, part in panels)
+    by_example = cells * len(examples) <= MOST_NUMBERS
+    spec = {
+        "title": sweep_title(sweep, panels),
+        "examples": len(examples) if by_example else 1,
+        "names": examples if by_example else [f"mean of {len(examples)}"],
+        "tokens": [list(sweep.tokens[example]) for example in examples] if len(sweep.tokens) else [],
+        "panels": [_panel(name, part, examples if by_example else None) for name, part in panels],
+    }
+    return interactive(sweep, "sweep.js", spec)
+
+
+def _panel(name: Sequence[object], part: pd.DataFrame, examples: Sequence[int] | None) -> dict[str, object]:
+    axes = panel_axes(part, {})
+    places = [_places(part[axis]) for axis in axes]
+    numbers = {}
+    for column in [name for name in MEASURES if name in part]:  # of one run alone no effect is normalized
+        means = part.groupby(["example", *axes] if examples else axes, sort=False, dropna=False)[column].mean()
+        index = [pd.Index(one) for one in ([examples, *places] if examples else places)]
+        whole = means.reindex(pd.MultiIndex.from_product(index, names=means.index.names))
+        numbers[column] = whole.to_numpy(dtype=float).reshape(len(examples or [0]), *map(len, places))
+    return {
+        "site": str(name[0]),
+        "metric": str(name[1]),
+        "role": str(name[2]) if len(name) > 2 else "",
+        "fixed": {
+            axis: str(part[axis].iloc[0]) for axis in ROLES if len(name) > 2 and axis in part and axis not in axes
+        },
+        "axes": axes,
+        "said": [LABELS[axis] for axis in axes],
+        "rows": places[0],
+        "columns": places[1],
+        **{column: packed(found, "f4") for column, found in numbers.items()},
+    }
+
+
+def _places(column: pd.Series) -> list[int | str]:
+    """Return the places along an axis: numbers in order, names as they come first."""
+    seen = column.dropna().drop_duplicates()
+    return [int(one) for one in seen.sort_values()] if is_numeric_dtype(column) else [str(one) for one in seen]

@@ -1,4 +1,7 @@
-"""The view of memorization by question depth: boxes to point at, scores by layer, and the tokens of questions."""
+"""Views of curves and tokens: memorization by question depth, token statistics, pathways.
+
+Memorization by question depth: boxes to point at, scores by layer, and the tokens of questions.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from headwater.colors import FAINT
 from headwater.errors import InputError
 from headwater.figures.depth_profile import AVERAGE, DEPTH_COLORS, DEPTH_MARKS, title_of
 from headwater.figures.likelihood import SEEN
+from headwater.figures.pathway_curves import DASHES, SPELLED, VALUES, default_split, look_of
+from headwater.figures.pathway_curves import title_of as pathways_title
 from headwater.figures.style import plain_title
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.statistics import STATISTICS, TextStatistics
 from headwater.options import checked_count, shown
+from headwater.pathways.interventions import RANDOM
+from headwater.pathways.modes import ALL, MODES
+from headwater.pathways.trace import Pathways
 from headwater.runs.result import VIEWS, View
 from headwater.views.page import interactive, line_of, packed, picture, rounded, short_of
 
@@ -26,15 +35,10 @@ QUESTIONS = 1500
 @VIEWS.add(DepthProfile)
 def view_depth_profile(profile: DepthProfile) -> View:
     """Show a box per depth for every score, what each dot is made of, and means by layer where several were read."""
-    return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), depth_spec(profile), height=900)
-
-
-def depth_spec(profile: DepthProfile) -> dict[str, object]:
-    """Return what the script draws: `score row` values, the depth and name of each row, and the questions."""
     scores = [name for name in profile.by_layer["score"].unique() if name in profile.depthwise]
     by_group, averages = profile.run.options["aggregate"] == "group", profile.depthwise
     looks = _looks(profile)
-    return {
+    spec = {
         "title": title_of(profile),
         "main": profile.main,
         "y": AVERAGE.replace("\n", " ") if by_group else "MIN-K% of a Question (nats)",
@@ -46,6 +50,7 @@ def depth_spec(profile: DepthProfile) -> dict[str, object]:
         "questions": _questions(profile),
         "by_layer": _by_layer(profile, scores) if profile.by_layer["layer"].nunique() > 1 else None,
     }
+    return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), spec, height=900)
 
 
 def _looks(profile: DepthProfile) -> dict[int, tuple[str, str]]:
@@ -122,24 +127,20 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
     chosen = _chosen(stats, texts)
     if not len(stats.table):
         return picture(stats)
-    return interactive(stats, ("strip.js", "likelihood.js"), likelihood_spec(stats, chosen), height=420)
-
-
-def likelihood_spec(stats: TextStatistics, texts: Sequence[int]) -> dict[str, object]:
-    """Return what the script draws: by text its tokens, and one column of numbers by text, layer and token each."""
     table = stats.table if "layer" in stats.table else stats.table.assign(layer=-1)
     layers = sorted(table["layer"].unique().tolist())
-    rows = table[table["text"].isin(texts)].sort_values(["text", "layer", "position"], kind="stable")
+    rows = table[table["text"].isin(chosen)].sort_values(["text", "layer", "position"], kind="stable")
     first = rows[rows["layer"] == layers[0]]
     known = dict(zip(stats.texts["text"].tolist(), stats.texts.to_dict("records"), strict=True))
     parts = dict(list(first.groupby("text", sort=False)))
-    left = len(stats.texts) - len(texts)
-    return {
+    left = len(stats.texts) - len(chosen)
+    spec = {
         "title": plain_title(stats.run.model, SEEN),
-        "note": f"{len(texts):,} of {len(stats.texts):,} texts" if left else "",
+        "note": f"{len(chosen):,} of {len(stats.texts):,} texts" if left else "",
         "layers": ["final"] if "layer" not in stats.table else layers,
-        "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in texts],
+        "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in chosen],
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}
+    return interactive(stats, ("strip.js", "likelihood.js"), spec, height=420)
 
 
 def _text(number: int, rows: pd.DataFrame, known: Mapping[Hashable, Any]) -> dict[str, object]:
@@ -162,3 +163,68 @@ def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[in
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
     return [checked_count("texts", one, least=0, most=len(known) - 1) for one in listed]
+
+
+# The view of pathways: ΔP against the layer by question set and mode, with random tokens knocked out as control.
+
+
+@VIEWS.add(Pathways)
+def view_pathways(pathways: Pathways) -> View:
+    """Show the curves of every way to split the examples, and the control, with their intervals."""
+    first = default_split(pathways)
+    splits = list(dict.fromkeys([first, *pathways.curves["split_by"]]))
+    windowed = pathways.run.options["window"] is not None
+    title = pathways_title(pathways, first)
+    spec = {
+        "title": title,
+        "note": f"{SPELLED}; grey: {RANDOM} instead, over all examples (control)",
+        "said": {"title": title, "x": "layer", "count": "examples"},
+        "x": {"label": "Layer around which edges are severed" if windowed else "Layer", "whole": True},
+        "choices": [{"label": "modes", "names": splits}, {"label": "value", "names": list(VALUES.values())}],
+        "charts": [
+            {
+                "title": pathways_title(pathways, split, value),
+                "y": label,
+                "lines": _lines(pathways, split, value) + _controls(pathways, value),
+            }
+            for split in splits
+            for value, label in VALUES.items()
+        ],
+    }
+    return interactive(pathways, ("chart.js", "curves.js", "lines.js"), spec, height=660)
+
+
+def _lines(pathways: Pathways, split: str, value: str) -> list[dict[str, object]]:
+    curves, columns = pathways.curves[pathways.curves["split_by"] == split], _columns(value)
+    lines = []
+    for mode in MODES:
+        for name in pathways.datasets:
+            rows = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
+            drawn = look_of(name, mode, pathways.datasets)
+            look = drawn["color"], drawn["marker"]
+            dashed = DASHES[mode] != "-"
+            if len(rows):
+                lines.append(line_of(rows, columns, name=f"{name}, {mode}", look=look, dashed=dashed, count="examples"))
+    return lines
+
+
+def _controls(pathways: Pathways, value: str) -> list[dict[str, object]]:
+    """As many random tokens of the question knocked out, over all examples."""
+    table, columns = pathways.controls, _columns(value)
+    drawn = table[(table["intervention"] == RANDOM) & (table["group"] == ALL)]
+    return [
+        line_of(
+            drawn[drawn["dataset"] == name].sort_values("layer"),
+            columns,
+            name=f"{name}, {RANDOM} (control)",
+            look=(FAINT, look_of(name, MODES[0], pathways.datasets)["marker"]),
+            control=True,
+            count="examples",
+        )
+        for name in pathways.datasets
+        if (drawn["dataset"] == name).any()
+    ]
+
+
+def _columns(value: str) -> tuple[str, str, str, str]:
+    return "layer", value, f"{value}_low", f"{value}_high"
