@@ -219,8 +219,14 @@ def compare_heads(
     k, threshold = checked_scoring(k, threshold, embedding)
     norm_gain = checked_flag("norm_gain", norm_gain)
     compared = {name: weights_of(model, device) for name, model in _named(models).items()}
-    first = next(iter(compared.values()))
-    _refuse_other_shapes(compared)
+    first_name, first = next(iter(compared.items()))
+    for name, other in compared.items():
+        ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (first, other))
+        if ours != theirs:
+            raise InputError(
+                f"{name} has {theirs}, {first_name} has {ours}: their heads do not correspond. Compare models of "
+                "one shape; classify_heads scores each by itself."
+            )
     given = load_relations(relations)
     shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
     usable = {name: scored_relations(shared, one, k, multi_token=multi_token)[2] for name, one in compared.items()}
@@ -288,17 +294,6 @@ def _names(paths: Sequence[str]) -> list[str]:
         f"Several of the models are named {paths[0]!r}: give each model once, or name them yourself, in Python with a "
         "mapping {name: model}."
     )
-
-
-def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
-    (first, one), *others = compared.items()
-    for name, other in others:
-        ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (one, other))
-        if ours != theirs:
-            raise InputError(
-                f"{name} has {theirs}, {first} has {ours}: their heads do not correspond. Compare models of "
-                "one shape; classify_heads scores each by itself."
-            )
 
 
 def _words(given: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:

@@ -125,7 +125,7 @@ def pattern_sums(
     Args:
         model: the model.
         batch: the sequences, run at once, or in parts where memory runs out.
-        kinds: of the model's tokens.
+        kinds: what is known of its tokens.
         said_once: of random tokens, the positions of those that the sequence has not said before; what `position_share`
             takes is summed over these too.
 
@@ -210,13 +210,9 @@ def position_share(
 ) -> Float[Tensor, "layer head"]:
     """Return the share of the variance of scores before the softmax that the two positions decide alone.
 
-    Estimated without bias: the mean square of the means over n sequences, less the n-th part of the variance within
-    them. NaN where scores do not vary, or there is one sequence.
-
-    Args:
-        count: on how many sequences the query could see the key; those that not all could are left out.
-        first: the sum of `centred_scores` over sequences.
-        second: the sum of their squares.
+    Estimated without bias, from what `centred_scores` gives, summed over sequences: the mean square of the means over n
+    sequences, less the n-th part of the variance within them. Pairs that not all sequences have are left out. NaN where
+    scores do not vary, or there is one sequence.
     """
     n = count.amax((-1, -2), keepdim=True)
     used = (count == n) & (count.sum(-1, keepdim=True) > n)  # a query that sees one key has nothing to choose
@@ -353,11 +349,7 @@ def attended_keys(
 ) -> Attended:
     """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding.
 
-    Args:
-        tokens: right-padded.
-        mask: True at real tokens.
-        kinds: what is known of these tokens.
-        looks_ahead: whether a query sees later keys too. The keys of a behaviour do not change by it.
+    Tokens are right-padded. With `looks_ahead` a query sees later keys too; the keys of a behaviour stay the same.
     """
     real = mask[:, :, None] & mask[:, None]
     visible = real if looks_ahead else real.tril()
@@ -488,17 +480,9 @@ LEVEL = 0.95
 def copying_scores(
     weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None, layers: Sequence[int] | None = None
 ) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer 2"]]:
-    """Return Σ λ / Σ |λ| of every head, and the bounds within which 95 % of random heads lie.
+    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie.
 
-    Args:
-        weights: the model's.
-        embedding: what heads from layer 1 on read: "raw", "mlp0", "embed+mlp0" or "layer0".
-        seed: of the random heads.
-        bar: what counts the layers.
-        layers: which; default: all.
-
-    Returns:
-        The scores, -1 to 1; NaN of a head that writes nothing of what it reads. Of each layer the two bounds.
+    `embedding` is what heads from layer 1 on read. NaN of a head that writes nothing of what it reads.
     """
     scores, bounds = [], []
     layers = range(weights.shape.n_layers) if layers is None else layers

@@ -149,11 +149,9 @@ class LayerScores:
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
-    """Lay relations out flat.
+    """Lay relations of at least one item each out flat.
 
-    Args:
-        relations: relations with at least one item each, as token ids.
-        k: how many of a row's largest (or smallest) logits count as hits, for each relation.
+    `k` says of each how many of a row's largest (or smallest) logits count as hits.
     """
     # Over all relations: a head reads a word once, however many relations have it.
     sources, item_source = torch.cat([relation.source for relation in relations]).unique(return_inverse=True)
@@ -253,11 +251,7 @@ def margins(
 ) -> Float[Tensor, "*draw head relation"]:
     """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1.
 
-    Args:
-        maps: the layer's heads.
-        suite: the relations.
-        own: the mean logit of an item's own targets, of sources scaled so.
-        mean_target: what `mean_targets` returns.
+    `own` is the mean logit of an item's own targets, of sources scaled so; `mean_target` what `mean_targets` returns.
     """
     place, relation, scale = _scaled_pairs(maps, suite)
     # x W_V W_O u is linear in x: the weighted mean of a relation's sources goes through the head once.

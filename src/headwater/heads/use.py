@@ -87,14 +87,7 @@ class UseOptions:
 def head_use(
     model: HookedModel, table: pd.DataFrame, known: Mapping[str, TokenRelation], asking: UseOptions, progress: bool
 ) -> pd.DataFrame:
-    """Measure what each called head is worth to the running model.
-
-    Args:
-        model: the model that was classified.
-        table: of its head map: a row per layer, head and relation, with `implemented` and `suppressed`.
-        known: the relations of the table, as tokens.
-        asking: how the model is asked.
-        progress: show a bar over relations.
+    """Measure what each called head of a head map's table is worth to the running model.
 
     Returns:
         A frame with the index of `table` and the columns `COLUMNS`: NaN where a head was not called or its relation not
@@ -118,11 +111,7 @@ def head_use(
 
 
 def use_counts(table: pd.DataFrame) -> dict[str, Any]:
-    """Return, as JSON values, how many called heads and relations were measured, are used or opposed, and which not.
-
-    Args:
-        table: of a validated head map.
-    """
+    """Say of a validated head map how many called heads and relations were measured, are used or opposed, as JSON."""
     called = table[table["implemented"] | table["suppressed"]]
     measured = called[called["used"].notna()]
     is_clear = measured["loss_q_value"] <= FALSE_DISCOVERY_RATE
