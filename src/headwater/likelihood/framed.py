@@ -308,12 +308,7 @@ def frames_of(
 ) -> list[Frame | None]:
     """Return the frame of every node; None where a predecessor has no answer to be shown.
 
-    Args:
-        run: the analysis that asks.
-        nodes: of a graph.
-        wording: how questions are put.
-        asking: how the model is asked, where its own answers are shown.
-        known: what the model wrote after a prompt; what it is asked here is added.
+    `known` is what the model wrote after a prompt; what it is asked here is added.
     """
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
@@ -391,15 +386,10 @@ class AnswerSources(NamedTuple):
 
 
 def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:
-    """Decide where answers and scores come from.
+    """Decide where answers and scores come from; `answers=None` takes the first that there is.
 
-    Args:
-        graph: what is asked.
-        answers: "data", "model", or None for the first that there is.
-        judge: see `hw.memorization`.
-        span: what is scored.
-        alone: questions are asked alone. Answers in the data are taken for such: after other questions they count only
-            where "data" is requested.
+    Answers in the data are taken for those to questions that are asked `alone`: after other questions they count only
+    where "data" is requested.
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)
@@ -462,13 +452,8 @@ def own_answers(
 ) -> list[Own | None]:
     """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
 
-    Args:
-        run: the analysis that asks.
-        model: with a tokenizer.
-        prompts: a question each, in its frame.
-        asking: how.
-        known: what was written after prompts that were asked before; those asked now are added.
-        stage: of the run's pieces.
+    `known` is what was written after prompts that were asked before; those asked now are added. `stage` names the run's
+    pieces.
     """
     listed = list(prompts)
     # Each different prompt once: depth graphs share questions.

@@ -219,12 +219,8 @@ POPULARITY = "popularity"
 def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Bootstrap) -> pd.DataFrame:
     """Compare depths, quartile groups and ranks.
 
-    Args:
-        nodes: `group, depth, scored, score, gap, quartile`, a column per score, and what is there of the shuffled score
-            and of `popularity`.
-        scores: the columns of scores.
-        main: the score of the figure, one of them.
-        graphs: draws of the nodes, by graph.
+    `nodes` has `group, depth, scored, score, gap, quartile`, a column per score, and what is there of the shuffled
+    score and of `popularity`; `main` is the score of the figure; `graphs` draws the nodes by graph.
 
     Returns:
         A row per comparison: `measure` ("depth", "gap", "spearman with gap", "... score", "... popularity"), `score`,
@@ -347,9 +343,6 @@ MEASURES = ("forward", "backward", "backward_first")
 def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
     """Return, for every node, its discrepancies and its gap; NaN where a measure does not apply.
 
-    Args:
-        nodes: `id, predecessors, successors, score`.
-
     Returns:
         A row per node: `predecessor_score` (P), `successor_score` (S), `forward`, `backward`, `backward_first`, `gap`.
     """
@@ -358,7 +351,8 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
 
     def neighbours(column: str, count: int | None = None) -> Float[ndarray, " node"]:
         found = [[score_of[name] for name in names][:count] for names in nodes[column]]
-        return np.array([_mean(scores) for scores in found], dtype=float)
+        scored = [[score for score in scores if not math.isnan(score)] for scores in found]
+        return np.array([sum(scores) / len(scores) if scores else math.nan for scores in scored], dtype=float)
 
     below, above, first = neighbours("predecessors"), neighbours("successors"), neighbours("successors", 1)
     return pd.DataFrame(
@@ -375,11 +369,7 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
 
 
 def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
-    """Sum the measures up: accuracy by depth, discrepancies by pair of depths and over all.
-
-    Args:
-        nodes: `depth, question_id, score` and what `discrepancies` gives.
-        graphs: draws of the nodes, by graph.
+    """Sum up what `discrepancies` gives: accuracy by depth, discrepancies by pair of depths and over all.
 
     Returns:
         A row per measure and depths: `measure, depths` ("2", "1-2", "all"), `nodes` (that count), `value, low, high`.
@@ -403,11 +393,6 @@ def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
             add(measure, f"{shallower}-{deeper}", np.where(at, values, math.nan))
         add(measure, "all", values)
     return pd.DataFrame(rows)
-
-
-def _mean(scores: Sequence[float]) -> float:
-    present = [score for score in scores if not math.isnan(score)]
-    return sum(present) / len(present) if present else math.nan
 
 
 def _lacking(neighbours: Float[ndarray, " node"], own: Float[ndarray, " node"]) -> Float[ndarray, " node"]:
