@@ -283,13 +283,18 @@ def _result(
         tables.append(evaluate(scored, questions, methods, notes))
     first = [pieces[one.dataset, 0] for one in sets]
     n_layers = sets[0].model.shape.n_layers
+    # l* differs between sets: beyond it α is NaN.
+    above = [(0, 0, 0, n_layers - piece["alpha"].shape[1]) for piece in first]
+    alphas = [
+        torch.nn.functional.pad(piece["alpha"], size, value=torch.nan) for piece, size in zip(first, above, strict=True)
+    ]
     return Detection(
         table=pd.concat(tables, ignore_index=True),
         scores=pd.concat(scores, ignore_index=True),
         fits=pd.DataFrame(fits),
         weight=torch.stack([piece["weight"] for piece in first]),
         bias=torch.stack([piece["bias"] for piece in first]),
-        alpha=torch.stack([_padded(piece["alpha"], n_layers) for piece in first]),
+        alpha=torch.stack(alphas),
         question_weight=torch.stack([piece["question_weight"] for piece in first]),
         relations=list(relations_of(answered.table)),
         dropped=dropped,
@@ -321,12 +326,6 @@ def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> di
     }
 
 
-def _padded(alpha: Tensor, n_layers: int) -> Float[Tensor, "pathway layer head"]:
-    whole = torch.full((2, n_layers, alpha.shape[2]), torch.nan, dtype=alpha.dtype)
-    whole[:, : alpha.shape[1]] = alpha
-    return whole
-
-
 # How well scores tell wrong answers from right ones: AUCs with intervals over questions, and a paragraph on them.
 
 
@@ -347,16 +346,10 @@ NAMES = {
 def evaluate(
     scores: pd.DataFrame, questions: pd.Series, methods: Sequence[str], notes: Mapping[str, str]
 ) -> pd.DataFrame:
-    """Measure the AUC of every method on one question set, with intervals over its questions.
+    """Return rows of `Detection.table`: the AUC of every method on one question set, with intervals over questions.
 
-    Args:
-        scores: rows of `Detection.scores` of one set; `example` is the index of `questions`.
-        questions: the text of every question of the set.
-        methods: columns of `scores`.
-        notes: by method.
-
-    Returns:
-        Rows of `Detection.table`.
+    `scores` are rows of `Detection.scores`, whose `example` is the index of `questions`, the texts of all questions of
+    the set.
     """
     draws = Bootstrap.of(questions)
     places = pd.Series(np.arange(len(questions)), index=questions.index)
@@ -399,8 +392,9 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         f"{NAMES[best['method']]} tells them apart best ({reached}{f'; {chance}' if chance else ''})."
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
+    # What is short for a method keeps its letters as the first word of a sentence.
     sentences += [
-        f"{_begun(NAMES[name])} {_verdict(found[name])} the single probe ({_signed(found[name])})."
+        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(found[name])} the single probe ({_signed(found[name])})."
         for name in ("mop", "pr")
         if name in found and np.isfinite(found[name]["gain"])
     ]
@@ -413,11 +407,6 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(sentences)
-
-
-def _begun(name: str) -> str:
-    """A name as the first word of a sentence; what is short for it keeps its letters."""
-    return name[:1].upper() + name[1:]
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import expit
@@ -27,7 +26,7 @@ from headwater.pathways.modes import (
     mean_effects_of,
     within_relations,
 )
-from headwater.probes.linear import States, fit_linear, linear_logits
+from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.words import span_shapes
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
@@ -45,10 +44,7 @@ KEPT = ("question", "relation", "popularity", "depth")
 def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
     """Return every table of one question set, by the names of the fields of `Pathways`.
 
-    Args:
-        measured: its logits.
-        rows: the rows of the whole answered table that its examples are.
-        controls: whether to compare with baselines.
+    Its examples are these rows of the whole answered table; `controls` compares with baselines.
     """
     dataset = measured.answered.datasets[0]
     best, windowed = measured.fits.best, None
@@ -314,13 +310,7 @@ def logit_baseline(
 
 
 def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]) -> PerExample:
-    """Predict a wrong answer from the length and place of its exact tokens, each count with a weight of its own.
-
-    Args:
-        shapes: what `spans.span_shapes` returned.
-        z: 1 where the answer is wrong.
-        half: the half that each example is measured in; fitted on the other.
-    """
+    """Predict a wrong answer from the length and place of its exact tokens (`span_shapes`), each count by itself."""
     # Each count by itself: a slope could not say that two tokens are right more often than one or three.
     counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
     features = np.concatenate([*counts, shapes[["exact_share"]].to_numpy()], axis=1).astype(float)
@@ -339,9 +329,7 @@ def _from_other_half(
             if min(q_anchored[fitting].sum(), (~q_anchored[fitting]).sum()) < FEWEST_OF_A_MODE:
                 continue
             known = features(seed, here)
-            weight, bias = fit_linear(known[fitting], q_anchored[fitting])
-            logits = linear_logits(torch.from_numpy(known[here]), torch.from_numpy(weight), bias)
-            result[seed, here] = logits.numpy()
+            result[seed, here] = read_linear(known[here], *fit_linear(known[fitting], q_anchored[fitting]))
     return result
 
 
@@ -356,13 +344,6 @@ def compare(
 
     An AUC is taken within each half of each seed, whose scores come from one probe, and averaged. A difference is taken
     on the examples that have both scores.
-
-    Args:
-        draws: of the examples, by question.
-        truth: by seed and example, what the scores should predict.
-        half: the half that each example is measured in.
-        scores: by name.
-        question: what is asked; goes into the table.
     """
     truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, object]] = []

@@ -27,12 +27,12 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
 from headwater.patching.edge_knockout import VARIANTS, VariantName
-from headwater.pathways.effects import FOLDS, Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
+from headwater.pathways.effects import Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.modes import SplitName, controls_of, curves_of
 from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
-from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
+from headwater.probes.linear import FOLDS, Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
@@ -348,8 +348,8 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
 
     def compute(samples: list[_Sample]) -> dict[str, Tensor]:
         states = torch.cat([sample.states for sample in samples], 1)
-        options: dict[str, Any] = {"site": setup.site, "token": setup.token, "groups": groups, "folds": FOLDS}
-        probes = with_halves(fit_probes(states, z, **options, cross_fit=False), states, z, groups, half)
+        fitted = fit_probes(states, z, site=setup.site, token=setup.token, groups=groups, cross_fit=False)
+        probes = with_halves(fitted, states, z, groups, half)
         together = [probes, *probes.folds]
         weight, bias = (torch.stack([getattr(one, name) for one in together]) for name in ("weight", "bias"))
         return probes_as_tensors(probes) | {"weight": weight, "bias": bias}

@@ -489,13 +489,7 @@ def cause_of(answered: GivenAnswer) -> str | None:
 def outcome_of(
     answered: GivenAnswer, found: dict[str, tuple[Span, ...]] | None, whole_answer: bool
 ) -> dict[str, Any] | Dropped:
-    """Return the row of an answered question, or why it cannot be used.
-
-    Args:
-        answered: the question and what the model said.
-        found: what the extractor named; None where it did not reply.
-        whole_answer: E_A is all of the answer.
-    """
+    """Return the row of an answered question, or why it cannot be used; `found` is None where no extractor replied."""
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
     if cause is not None:

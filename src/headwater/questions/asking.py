@@ -111,11 +111,7 @@ def question_frame(
 def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[Example] | None) -> Frame:
     """Return the frame in which `hw.answer` asks.
 
-    Args:
-        model: with a tokenizer.
-        prompt: a text with one `{question}`; None for the default.
-        examples: come first. None: none before a prompt that is given, else `EXAMPLES` where the model reads enough
-            for them (`ROOM`).
+    `examples=None` has none before a prompt that is given, else `EXAMPLES` where the model reads enough (`ROOM`).
     """
     if examples is not None or prompt is not None:
         return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))
@@ -206,15 +202,10 @@ def ask(
 ) -> Iterator[list[tuple[int, WrittenAnswer]]]:
     """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
 
-    Args:
-        run: the analysis that asks.
-        model: a model with a tokenizer.
-        prompts: the token ids of each, by its place; those that leave no room for `max_new_tokens` are left out.
-        max_new_tokens: at most so many, the end token or the line break counted.
-        until: an answer ends at its first line break ("line"), or where the model ends it ("end").
-        batch_size: prompts in one run of the model.
-        hooks: act at every step; in `now_reading().rows` (`headwater.models.forward`) rows are called by their places.
-        stage: the name of the run's pieces; a run that asks several times gives each a name.
+    Prompts are token ids by their places; those that leave no room for `max_new_tokens`, the end token or the line
+    break counted, are left out. An answer ends at its first line break ("line"), or where the model ends it ("end").
+    Hooks act at every step; in `now_reading().rows` (`headwater.models.forward`) rows are called by their places. A run
+    that asks several times gives each `stage` a name.
 
     Yields:
         The places of a batch, and what was written after each.

@@ -104,9 +104,7 @@ class EndpointExtractor(ChatEndpoint):
 def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
     """Return the extractor that is meant: a callable as it is, one of `EXTRACTORS` by its name, or another model.
 
-    Args:
-        given: a name, a callable of question and answer, or a loaded model.
-        model: the model whose answers they are, which "model" means; None where there is none.
+    "model" means `model`, the one whose answers they are.
     """
     if isinstance(given, str):
         given = EXTRACTORS[given]

@@ -119,17 +119,8 @@ def states_at(
     """Return the state of every layer at one position of each row of token ids.
 
     What all rows begin with, such as a prompt's examples, is run once (`models.gradients`), and the rest of each row on
-    top of it, where the model gives the same state so as in one run.
-
-    Args:
-        model: the model.
-        tokens: of each row.
-        positions: where each row is read.
-        site: what is read.
-        batch_size: rows in one run.
-        progress: show a bar.
-        editing: the hooks of the runs of some rows, given these and how many first tokens are not run with them.
-        edited_from: no position before this one is edited.
+    top of it, where the model gives the same state so as in one run. `editing` gives the hooks of the runs of some
+    rows, given these and how many first tokens are not run with them; no position before `edited_from` is edited.
     """
     n_layers = model.shape.n_layers
     states = torch.empty(n_layers, len(tokens), model.shape.d_model)
