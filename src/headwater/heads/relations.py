@@ -199,10 +199,9 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
     if not _is_there(path):
         own = {file.stem: file for file in _suite().glob("*.json")}
         if str(path) not in own:
-            hint = did_you_mean(path, own)
+            hint = did_you_mean(path, own, or_all=False) or " hw.load_relations() has them all, by name."
             raise InputError(
-                f"The relations folder {path} does not exist, and headwater has no relation of that name."
-                + (hint if hint.startswith(" Did") else " hw.load_relations() has them all, by name.")
+                f"The relations folder {path} does not exist, and headwater has no relation of that name.{hint}"
             )
         path = own[str(path)]
     if path.is_file():

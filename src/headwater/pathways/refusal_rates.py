@@ -41,7 +41,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
-from headwater.stats.resample import Bootstrap, Interval, interval
+from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -199,9 +199,8 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
     draws = Bootstrap.of(here["question"]) if len(here) else None
     is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
     row: dict[str, int | float] = {"answers": here["example"].nunique()}
-    nothing = Interval(math.nan, math.nan, math.nan)
     both = draws is not None and bool(is_q.any()) and not bool(is_q.all())
-    q, a, difference = _by_mode(refused, is_q, strata, draws) if both and draws is not None else (nothing,) * 3
+    q, a, difference = _by_mode(refused, is_q, strata, draws) if both and draws is not None else (NOTHING,) * 3
     for name, one in (("q_refused", q), ("a_refused", a), ("difference", difference)):
         row |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
     return row

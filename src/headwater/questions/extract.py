@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import pandas as pd
 
-from headwater.errors import HeadwaterError, InputError
+from headwater.errors import InputError, failures_named
 from headwater.models.hooked import HookedModel
 from headwater.options import shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
@@ -119,15 +119,8 @@ def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
     """Ask an extractor about one example."""
-    try:
+    with failures_named(f"The extractor failed on the question {question!r} and the answer {answer!r}"):
         found = extractor(question, answer)
-    except HeadwaterError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"The extractor failed on the question {question!r} and the answer {answer!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
     return exact_words(found, question, answer)
 
 

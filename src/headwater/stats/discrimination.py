@@ -52,8 +52,11 @@ def auc(
     before = np.zeros((*drawn.shape[:-1], len(others) + 1))  # how many others come before each of them in the order
     np.cumsum(np.take(drawn, others, axis=-1), axis=-1, out=before[..., 1:])
     counted = np.take(drawn, np.flatnonzero(is_positive), axis=-1)
-    ends = (np.searchsorted(place[others], place[is_positive], side) for side in ("left", "right"))
-    below = _middle(before, *ends)
+    left, right = (np.searchsorted(place[others], place[is_positive], side) for side in ("left", "right"))
+    # How many others lie below each, those as high as it counted half.
+    below = np.take(before, left, axis=-1)
+    if not np.array_equal(left, right):
+        below = (below + np.take(before, right, axis=-1)) / 2
     if strata is None:
         pairs = counted.sum(-1) * before[..., -1]
     else:
@@ -71,12 +74,6 @@ CHANCE, BELOW = "indistinguishable from chance", "below chance"
 def against_chance(low: float, high: float) -> str:
     """Say of the interval of an AUC what it means: `CHANCE` where it holds 0.5, `BELOW`, or "" above it."""
     return "" if low > 0.5 else BELOW if high < 0.5 else CHANCE
-
-
-def _middle(before: Counts, left: Int[ndarray, " _"], right: Int[ndarray, " _"]) -> Float[ndarray, "*draw _"]:
-    """Return how many others lie below values, those as high as they counted half."""
-    below = np.take(before, left, axis=-1)
-    return below if np.array_equal(left, right) else (below + np.take(before, right, axis=-1)) / 2
 
 
 def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
@@ -102,9 +99,10 @@ def true_positives(
         return np.full(drawn.shape[:-1], np.nan)
     order = np.argsort(-values, kind="stable")
     last_of_tie = np.roll(_begins(values[order]), -1)
+    ordered, is_positive = drawn[..., order], np.asarray(positive[order], dtype=bool)
     true, false = (
         np.cumsum(of, axis=-1)[..., last_of_tie] / _or_nan(of.sum(-1, keepdims=True))
-        for of in _by_kind(drawn[..., order], positive[order])
+        for of in (ordered * is_positive, ordered * ~is_positive)
     )
     passing = np.where(false <= at, true, 0.0).max(-1)
     return np.where(np.isnan(true[..., -1] + false[..., -1]), np.nan, passing)
@@ -113,12 +111,6 @@ def true_positives(
 def _begins(sorted_values: Shaped[ndarray, " example"]) -> Bool[ndarray, " example"]:
     """Say where a sorted row has a new value."""
     return np.append(True, sorted_values[1:] != sorted_values[:-1])
-
-
-def _by_kind(drawn: Counts, positive: Shaped[ndarray, " example"]) -> tuple[Counts, Counts]:
-    """Return the counts of the positive examples, and those of the others; 0 for the rest."""
-    is_positive = np.asarray(positive, dtype=bool)
-    return drawn * is_positive, drawn * ~is_positive
 
 
 def _or_nan(total: ArrayLike) -> NDArray[np.float64]:
