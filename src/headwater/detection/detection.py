@@ -205,7 +205,15 @@ def detect(
     methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
     recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_answered(model, answered)
-    _check(model, recipe, seeds)
+    check_probe_options(site, token, batch_size)
+    if not isinstance(reweighting, Reweighting):
+        raise InputError(f"reweighting must be a Reweighting, found a {type(reweighting).__name__}.")
+    reweighting.check()
+    checked_name("variant", variant, VARIANTS)
+    checked_repeats("seeds", seeds)
+    checked_flag("cross_fit", cross_fit)
+    if layer is not None:
+        checked_layer("layer", layer, model.shape.n_layers)
     gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
     options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 
@@ -228,18 +236,6 @@ def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[
 
 Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
 """What `AnswerSet.fit` returned, by question set and seed."""
-
-
-def _check(model: HookedModel, recipe: DetectorSetup, seeds: int) -> None:
-    check_probe_options(recipe.site, recipe.token, recipe.batch_size)
-    if not isinstance(recipe.reweighting, Reweighting):
-        raise InputError(f"reweighting must be a Reweighting, found a {type(recipe.reweighting).__name__}.")
-    recipe.reweighting.check()
-    checked_name("variant", recipe.variant, VARIANTS)
-    checked_repeats("seeds", seeds)
-    checked_flag("cross_fit", recipe.cross_fit)
-    if recipe.layer is not None:
-        checked_layer("layer", recipe.layer, model.shape.n_layers)
 
 
 def _usable(

@@ -211,7 +211,11 @@ def attention_behaviour(
     length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
-    kind = _embedding_of(model, embedding) if checked_flag("copying", copying) else None
+    kind = None
+    if checked_flag("copying", copying):
+        # As requested, or as published; raw where there is no MLP.
+        published = published_embedding(model.shape) if model.shape.d_mlp else "raw"
+        kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
     kinds, layers = token_kinds(model), layers_read(model)
     read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
     given = _own_texts(model) if texts is None else texts
@@ -234,13 +238,6 @@ def attention_behaviour(
     return run_or_resume(
         AttentionBehaviour, "attention_behaviour", model, options, work, out=out, seed=seed, progress=progress
     )
-
-
-def _embedding_of(model: HookedModel, embedding: str | None) -> str:
-    """Return what heads from layer 1 on read for a token: as requested, or as published; raw where there is no MLP."""
-    if embedding is not None:
-        return checked_name("embedding", embedding, KINDS)
-    return published_embedding(model.shape) if model.shape.d_mlp else "raw"
 
 
 @torch.inference_mode()

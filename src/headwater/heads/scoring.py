@@ -231,8 +231,15 @@ def scored_relations(
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=same_words)
     ks = [hits_of(relation, weights, k) for relation in given]
     usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
+    if not tokenized:
+        raise InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
     if not usable:
-        raise _nothing_usable(tokenized, weights.name)
+        best = max(tokenized, key=lambda relation: len(relation.targets))
+        raise InputError(
+            f"None of the {len(tokenized)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
+            f"{weights.name}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). "
+            "Give relations between words that are one token there; `headwater relations MODEL` lists what survives."
+        )
     return list(tokenized), ks, usable
 
 
@@ -310,14 +317,3 @@ def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> t
         checked_name("embedding", embedding, ("auto", *KINDS))
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     return None if k is None else checked_count("k", k), threshold
-
-
-def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputError:
-    if not relations:
-        return InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
-    best = max(relations, key=lambda relation: len(relation.targets))
-    return InputError(
-        f"None of the {len(relations)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
-        f"{model}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). Give "
-        "relations between words that are one token there; `headwater relations MODEL` lists what survives."
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -211,18 +211,15 @@ def score_file(
         return {str(name): torch.from_numpy(wide[name].to_numpy(copy=True)) for name in wide}
 
     def work(run: Run) -> ScoredTexts:
+        texts = read_texts(path, field)
+        chunks = iter(lambda: list(itertools.islice(texts, TEXTS_AT_ONCE)), [])
         with model.hashed_once(), (reference or model).hashed_once(), run.bar("Scoring", " texts") as bar:
-            pieces = list(run.pieces("texts", _chunks(read_texts(path, field)), columns_of, bar, len))
+            pieces = list(run.pieces("texts", chunks, columns_of, bar, len))
         if not pieces:
             raise InputError(f"{path} holds no texts.")
         return ScoredTexts(_table(pieces), run.record)
 
     return run_or_resume(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
-
-
-def _chunks(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
-    while chunk := list(itertools.islice(texts, TEXTS_AT_ONCE)):
-        yield chunk
 
 
 def _table(pieces: Sequence[dict[str, Tensor]]) -> pd.DataFrame:

@@ -44,11 +44,6 @@ class Framed(NamedTuple):
     text: str
     spans: tuple[tuple[int, int], ...]
 
-    @property
-    def outer(self) -> tuple[int, int] | None:
-        """From the first scored character to the last."""
-        return (self.spans[0][0], self.spans[-1][1]) if self.spans else None
-
 
 def framed(frame: Frame | None, span: str, question: str, answer: str | None) -> Framed:
     """Write one text; without a frame, or an answer where one is to be scored, there is nothing to score."""
@@ -65,19 +60,15 @@ def framed(frame: Frame | None, span: str, question: str, answer: str | None) ->
     return Framed(text, (characters, answered) if span == "both" else (answered,))
 
 
-def shuffled_words(text: str, rng: np.random.Generator) -> str:
-    """Return the words of a text in another order."""
-    return " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist())
-
-
 def framed_statistics(
     model: HookedModel, texts: Sequence[Framed], layers: Layers, lens: Lens, **options: Any
 ) -> TextStatistics:
     """Return the statistics of the tokens that hold scored characters; long texts are read in windows."""
+    # From the first scored character to the last.
+    outer = [(one.spans[0][0], one.spans[-1][1]) if one.spans else None for one in texts]
     stats = token_statistics(
-        model, [one.text for one in texts], spans=[one.outer for one in texts],
-        layers=layers, lens=lens, long="window", **options,
-    )  # fmt: skip
+        model, [one.text for one in texts], spans=outer, layers=layers, lens=lens, long="window", **options
+    )
     if all(len(one.spans) < 2 for one in texts):
         return stats
     kept = np.zeros(len(stats.table), dtype=bool)
@@ -129,7 +120,7 @@ class FrameScoring:
         rng = np.random.default_rng(seed)
         # Each text once, in the order of the nodes: a question of two graphs is shuffled in one way.
         texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
-        other = {text: shuffled_words(text, rng) for text in texts}
+        other = {text: " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist()) for text in texts}
         answers = [other[answer] if answer else None for answer in self._answers(nodes)]
         return self._score(nodes, [other[question] for question in nodes["question"]], answers, "shuffled")
 

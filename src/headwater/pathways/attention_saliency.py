@@ -236,7 +236,11 @@ def _measure(
     results["logit"] = torch.empty(len(rows), dtype=torch.float64)
     # One probe reads a batch, so rows of different folds are not mixed.
     by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
-    cut = [batch for part in by_fold for batch in _batches(rows, part, batch_size)]
+    cut = []
+    for part in by_fold:
+        # Rows that are read from about the same place on, and are of about equal length.
+        dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
+        cut += [[part[i] for i in batch] for batch in dealt]
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
@@ -250,13 +254,6 @@ def _measure(
             for name, values in made.items():
                 results[name][places] = values
     return results
-
-
-def _batches(rows: Sequence[SaliencyRow], places: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Batch rows that are read from about the same place on, and are of about equal length."""
-    lengths = [len(rows[i].tokens) for i in places]
-    dealt = by_length(lengths, batch_size, before=[rows[i].first for i in places])
-    return [[places[i] for i in batch] for batch in dealt]
 
 
 def _result(

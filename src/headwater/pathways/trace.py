@@ -262,7 +262,18 @@ def trace_pathways(
         ['A-anchored', 'Q-anchored']
     """
     setup, controls = Setup(site, token, variant, edges, batch_size), checked_flag("controls", controls)
-    _check(model, answered, setup, window, seeds)
+    check_answered(model, answered)
+    check_probe_options(site, token, batch_size)
+    checked_name("variant", variant, VARIANTS)
+    checked_name("edges", edges, QUERIES)
+    if edges == "answer" and token in BEFORE:
+        raise InputError(
+            f"edges='answer' severs what the exact answer reads, and token={token!r} is read before it: nothing could "
+            "change. Use another token=, or edges='after'."
+        )
+    checked_repeats("seeds", seeds)
+    if window is not None:
+        checked_count("window", window)
     options = {"answered": answered, **vars(setup), "window": window, "seeds": seeds, "controls": controls}
 
     def work(run: Run) -> Pathways:
@@ -282,21 +293,6 @@ def trace_pathways(
         return Pathways(**fields, dropped=dropped, run=run.record)
 
     return run_or_resume(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
-
-
-def _check(model: HookedModel, answered: object, setup: Setup, window: int | None, seeds: int) -> None:
-    check_answered(model, answered)
-    check_probe_options(setup.site, setup.token, setup.batch_size)
-    checked_name("variant", setup.variant, VARIANTS)
-    checked_name("edges", setup.edges, QUERIES)
-    if setup.edges == "answer" and setup.token in BEFORE:
-        raise InputError(
-            f"edges='answer' severs what the exact answer reads, and token={setup.token!r} is read before it: nothing "
-            "could change. Use another token=, or edges='after'."
-        )
-    checked_repeats("seeds", seeds)
-    if window is not None:
-        checked_count("window", window)
 
 
 def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
