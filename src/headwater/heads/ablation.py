@@ -392,7 +392,10 @@ def claim(
         InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
     """
     check_model(model)
-    chosen = _pairs(model, heads)
+    found = parts_of_kind("heads", heads, model.shape)
+    # For its checks alone: a head named twice, or of a layer that has none.
+    read_sets(model, {"heads": found})
+    chosen = [(layer, head) for layer, head in found]
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
@@ -414,14 +417,6 @@ def claim(
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
     options = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
     return Claim.of(judged, swept.run, options)
-
-
-def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
-    """Return heads as pairs, each of the model's and named once."""
-    found = parts_of_kind("heads", heads, model.shape)
-    # For its checks alone: a head named twice, or of a layer that has none.
-    read_sets(model, {"heads": found})
-    return [(layer, head) for layer, head in found]
 
 
 def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:

@@ -120,14 +120,10 @@ def rows_at_once(model: HookedModel, length: int) -> int:
 def pattern_sums(
     model: HookedModel, batch: Batch, kinds: TokenKinds, *, said_once: range | None = None
 ) -> list[dict[str, Tensor]]:
-    """Run the model on sequences, and sum what its heads attend to over the queries of each.
+    """Run the model on sequences, in parts where memory runs out, and sum what heads attend to over queries of each.
 
-    Args:
-        model: the model.
-        batch: the sequences, run at once, or in parts where memory runs out.
-        kinds: what is known of its tokens.
-        said_once: of random tokens, the positions of those that the sequence has not said before; what `position_share`
-            takes is summed over these too.
+    `said_once` has, of random tokens, the positions of those that the sequence has not said before; what
+    `position_share` takes is summed over these too.
 
     Returns:
         For each part `on, expected, variance` (example class layer head), sums over the queries that have keys of the

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -24,7 +23,6 @@ from headwater.models.hooked import HookedModel
 from headwater.models.tokenizers import Bos
 from headwater.models.tokens import Batch, make_batch, token_span
 from headwater.options import one_or_several, shown
-from headwater.runs.record import RunRecord
 
 TEMPLATE = "Input: {source} Output:"
 """What asks for a target, where nothing else is given."""
@@ -53,22 +51,13 @@ class TaskPrompts:
     """A target of another item that is not accepted here: what the logit difference is taken against."""
 
 
-@runtime_checkable
-class Scored(Protocol):
-    """What prompts need to know of a head map."""
-
-    @property
-    def relations(self) -> pd.DataFrame:
-        """A row per relation: `relation, used, k`."""
-
-    @property
-    def run(self) -> RunRecord:
-        """What made the map."""
+Mapped: TypeAlias = Any
+"""A `HeadMap`, whose file imports this one."""
 
 
 def relations_of(
     model: HookedModel,
-    head_map: Scored,
+    head_map: Mapped,
     relations: Relations,
     multi_token: MultiTokenName | None = None,
     *,

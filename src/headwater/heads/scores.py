@@ -181,15 +181,11 @@ def score_layer(
     items: bool = False,
     mean_target: Float[Tensor, "relation d_model"] | None = None,
 ) -> LayerScores:
-    """Score one layer's heads.
+    """Score one layer's heads, of which `maps.x` holds the embeddings of `suite.source_tokens`.
 
-    Args:
-        maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
-        suite: the relations.
-        null_from: the score from which on the moments under shuffled targets are wanted too: 0 for all heads and
-            relations (many times the price of the scores); None for none.
-        items: whether the hits of single items are wanted too.
-        mean_target: what `mean_targets` returns, where it is known: all layers share it.
+    Of scores from `null_from` on the moments under shuffled targets are wanted too: 0 for all heads and relations (many
+    times the price of the scores), None for none. `items` wants the hits of single items; all layers share
+    `mean_target`, what `mean_targets` returns.
     """
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target

@@ -81,15 +81,15 @@ class Refusals(Result):
                 f"{name}, modes by {row['split_by']}: of {answers:,} questions asked again, those of Q-anchored "
                 f"answers are declined at a rate of {q}, those of A-anchored ones of {a}."
             )
-            lines += self._controlled(name, row["split_by"])
+            here = self.table[(self.table["dataset"] == name) & (self.table["split_by"] == row["split_by"])]
+            controlled = "; ".join(
+                f"{one['control']} {_said(one, 'difference')}"
+                for one in each_row(here)
+                if math.isfinite(one["difference"])
+            )
+            if controlled:
+                lines.append(f"{name}, modes by {row['split_by']}: A-anchored less Q-anchored: {controlled}.")
         return lines
-
-    def _controlled(self, dataset: str, split_by: str) -> list[str]:
-        here = self.table[(self.table["dataset"] == dataset) & (self.table["split_by"] == split_by)]
-        parts = [
-            f"{row['control']} {_said(row, 'difference')}" for row in each_row(here) if math.isfinite(row["difference"])
-        ]
-        return [f"{dataset}, modes by {split_by}: A-anchored less Q-anchored: {'; '.join(parts)}."] if parts else []
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the rate of refusals of either mode, a row per question set and way to tell the modes."""

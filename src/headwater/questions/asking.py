@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -82,13 +82,10 @@ def question_frame(
     prompt: str | Messages | None = None,
     examples: Sequence[Example] = (),
 ) -> Frame:
-    """Return the frame of a context.
+    """Return the frame of a context, "raw" or "chat"; None: a chat where there is a template and no prompt is given.
 
-    Args:
-        model: a model with a tokenizer, where it is to write a chat.
-        context: "raw" or "chat"; None for a chat where the tokenizer has a template and no prompt is given.
-        prompt: of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
-        examples: come before the question: each in the same prompt, or as turns of a chat that gives no messages.
+    A prompt is, of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
+    Examples come before it in the same prompt, or as turns of a chat that gives no messages.
     """
     if context is None:
         context = CHAT if prompt is None and getattr(model.tokenizer, "chat_template", None) else RAW
@@ -210,7 +207,16 @@ def ask(
     Yields:
         The places of a batch, and what was written after each.
     """
-    ends, is_end = answer_ends(model), _ending(model, until)
+    tokenizer: Any = model.tokenizer
+    ends = answer_ends(model)
+    known = dict.fromkeys(ends, True)
+
+    def is_end(token: int) -> bool:
+        if token not in known:
+            # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
+            known[token] = until == "line" and "\n" in tokenizer.decode([token])
+        return known[token]
+
     # Never cut: a shortened prompt asks another question.
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
     order = by_length([len(prompts[place]) for place in fitting], batch_size)
@@ -231,20 +237,6 @@ def answer_ends(model: HookedModel) -> frozenset[int]:
     A special token begins another turn or document, such as SmolLM2-Instruct's `<|endoftext|>`, not its end token.
     """
     return end_tokens(model) | frozenset(getattr(model.tokenizer, "all_special_ids", ()))
-
-
-def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
-    """Return a function that says of a token whether it ends an answer."""
-    tokenizer: Any = model.tokenizer
-    known = dict.fromkeys(answer_ends(model), True)
-
-    def is_end(token: int) -> bool:
-        if token not in known:
-            # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
-            known[token] = until == "line" and "\n" in tokenizer.decode([token])
-        return known[token]
-
-    return is_end
 
 
 def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:

@@ -259,10 +259,7 @@ def compare_correlations(
 ) -> pd.DataFrame:
     """Return the rows of the correlations: `quantity, relation, published, measured`.
 
-    Args:
-        measured: a row per relation, sign and context.
-        numbers: the published ones, by relation.
-        kind: what they are called in the published numbers, and in the table.
+    `kind` is what they are called in the published numbers, and in the table.
     """
     key, quantity = kind
     rows = []

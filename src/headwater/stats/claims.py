@@ -106,13 +106,8 @@ def claim_of(
 ) -> Judgement:
     """Judge a claim by effects that were measured.
 
-    Args:
-        evidence: the effects.
-        what: the set in words, which the sentence begins with.
-        margin: how large an effect has to be; default: the 95 % quantile of the placebos' sizes.
-        level: of the interval.
-        seed: of the bootstrap and the random halves.
-        notes: what else is to be said.
+    The sentence begins with `what`, the set in words. The margin is by default the 95 % quantile of the placebos'
+    sizes; the seed is that of the bootstrap and of random halves; notes are what else is to be said.
     """
     effects = _known(evidence.effects)
     if not len(effects):

@@ -83,16 +83,9 @@ def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
 def true_positives(
     values: Values, positive: Shaped[ndarray, " example"], at: float, *, counts: Counts | None = None
 ) -> Float[ndarray, "*draw"]:
-    """Return the largest true positive rate at a false positive rate of at most `at`.
+    """Return the largest true positive rate at a false positive rate of at most `at`, 0 to 1; else as `auc`.
 
-    Args:
-        values: of the examples.
-        positive: true (or 1) for those of the kind that is looked for.
-        at: the false positive rate, 0 to 1.
-        counts: as in `auc`.
-
-    Returns:
-        One number per draw; NaN where a kind is missing, or a value is NaN.
+    NaN where a kind is missing, or a value is NaN.
     """
     drawn = np.ones(len(values)) if counts is None else counts
     if not len(values) or np.isnan(values).any():
@@ -135,15 +128,9 @@ Numbers = Shaped[ndarray, " example"]
 
 
 def pearson(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
-    """Return the correlation of two numbers.
+    """Return the correlation of two numbers of examples, in every draw of `counts`, or of all.
 
-    Args:
-        x: a number per example.
-        y: another.
-        counts: how often each example counts, in every draw; default: once, and one number is returned.
-
-    Returns:
-        One number per draw; NaN for fewer than three pairs, and where one of the numbers does not vary.
+    NaN for fewer than three pairs, and where one of the numbers does not vary.
     """
     x, y, drawn = _pairs(x, y, counts)
     if len(x) < FEWEST or not (_varies(x) and _varies(y)):
