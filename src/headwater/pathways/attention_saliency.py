@@ -183,7 +183,21 @@ def saliency(
         layers=_layers(model, probe, layers),
     )
     checked_name("target", target, TARGETS)
-    _check(model, answered, probe, wanted, batch_size)
+    if not hasattr(model.raw, "original_model"):
+        raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
+    refuse_without_gradients(model)
+    refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
+    checked_name("the probe's site", probe.site, PROBE_SITES)
+    checked_name("the probe's token", probe.token, PROBE_TOKENS)
+    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
+        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
+    if len(probe.weight) != model.shape.d_model:
+        raise InputError(
+            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
+        )
+    if not wanted.edges:
+        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
+    checked_count("batch_size", batch_size)
     fold = _folds(answered, probe)
     options = {
         "answered": answered,
@@ -303,25 +317,6 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     if above:
         raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
     return chosen
-
-
-def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: WantedPairs, batch_size: int) -> None:
-    """Refuse what does not fit together."""
-    if not hasattr(model.raw, "original_model"):
-        raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
-    refuse_without_gradients(model)
-    refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
-    checked_name("the probe's site", probe.site, PROBE_SITES)
-    checked_name("the probe's token", probe.token, PROBE_TOKENS)
-    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
-        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
-    if len(probe.weight) != model.shape.d_model:
-        raise InputError(
-            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
-        )
-    if not wanted.edges:
-        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
-    checked_count("batch_size", batch_size)
 
 
 def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:

@@ -187,10 +187,7 @@ def within_relations(
     3. Where that rejects at 5 %: by how much the BIC of two Gaussians is lower than that of one, summed over cells;
        two whose means are nearer than `APART` never count for two.
 
-    Args:
-        changes: a logit change per question, in standard deviations of the probe's logit.
-        relations: of each question; None where they are unknown.
-        predicted_wrong: what the probe said of each before.
+    Changes are in standard deviations of the probe's logit; `predicted_wrong` is what the probe said before.
 
     Returns:
         `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.

@@ -116,8 +116,8 @@ def load_questions(
         InputError: no such file or format, or a row that cannot be used; the message names the file, the row and the
             column.
     """
-    if format is not None:
-        check_format(format)
+    if format is not None and (not isinstance(format, str) or format not in FORMATS):
+        raise InputError(f"There is no question format {shown(format)}.{did_you_mean(format, FORMATS)}")
     checked_seed(seed)
     if isinstance(source, list | tuple) and source:
         return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)
@@ -359,12 +359,6 @@ def detect_format(row: Mapping[str, object]) -> str:
     if is_list:
         return "nq_open" if fields <= {"id", "question", "answer", *ADDED} else "table"
     return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
-
-
-def check_format(name: str) -> None:
-    """Refuse a format that does not exist."""
-    if not isinstance(name, str) or name not in FORMATS:
-        raise InputError(f"There is no question format {shown(name)}.{did_you_mean(name, FORMATS)}")
 
 
 def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ the exact answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -133,9 +133,16 @@ def states_at(
         batch = Batch.of(rest, 0) if shared else model.tokenize(rest)
         if shared:
             batch, options = unpadded(batch.tokens), {"past_key_values": FixedPrefix(start)}
-        edits = editing(rows, shared) if editing is not None else ()
+        hooks = list(editing(rows, shared)) if editing is not None else []
         kept: dict[int, Tensor] = {}
-        model.run(batch, [*edits, *_keep(kept, n_layers, columns, site)], stop_at=n_layers, **options)
+        for layer in range(n_layers):
+
+            def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
+                there = activation.device
+                kept[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
+
+            hooks.append((SITES[site].hook_name(layer), read_hook(keep)))
+        model.run(batch, hooks, stop_at=n_layers, **options)
         # Layers of a spread model lie on several devices, and are stacked on the first.
         by_layer = [kept[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
@@ -154,14 +161,3 @@ def states_at(
             states[:, rows] = run(rows, shared, start)
             bar.update(len(rows))
     return states
-
-
-def _keep(kept: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) -> Iterator[Hook]:
-    """Yield a hook per layer that keeps each row's state, `row d_model`."""
-    for layer in range(n_layers):
-
-        def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
-            there = activation.device
-            kept[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
-
-        yield SITES[site].hook_name(layer), read_hook(keep)
