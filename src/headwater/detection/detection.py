@@ -234,10 +234,6 @@ def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[
         one.forget()
 
 
-Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
-"""What `AnswerSet.fit` returned, by question set and seed."""
-
-
 def _usable(
     model: HookedModel, answered: AnsweredQuestions, recipe: DetectorSetup, seeds: int
 ) -> tuple[list[AnswerSet], pd.DataFrame]:
@@ -259,8 +255,13 @@ def _usable(
 
 
 def _result(
-    answered: AnsweredQuestions, sets: Sequence[AnswerSet], pieces: Pieces, dropped: pd.DataFrame, run: RunRecord
+    answered: AnsweredQuestions,
+    sets: Sequence[AnswerSet],
+    pieces: Mapping[tuple[str, int], Mapping[str, Tensor]],
+    dropped: pd.DataFrame,
+    run: RunRecord,
 ) -> Detection:
+    """Put together what `AnswerSet.fit` returned, by question set and seed."""
     methods = list(run.options["methods"])
     tables, scores, fits = [], [], []
     for one in sets:
@@ -275,7 +276,9 @@ def _result(
             fits.append({"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
         scores += parts
         scored, questions = pd.concat(parts), answered.table["question"].iloc[one.rows]
-        notes = _notes(one, here) | _span_note(one, scored, questions)
+        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in here.values())
+        notes = {"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}
+        notes |= one.notes() | _span_note(one, scored, questions)
         tables.append(evaluate(scored, questions, methods, notes))
     first = [pieces[one.dataset, 0] for one in sets]
     n_layers = sets[0].model.shape.n_layers
@@ -296,12 +299,6 @@ def _result(
         dropped=dropped,
         run=run,
     )
-
-
-def _notes(one: AnswerSet, pieces: Mapping[int, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Return what must be known of a method's score on a question set."""
-    one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in pieces.values())
-    return ({"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}) | one.notes()
 
 
 def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:

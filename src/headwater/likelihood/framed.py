@@ -24,7 +24,7 @@ from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.tokens import ChatText, encode, token_span
 from headwater.options import checked_name, shown
-from headwater.questions.asking import CHAT, PROMPT, SLOT, Frame, Messages, ask, plain_text, question_frame
+from headwater.questions.asking import CHAT, PROMPT, SLOT, AnswerText, Frame, Messages, answer_texts, question_frame
 from headwater.questions.labels import LABEL, Judge, check_judge, label_score, scores_of
 from headwater.runs.analysis import Run
 
@@ -295,7 +295,11 @@ def _are_messages(given: object) -> bool:
 
 
 def frames_of(
-    run: Run, nodes: pd.DataFrame, wording: ContextWording, asking: AnsweringOptions, known: dict[str, Own | None]
+    run: Run,
+    nodes: pd.DataFrame,
+    wording: ContextWording,
+    asking: AnsweringOptions,
+    known: dict[str, AnswerText | None],
 ) -> list[Frame | None]:
     """Return the frame of every node; None where a predecessor has no answer to be shown.
 
@@ -318,7 +322,7 @@ def _answered(
     by_node: Mapping[str, Sequence[str]],
     wording: ContextWording,
     asking: AnsweringOptions,
-    known: dict[str, Own | None],
+    known: dict[str, AnswerText | None],
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each after those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
@@ -357,14 +361,6 @@ class AnsweringOptions(NamedTuple):
     max_new_tokens: int
     until: Literal["line", "end"]
     batch_size: int
-
-
-class Own(NamedTuple):
-    """An answer of the model's own."""
-
-    text: str
-    ended: bool
-    """By itself, not at the token limit."""
 
 
 class AnswerSources(NamedTuple):
@@ -409,7 +405,7 @@ def answered_and_scored(
     judge: Judge,
     asking: AnsweringOptions,
     frames: Sequence[Frame | None],
-    known: dict[str, Own | None],
+    known: dict[str, AnswerText | None],
 ) -> pd.DataFrame:
     """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
     table = graph.table
@@ -438,9 +434,9 @@ def own_answers(
     model: HookedModel,
     prompts: Iterable[str],
     asking: AnsweringOptions,
-    known: dict[str, Own | None],
+    known: dict[str, AnswerText | None],
     stage: str = "answers",
-) -> list[Own | None]:
+) -> list[AnswerText | None]:
     """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
 
     `known` is what was written after prompts that were asked before; those asked now are added. `stage` names the run's
@@ -448,12 +444,7 @@ def own_answers(
     """
     listed = list(prompts)
     # Each different prompt once: depth graphs share questions.
-    new = dict(enumerate(one for one in dict.fromkeys(listed) if one not in known))
-    known.update(dict.fromkeys(new.values()))
-    ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in new.items()}  # type: ignore[arg-type]
-    for batch in ask(run, model, ids, asking.max_new_tokens, asking.until, asking.batch_size, stage=stage):
-        for place, written in batch:
-            text = plain_text(model, ids[place], written.tokens)
-            line = text.split("\n", 1)[0] if asking.until == "line" else text
-            known[new[place]] = Own(line.strip(), written.ended)
+    new = [one for one in dict.fromkeys(listed) if one not in known]
+    known.update(dict.fromkeys(new))
+    known.update(answer_texts(run, model, new, *asking, stage=stage))
     return [known[one] for one in listed]

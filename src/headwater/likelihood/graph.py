@@ -210,11 +210,6 @@ class Answers(NamedTuple):
     file: Path
     rows: Mapping[str, Mapping[str, object]]
 
-    @property
-    def judged(self) -> bool:
-        """Whether any row has a score."""
-        return any(row.get("score") is not None for row in self.rows.values())
-
 
 def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row], list[str]]:
     """Read the nodes of a folder, and say what the folder lacks."""
@@ -332,7 +327,8 @@ def _answers(
         return answers
     files = [file for file in sorted(folder.rglob("*.json")) if file not in others]
     found = [a for a in map(_answers_in, files) if a is not None and next(iter(a.rows)) in questions]
-    for candidates in ([answers for answers in found if answers.judged], found):
+    judged = [answers for answers in found if any(row.get("score") is not None for row in answers.rows.values())]
+    for candidates in (judged, found):
         if len(candidates) > 1:
             listed = ", ".join(str(answers.file.relative_to(folder)) for answers in candidates)
             raise InputError(

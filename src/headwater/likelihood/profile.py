@@ -37,7 +37,6 @@ from headwater.likelihood.framed import (
     AnsweringOptions,
     ContextWording,
     FrameScoring,
-    Own,
     PredecessorsName,
     ScoredNodes,
     answered_and_scored,
@@ -50,7 +49,7 @@ from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discr
 from headwater.likelihood.scores import checked_shares
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.questions.asking import RAW, Messages, answer_ends
+from headwater.questions.asking import RAW, AnswerText, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -246,7 +245,7 @@ def memorization(
     asking = AnsweringOptions(max_new_tokens, "line" if context == RAW else "end", batch_size)
 
     def work(run: Run) -> DepthProfile:
-        known: dict[str, Own | None] = {}
+        known: dict[str, AnswerText | None] = {}
         frames = frames_of(run, graph.table, wording, asking, known)
         nodes = graph.table.drop(columns=["model_answer", "score"])
         nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking, frames, known))

@@ -30,12 +30,11 @@ from numpy import ndarray
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import encode
 from headwater.options import checked_count, shown
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES
 from headwater.pathways.trace import Pathways
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.asking import CHAT, SLOT, ask, limit_of, plain_text, question_frame
+from headwater.questions.asking import CHAT, SLOT, answer_texts, limit_of, question_frame
 from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe
@@ -142,16 +141,9 @@ def refusals(
         rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
         # A question is asked once, however often it was answered; greedy decoding would repeat itself.
         questions = list(dict.fromkeys(rows["question"]))
-        ids = {
-            place: encode(model.tokenizer, frame.asking(question), model.bos)[0]  # type: ignore[arg-type]
-            for place, question in enumerate(questions)
-        }
-        texts: dict[str, tuple[str, bool]] = {}
-        for batch in ask(run, model, ids, max_new_tokens, "line", batch_size):
-            for place, made in batch:
-                line = plain_text(model, ids[place], made.tokens).split("\n", 1)[0].strip()
-                texts[questions[place]] = (line, made.ended)
-        answers = [texts.get(question, ("", False)) for question in rows["question"]]
+        prompts = [frame.asking(question) for question in questions]
+        texts = answer_texts(run, model, prompts, max_new_tokens, "line", batch_size)
+        answers = [texts.get(frame.asking(question), ("", False)) for question in rows["question"]]
         replies = pd.DataFrame(
             {
                 "dataset": rows["dataset"].to_numpy(),

@@ -231,6 +231,34 @@ def ask(
             yield [(place, _written(made, row, ends)) for row, place in enumerate(places)]
 
 
+class AnswerText(NamedTuple):
+    """An answer of a model's own."""
+
+    text: str
+    ended: bool
+    """By itself, not at the token limit."""
+
+
+def answer_texts(
+    run: Run,
+    model: HookedModel,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    until: Literal["line", "end"],
+    batch_size: int,
+    stage: str = "answers",
+) -> dict[str, AnswerText]:
+    """Let a model answer different prompts; return what it wrote, without spaces around it, where one leaves room."""
+    ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in enumerate(prompts)}  # type: ignore[arg-type]
+    found = {}
+    for batch in ask(run, model, ids, max_new_tokens, until, batch_size, stage=stage):
+        for place, written in batch:
+            text = plain_text(model, ids[place], written.tokens)
+            line = text.split("\n", 1)[0] if until == "line" else text
+            found[prompts[place]] = AnswerText(line.strip(), written.ended)
+    return found
+
+
 def answer_ends(model: HookedModel) -> frozenset[int]:
     """Return the tokens that end an answer and are no part of it: end tokens, and all others that are special.
 
