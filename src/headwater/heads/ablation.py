@@ -408,7 +408,10 @@ def claim(
     if other is not None:
         beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
     effects = _effects(swept)
-    seen = [] if chosen_on is None else _coinciding(model, swept, chosen_on)
+    seen: list[int] = []
+    if chosen_on is not None and not (isinstance(chosen_on, list | tuple) and not len(chosen_on)):
+        others = (one.ids for one in read_pairs(model, chosen_on, None)[0])
+        seen = places_among(swept.run.options["prompts"][0], others)
     held_out = None if chosen_on is None else np.delete(effects[0], seen)
     notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
     evidence = ClaimEffects(effects[0], effects[1:], beside, effects.T, held_out)
@@ -435,10 +438,3 @@ def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:
     """Return the effect of each set on each prompt, the claimed one first."""
     effects = swept.table.groupby(["set", "example"], sort=False)["effect"].mean().unstack("example")
     return np.asarray(effects.to_numpy(), dtype=np.float64)
-
-
-def _coinciding(model: HookedModel, swept: Sweep, chosen_on: Prompts) -> list[int]:
-    """Return which prompts, by number, the heads were chosen on."""
-    if isinstance(chosen_on, list | tuple) and not len(chosen_on):
-        return []
-    return places_among(swept.run.options["prompts"][0], (one.ids for one in read_pairs(model, chosen_on, None)[0]))

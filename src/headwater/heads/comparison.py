@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from headwater.calls import checked_call
@@ -343,21 +343,15 @@ def _changes(
         # Items of one source are read alike: McNemar's pairs are sources.
         _, source = tokens.source.unique(return_inverse=True)
         items = slice(start, start := start + len(source))
-        net = _net(now[..., items], before[..., items], source)
+        # The number of each source's items that hit now, less those that hit before.
+        change = now[..., items].int() - before[..., items].int()
+        net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32)
+        net.index_add_(-1, source, change)
         gained.append((net > 0).sum(-1))
         lost.append((net < 0).sum(-1))
         sources.append(torch.full_like(gained[-1], tokens.distinct_sources))
     counts = {"sources": sources, "gained": gained, "lost": lost}
     return {name: torch.stack(count, dim=-1).double().numpy().ravel() for name, count in counts.items()}
-
-
-def _net(
-    now: Bool[Tensor, "*head item"], before: Bool[Tensor, "*head item"], source: Int[Tensor, " item"]
-) -> Int[Tensor, "*head source"]:
-    """The number of each source's items that hit now, less those that hit before."""
-    change = now.int() - before.int()
-    net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32)
-    return net.index_add_(-1, source, change)
 
 
 def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Numbers]) -> pd.DataFrame:

@@ -364,7 +364,11 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     ordinary[[token for token in tokenizer.all_special_ids if token < size]] = False
     # Pieces first: decoding a whole vocabulary token by token takes longer than looking for letters.
     pieces = tokenizer.convert_ids_to_tokens(list(range(known)))
-    candidates = [token for token, piece in enumerate(pieces) if piece is not None and not _has_letters(str(piece))]
+    candidates = [
+        token
+        for token, piece in enumerate(pieces)
+        if piece is not None and not any(sign.isascii() and sign.isalnum() for sign in str(piece))
+    ]
     texts = token_strings(tokenizer, candidates)
     delimiter[[token for token, text in zip(candidates, texts, strict=True) if _is_delimiter(text)]] = True
     pairs = _series(tokenizer, ordinary)
@@ -374,11 +378,6 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     for one, other in pairs:
         follows[series[one], series[other]] = True
     return TokenKinds(ordinary, delimiter & ordinary, series, follows)
-
-
-def _has_letters(piece: str) -> bool:
-    """Whether a piece of the vocabulary, as it is stored, holds what no delimiter does."""
-    return any(sign.isascii() and sign.isalnum() for sign in piece)
 
 
 def _is_delimiter(text: str) -> bool:

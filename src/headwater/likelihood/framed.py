@@ -275,7 +275,10 @@ def checked_wording(wording: ContextWording) -> ContextWording:
     if wording.predecessors == NONE and wording.predecessor_prompt is not None:
         raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
     given = wording.predecessor_prompt
-    if not (given is None or isinstance(given, str) or _are_messages(given)):
+    are_messages = isinstance(given, list | tuple) and all(
+        isinstance(one, Mapping) and "content" in one for one in given
+    )
+    if not (given is None or isinstance(given, str) or are_messages):
         raise InputError(
             f"predecessor_prompt={shown(given)} must be a text, or messages: a list of {{'role': ..., 'content': ...}}."
         )
@@ -288,10 +291,6 @@ def checked_wording(wording: ContextWording) -> ContextWording:
             about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
             raise InputError(f"{about}{error}") from None
     return wording
-
-
-def _are_messages(given: object) -> bool:
-    return isinstance(given, list | tuple) and all(isinstance(one, Mapping) and "content" in one for one in given)
 
 
 def frames_of(

@@ -168,14 +168,11 @@ def _rows(profile: Profiled, measure: str, score: str, control: str | None = Non
     return each_row(found)
 
 
-def _sign(row: dict[str, Any]) -> int:
-    """The direction of the drawn Min-K%: 1 where it rises with depth, -1 where it falls, 0 where neither is certain."""
-    return int(row["high"] < 0) - int(row["low"] > 0)
-
-
 def _moves(row: dict[str, Any]) -> str:
-    word = {1: "rises by", -1: "falls by", 0: "does not change certainly:"}[_sign(row)]
-    return f"{word} {_plain(row) if _sign(row) < 0 else _number(row)}"
+    """Say how the drawn Min-K%, which is minus the score, changes with depth."""
+    if row["low"] > 0:
+        return f"falls by {_plain(row)}"
+    return f"{'rises by' if row['high'] < 0 else 'does not change certainly:'} {_number(row)}"
 
 
 def _number(row: dict[str, Any]) -> str:

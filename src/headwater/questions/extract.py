@@ -188,7 +188,16 @@ def agreement(
         {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
     ]
     known = known.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=known.index, dtype=object))
-    rows = [row for title, spans in ((name, extracted), (WHOLE, whole)) for row in _shares(known, title, spans)]
+    rows: list[dict[str, object]] = []
+    for title, spans in ((name, extracted), (WHOLE, whole)):
+        columns = zip(known["subject"], known["property"], known["answer"], spans, strict=True)
+        compared = pd.DataFrame([_compared(*one) for one in columns])
+        each = compared.groupby(known["dataset"].to_numpy(), sort=False)
+        counts, means = each.size(), each.mean()
+        rows += [
+            {"dataset": dataset, "extractor": title, "questions": int(counts[dataset])} | means.loc[dataset].to_dict()
+            for dataset in counts.index
+        ]
     return pd.DataFrame(rows)
 
 
@@ -198,19 +207,6 @@ def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]
     sentence = SENTENCES[place % len(SENTENCES)]
     start = sentence.index("{answer}")
     return question, sentence.replace("{answer}", accepted), (start, start + len(accepted))
-
-
-def _shares(
-    known: pd.DataFrame, title: str, extracted: Iterable[Mapping[str, tuple[Span, ...]] | None]
-) -> list[dict[str, object]]:
-    compared_rows = zip(known["subject"], known["property"], known["answer"], extracted, strict=True)
-    compared = pd.DataFrame([_compared(*one) for one in compared_rows])
-    each = compared.groupby(known["dataset"].to_numpy(), sort=False)
-    counts, means = each.size(), each.mean()
-    return [
-        {"dataset": dataset, "extractor": title, "questions": int(counts[dataset])} | means.loc[dataset].to_dict()
-        for dataset in counts.index
-    ]
 
 
 def _compared(
