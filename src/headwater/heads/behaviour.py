@@ -228,9 +228,11 @@ def attention_behaviour(
     def work(run: Run) -> AttentionBehaviour:
         with run.bar("Reading attention", "text", sum(map(len, read.values()))) as bar:
             sums = {on: _summed(model, read[on], kinds, run, on, at_once[on], bar) for on in read}
-        table = called(
-            pd.concat([scored(on, found, seed, layers) for on, found in sums.items()], ignore_index=True), threshold
-        )
+        table = pd.concat([scored(on, found, seed, layers) for on, found in sums.items()], ignore_index=True)
+        q = q_values(table["p_value"].to_numpy())  # over everything there is
+        is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
+        counts = table[["sequences", "queries", "keys"]]
+        table = table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
         position = position_share(*(sums["random"][name] for name in POSITION))
         heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run, layers))
         return AttentionBehaviour(table, heads, run.record)
@@ -331,14 +333,6 @@ def _estimates(draws: Bootstrap, found: Numbers, expected: Numbers, queries: Num
     low, high = (np.concatenate(side) for side in zip(*intervals, strict=True))
     excess = chance_corrected(score, chance)
     return {"score": score, "low": low, "high": high, "expected": chance, "excess": excess}
-
-
-def called(table: pd.DataFrame, threshold: float) -> pd.DataFrame:
-    """Add q over everything there is, and whether a head is called by a behaviour."""
-    q = q_values(table["p_value"].to_numpy())
-    is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
-    counts = table[["sequences", "queries", "keys"]]
-    return table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:

@@ -229,8 +229,7 @@ def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "clas
         mul   Σ A D / ΣA              the score times the share of queries that have such keys
         abs   1 - Σ |A - D| / T       = 2 mul - ΣD / T
 
-    Args:
-        sums: of `pattern_sums`, with all sequences along the first axis.
+    The sums are those of `pattern_sums`, with all sequences along the first axis.
     """
     tokens = sums["tokens"].double()
     mul = (sums["on"].double() / tokens[:, None, None, None]).mean(0)

@@ -217,19 +217,15 @@ def score_file(
             pieces = list(run.pieces("texts", chunks, columns_of, bar, len))
         if not pieces:
             raise InputError(f"{path} holds no texts.")
-        return ScoredTexts(_table(pieces), run.record)
+        columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
+        # Pieces hold numbers alone, notes among them by their place.
+        columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
+        table = pd.DataFrame(columns)
+        table.insert(0, "text", range(len(table)))
+        first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
+        return ScoredTexts(table[[*first, *in_order(map(str, table.columns.drop(first)))]], run.record)
 
     return run_or_resume(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
-
-
-def _table(pieces: Sequence[dict[str, Tensor]]) -> pd.DataFrame:
-    columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
-    # Pieces hold numbers alone, notes among them by their place.
-    columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
-    table = pd.DataFrame(columns)
-    table.insert(0, "text", range(len(table)))
-    first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
-    return table[[*first, *in_order(map(str, table.columns.drop(first)))]]
 
 
 # The gradient norm of a text: how far one step of training on it would move the parameters of the model.

@@ -200,12 +200,6 @@ class ContextWording:
     predecessor_prompt: str | Messages | None
     """Of a question after others."""
 
-    @property
-    def written(self) -> str | list[dict[str, str]] | None:
-        """The prompt of a question after others, as a run's record holds it."""
-        prompt = self.predecessor_prompt
-        return prompt if prompt is None or isinstance(prompt, str) else [dict(one) for one in prompt]
-
     @cached_property
     def alone(self) -> Frame:
         """The frame of a question alone."""

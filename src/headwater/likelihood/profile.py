@@ -235,9 +235,11 @@ def memorization(
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
     # The final layer always: table and figure are of it.
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
+    after = predecessor_prompt
     options = {
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),
-        "predecessors": predecessors, "predecessor_prompt": wording.written,
+        "predecessors": predecessors,
+        "predecessor_prompt": after if after is None or isinstance(after, str) else [dict(one) for one in after],
         "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
         "lens": lens_named(lens), "judge": judge, "ends": answer_ends(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),

@@ -188,11 +188,11 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
         share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
         # The largest margin has rank 1.0, which would begin a sixth fifth.
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
-    draws = Bootstrap.of(here["question"]) if len(here) else None
     is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
     row: dict[str, int | float] = {"answers": here["example"].nunique()}
-    both = draws is not None and bool(is_q.any()) and not bool(is_q.all())
-    q, a, difference = _by_mode(refused, is_q, strata, draws) if both and draws is not None else (NOTHING,) * 3
+    q = a = difference = NOTHING
+    if is_q.any() and not is_q.all():
+        q, a, difference = _by_mode(refused, is_q, strata, Bootstrap.of(here["question"]))
     for name, one in (("q_refused", q), ("a_refused", a), ("difference", difference)):
         row |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
     return row

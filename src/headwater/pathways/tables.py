@@ -196,7 +196,12 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     first = np.unique(question, return_index=True)[1]
     known = "relation" in table and table["relation"].notna().any()
     relations = table["relation"].to_numpy(dtype=object)[first] if known else None
-    predicted_wrong = _by_question(at_layer(measured.before, best).mean(0), question) > 0
+    logits, half = at_layer(measured.before, best), measured.fits.half
+    spread = np.empty(logits.shape)
+    for seed, side in np.ndindex(len(half), 2):
+        here = half[seed] == side
+        spread[seed, here] = logits[seed, here].std() or 1.0
+    predicted_wrong = _by_question(logits.mean(0), question) > 0
     populations = {
         "all": np.full(predicted_wrong.shape, True),
         "predicted right": ~predicted_wrong,
@@ -205,7 +210,7 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     rows = []
     for name, effect in {EXACT: exact, RANDOM: random}.items():
         if effect is not None:
-            changes = _by_question((at_layer(effect.delta_logit, best) / _spread(measured)).mean(0), question)
+            changes = _by_question((at_layer(effect.delta_logit, best) / spread).mean(0), question)
             tested = within_relations(changes, relations, predicted_wrong)
             rows.append({"intervention": name, "population": WITHIN, **tested})
             for population, member in populations.items():
@@ -216,16 +221,6 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
 def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) -> NDArray[np.float64]:
     """Average the values of each question, in the order of their names."""
     return np.asarray(pd.Series(values).groupby(questions).mean(), dtype=np.float64)
-
-
-def _spread(measured: Effects) -> NDArray[np.float64]:
-    """Return the standard deviation of the logit at l* over the half that each example is in, by seed and example."""
-    logits, half = at_layer(measured.before, measured.fits.best), measured.fits.half
-    spread = np.empty(logits.shape)
-    for seed, side in np.ndindex(len(half), 2):
-        here = half[seed] == side
-        spread[seed, here] = logits[seed, here].std() or 1.0
-    return spread
 
 
 def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:

@@ -88,12 +88,9 @@ NO_VERDICT = Verdict(None)
 
 
 def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match | None:
-    """Return the accepted answer that occurs in a given one, or None.
+    """Return the accepted answer that occurs in a given one, by one of `RULES`, or None.
 
-    Args:
-        answer: the given answer.
-        accepted: every accepted answer.
-        rule: one of `RULES`. Of several that occur in the answer, the first to begin is taken, of these the longest.
+    Of several the first to begin is taken, of these the longest.
     """
     checked_name("rule", rule, RULES)
     found, aliases = list[Match](), tuple(accepted)

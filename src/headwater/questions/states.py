@@ -90,15 +90,9 @@ def probe_states(
     batch_size: int = 64,
     progress: bool = True,
 ) -> States:
-    """Return the states that probes read, of every layer and row, in float32 on the CPU.
+    """Return the states that probes read, of every layer and row, in float32 on the CPU; rows of like length together.
 
-    Args:
-        model: the model that answered.
-        answered: what `hw.answer` returned.
-        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where probes read, one of `PROBE_TOKENS`.
-        batch_size: rows in one run; rows of about equal length run together.
-        progress: show a bar.
+    Sites are `mlp_out`, `attn_out` and `resid_post`; tokens those of `PROBE_TOKENS`.
     """
     check_probe_options(site, token, batch_size)
     return states_at(
