@@ -218,7 +218,10 @@ def attention_behaviour(
         kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
     kinds, layers = token_kinds(model), layers_read(model)
     read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
-    given = _own_texts(model) if texts is None else texts
+    given = texts
+    if texts is None and is_embedded(model.name):
+        lines = read_texts(world_folder() / "texts.jsonl", "text")
+        given = [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
     if given is not None:
         read["text"] = model.tokenize(given)
     at_once = {on: min(batch_size, rows_at_once(model, batch.tokens.shape[1])) for on, batch in read.items()}
@@ -257,14 +260,6 @@ def _copying(
             raise ModelError(f"{error} With copying=False all the rest is computed.") from None
     by_head = [scores, *(side[:, None].expand_as(scores) for side in bounds.T)]
     return {name: values.flatten().numpy() for name, values in zip(names, by_head, strict=True)}
-
-
-def _own_texts(model: HookedModel) -> list[list[int]] | None:
-    """Return the tokens of texts of the embedded models' world for these models; None for others."""
-    if not is_embedded(model.name):
-        return None
-    lines = read_texts(world_folder() / "texts.jsonl", "text")
-    return [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
 
 
 def _summed(
