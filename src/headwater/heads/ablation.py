@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -205,7 +205,10 @@ def ablate_heads(
                 "understands.",
                 stacklevel=6,
             )
-        chosen = list(controls) if controls is not None else _comparable(base, relation)
+        # Relations whose accuracy is near enough, the nearest first.
+        gaps = {name: abs(accuracy - base[relation][0]) for name, (accuracy, _) in base.items() if name != relation}
+        near = sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)
+        chosen = list(controls) if controls is not None else near[:MAX_CONTROLS]
         untouched: list[tuple[str, str, int, Heads]] = [(name, "none", 0, ()) for name in (relation, *chosen)]
         runs = list(_runs(relation, chosen, heads, random))
         numbers = [base[name] for name, *_ in untouched] + measured("removed", runs)
@@ -311,12 +314,6 @@ def _candidates(head_map: HeadMap, relation: str) -> list[str]:
     own = of.get(relation, set())
     names = [name for name in head_map.table["relation"].unique() if name != relation]
     return [name for name in names if len(own & of.get(name, set())) < MAX_OVERLAP * max(len(own), 1)]
-
-
-def _comparable(base: Mapping[str, tuple[float, float]], relation: str) -> list[str]:
-    """The relations whose accuracy is near enough, the nearest first."""
-    gaps = {name: abs(accuracy - base[relation][0]) for name, (accuracy, _) in base.items() if name != relation}
-    return sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)[:MAX_CONTROLS]
 
 
 def _runs(
