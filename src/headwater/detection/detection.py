@@ -282,10 +282,10 @@ def _result(
         tables.append(evaluate(scored, questions, methods, notes))
     first = [pieces[one.dataset, 0] for one in sets]
     n_layers = sets[0].model.shape.n_layers
-    # l* differs between sets: beyond it α is NaN.
-    above = [(0, 0, 0, n_layers - piece["alpha"].shape[1]) for piece in first]
+    # l* differs between sets; beyond it α is NaN.
     alphas = [
-        torch.nn.functional.pad(piece["alpha"], size, value=torch.nan) for piece, size in zip(first, above, strict=True)
+        torch.nn.functional.pad(alpha, (0, 0, 0, n_layers - alpha.shape[1]), value=torch.nan)
+        for alpha in (piece["alpha"] for piece in first)
     ]
     return Detection(
         table=pd.concat(tables, ignore_index=True),

@@ -345,8 +345,7 @@ def _changes(
         items = slice(start, start := start + len(source))
         # The number of each source's items that hit now, less those that hit before.
         change = now[..., items].int() - before[..., items].int()
-        net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32)
-        net.index_add_(-1, source, change)
+        net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32).index_add_(-1, source, change)
         gained.append((net > 0).sum(-1))
         lost.append((net < 0).sum(-1))
         sources.append(torch.full_like(gained[-1], tokens.distinct_sources))
