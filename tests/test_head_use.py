@@ -13,7 +13,7 @@ from headwater.errors import InputError, ModelError
 from headwater.heads import use
 from headwater.heads.ablation import removal
 from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
-from headwater.heads.use import COLUMNS, UseOptions, head_use, other_heads
+from headwater.heads.use import COLUMNS, head_use, other_heads
 from headwater.stats.resample import Bootstrap
 from headwater.stats.significance import sign_flip_p
 from tests import chance
@@ -114,7 +114,7 @@ def test_a_relation_that_the_model_does_not_answer_is_said_and_its_heads_are_not
         targets=tuple((int(one),) for one in tokens["capital"].source.roll(1)),
         words=(),
     )
-    found = called.join(head_use(model, called, tokens, UseOptions(asked, 0, 2, 0), progress=False))
+    found = called.join(head_use(model, called, tokens, asked, shots=0, draws=2, seed=0, progress=False))
     of_capital = found[found["implemented"] & (found["relation"] == "capital")]
     assert (of_capital["accuracy"] == 0).all()
     assert of_capital[["without", "others", "loss", "loss_q_value", "used"]].isna().all(axis=None)

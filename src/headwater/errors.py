@@ -1,9 +1,10 @@
 """The exceptions of headwater. Every message says what was asked, what was found, and what to do."""
 
+import contextlib
 import difflib
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path, PurePath
 
@@ -88,8 +89,19 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def did_you_mean(given: object, valid: Iterable[str]) -> str:
-    """Return " Did you mean ...?" with the nearest valid names, or the list of valid names when nothing is near."""
+@contextlib.contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Raise what a function of the user's raises as an `InputError` that begins with what failed."""
+    try:
+        yield
+    except HeadwaterError:
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def did_you_mean(given: object, valid: Iterable[str], *, or_all: bool = True) -> str:
+    """Return " Did you mean ...?" with the nearest valid names; where nothing is near all of them, or nothing."""
     names = sorted(valid)
     near = []
     given = str(given) if isinstance(given, PurePath) else given
@@ -101,4 +113,4 @@ def did_you_mean(given: object, valid: Iterable[str]) -> str:
     if near:
         return f" Did you mean {' or '.join(repr(name) for name in near)}?"
     listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return f" Valid: {listed}." if names else ""
+    return f" Valid: {listed}." if names and or_all else ""

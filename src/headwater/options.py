@@ -26,8 +26,7 @@ MOST_REPEATS = 1000
 def checked_name(option: str, value: object, valid: Sequence[str]) -> str:
     """Return a name that is one of the valid ones."""
     if not isinstance(value, str) or value not in valid:
-        near = did_you_mean(value, valid)
-        hint = near if near.startswith(" Did") else ""
+        hint = did_you_mean(value, valid, or_all=False)
         raise InputError(f"{option}={shown(value)} is not one of {', '.join(valid)}.{hint}")
     return value
 

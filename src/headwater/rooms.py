@@ -39,10 +39,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         from headwater.foreign_names import hint_for
 
         hint = hint_for("package", name)
-        near = did_you_mean(name, {*homes, *modules})
-        advice = (
-            f": {hint}." if hint else f".{near}" if near.startswith(" Did") else f"; dir({package}) lists its names."
-        )
+        near = did_you_mean(name, {*homes, *modules}, or_all=False)
+        advice = f": {hint}." if hint else f".{near}" if near else f"; dir({package}) lists its names."
         # `from package import name` asks for it inside importlib, and would raise an ImportError without the advice.
         if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
             raise ImportError(f"cannot import name {name!r} from {package!r}{advice}", name=package)

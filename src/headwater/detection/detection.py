@@ -205,7 +205,15 @@ def detect(
     methods, reweighting = check_methods(methods), Reweighting() if reweighting is None else reweighting
     recipe = DetectorSetup(methods, site, token, layer, variant, cross_fit, reweighting, batch_size)
     check_answered(model, answered)
-    _check(model, recipe, seeds)
+    check_probe_options(site, token, batch_size)
+    if not isinstance(reweighting, Reweighting):
+        raise InputError(f"reweighting must be a Reweighting, found a {type(reweighting).__name__}.")
+    reweighting.check()
+    checked_name("variant", variant, VARIANTS)
+    checked_repeats("seeds", seeds)
+    checked_flag("cross_fit", cross_fit)
+    if layer is not None:
+        checked_layer("layer", layer, model.shape.n_layers)
     gate = "cross-fitted" if recipe.cross_fit else "fitted on the same"
     options = {"answered": answered, **asdict(recipe), "seeds": seeds, "gate": gate}
 
@@ -224,22 +232,6 @@ def _one_after_another(sets: Sequence[AnswerSet], seeds: int) -> Iterator[tuple[
     for one in sets:
         yield from ((one, seed) for seed in range(seeds))
         one.forget()
-
-
-Pieces = Mapping[tuple[str, int], Mapping[str, Tensor]]
-"""What `AnswerSet.fit` returned, by question set and seed."""
-
-
-def _check(model: HookedModel, recipe: DetectorSetup, seeds: int) -> None:
-    check_probe_options(recipe.site, recipe.token, recipe.batch_size)
-    if not isinstance(recipe.reweighting, Reweighting):
-        raise InputError(f"reweighting must be a Reweighting, found a {type(recipe.reweighting).__name__}.")
-    recipe.reweighting.check()
-    checked_name("variant", recipe.variant, VARIANTS)
-    checked_repeats("seeds", seeds)
-    checked_flag("cross_fit", recipe.cross_fit)
-    if recipe.layer is not None:
-        checked_layer("layer", recipe.layer, model.shape.n_layers)
 
 
 def _usable(
@@ -263,8 +255,13 @@ def _usable(
 
 
 def _result(
-    answered: AnsweredQuestions, sets: Sequence[AnswerSet], pieces: Pieces, dropped: pd.DataFrame, run: RunRecord
+    answered: AnsweredQuestions,
+    sets: Sequence[AnswerSet],
+    pieces: Mapping[tuple[str, int], Mapping[str, Tensor]],
+    dropped: pd.DataFrame,
+    run: RunRecord,
 ) -> Detection:
+    """Put together what `AnswerSet.fit` returned, by question set and seed."""
     methods = list(run.options["methods"])
     tables, scores, fits = [], [], []
     for one in sets:
@@ -279,28 +276,29 @@ def _result(
             fits.append({"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
         scores += parts
         scored, questions = pd.concat(parts), answered.table["question"].iloc[one.rows]
-        notes = _notes(one, here) | _span_note(one, scored, questions)
+        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in here.values())
+        notes = {"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}
+        notes |= one.notes() | _span_note(one, scored, questions)
         tables.append(evaluate(scored, questions, methods, notes))
     first = [pieces[one.dataset, 0] for one in sets]
     n_layers = sets[0].model.shape.n_layers
+    # l* differs between sets; beyond it α is NaN.
+    alphas = [
+        torch.nn.functional.pad(alpha, (0, 0, 0, n_layers - alpha.shape[1]), value=torch.nan)
+        for alpha in (piece["alpha"] for piece in first)
+    ]
     return Detection(
         table=pd.concat(tables, ignore_index=True),
         scores=pd.concat(scores, ignore_index=True),
         fits=pd.DataFrame(fits),
         weight=torch.stack([piece["weight"] for piece in first]),
         bias=torch.stack([piece["bias"] for piece in first]),
-        alpha=torch.stack([_padded(piece["alpha"], n_layers) for piece in first]),
+        alpha=torch.stack(alphas),
         question_weight=torch.stack([piece["question_weight"] for piece in first]),
         relations=list(relations_of(answered.table)),
         dropped=dropped,
         run=run,
     )
-
-
-def _notes(one: AnswerSet, pieces: Mapping[int, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Return what must be known of a method's score on a question set."""
-    one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in pieces.values())
-    return ({"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}) | one.notes()
 
 
 def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:
@@ -319,12 +317,6 @@ def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> di
         "probe": f"length and place of the exact answer alone reach AUC {found['auc']:.3f}, {found['low']:.3f} to "
         f"{found['high']:.3f}: this is not a sign that the states know which answer is wrong"
     }
-
-
-def _padded(alpha: Tensor, n_layers: int) -> Float[Tensor, "pathway layer head"]:
-    whole = torch.full((2, n_layers, alpha.shape[2]), torch.nan, dtype=alpha.dtype)
-    whole[:, : alpha.shape[1]] = alpha
-    return whole
 
 
 # How well scores tell wrong answers from right ones: AUCs with intervals over questions, and a paragraph on them.
@@ -347,16 +339,10 @@ NAMES = {
 def evaluate(
     scores: pd.DataFrame, questions: pd.Series, methods: Sequence[str], notes: Mapping[str, str]
 ) -> pd.DataFrame:
-    """Measure the AUC of every method on one question set, with intervals over its questions.
+    """Return rows of `Detection.table`: the AUC of every method on one question set, with intervals over questions.
 
-    Args:
-        scores: rows of `Detection.scores` of one set; `example` is the index of `questions`.
-        questions: the text of every question of the set.
-        methods: columns of `scores`.
-        notes: by method.
-
-    Returns:
-        Rows of `Detection.table`.
+    `scores` are rows of `Detection.scores`, whose `example` is the index of `questions`, the texts of all questions of
+    the set.
     """
     draws = Bootstrap.of(questions)
     places = pd.Series(np.arange(len(questions)), index=questions.index)
@@ -399,8 +385,9 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         f"{NAMES[best['method']]} tells them apart best ({reached}{f'; {chance}' if chance else ''})."
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
+    # What is short for a method keeps its letters as the first word of a sentence.
     sentences += [
-        f"{_begun(NAMES[name])} {_verdict(found[name])} the single probe ({_signed(found[name])})."
+        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(found[name])} the single probe ({_signed(found[name])})."
         for name in ("mop", "pr")
         if name in found and np.isfinite(found[name]["gain"])
     ]
@@ -413,11 +400,6 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(sentences)
-
-
-def _begun(name: str) -> str:
-    """A name as the first word of a sentence; what is short for it keeps its letters."""
-    return name[:1].upper() + name[1:]
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.patching.edge_knockout import VariantName
 from headwater.pathways.interventions import Setup, after_states, block_exact_tokens, untouched
-from headwater.probes.linear import C, States, fit_linear, fit_probes, grouped_folds, linear_logits
+from headwater.probes.linear import FOLDS, C, States, fit_linear, fit_probes, grouped_folds, read_linear
 from headwater.questions.answers import AnsweredQuestions
 from headwater.questions.states import ProbeSiteName, TokenName
 from headwater.stats.discrimination import auc
@@ -35,8 +35,6 @@ from headwater.stats.resample import Bootstrap, interval
 
 Reading: TypeAlias = tuple[Float[np.ndarray, " feature"], float]
 """Weight and bias of a logistic regression."""
-FOLDS = 5
-"""One in so many training answers chooses the layer."""
 COUNTS = ("train", "q_right", "q_wrong", "a_right", "a_wrong")
 
 
@@ -157,7 +155,7 @@ class AnswerSet:
         if "pr" in recipe.methods:
             detector = self._with_reweighting(detector, train, anchored, seed)
         flipped = _flipped(linear[0], states[test], severed[test]).astype(np.int64)
-        gate = _logits(linear[1], states[test])
+        gate = read_linear(states[test], *linear[1])
         right, wrong = z[train] == 0, z[train] == 1
         counts = [
             len(train),
@@ -180,10 +178,9 @@ class AnswerSet:
     def _best_layer(self, train: NDArray[np.int64], seed: int) -> int:
         states, z, recipe = self.states[:, torch.from_numpy(train)], self.answered.z[train], self.recipe
         groups = [self.groups[i] for i in train]
-        fitted = fit_probes(
-            states, z, site=recipe.site, token=recipe.token, groups=groups, seed=seed, folds=FOLDS, cross_fit=False
-        )
-        return fitted.best
+        return fit_probes(
+            states, z, site=recipe.site, token=recipe.token, groups=groups, seed=seed, cross_fit=False
+        ).best
 
     def _modes(
         self, states: NDArray[np.float64], severed: NDArray[np.float64], train: NDArray[np.int64], seed: int
@@ -201,7 +198,7 @@ class AnswerSet:
         """Return the gate's logit of each training answer, as sure of it as it is of answers that it has not seen."""
         logits = np.empty(len(train))
         for fitted, predicted in self._folds(train, seed):
-            logits[predicted] = _logits(fit_linear(states[fitted], anchored[fitted]), states[predicted])
+            logits[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
         return logits
 
     def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -262,9 +259,4 @@ def _fit_readings(
 
 def _flipped(reading: Reading, before: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Say where the hard prediction changes."""
-    return (_logits(reading, before) > 0) != (_logits(reading, after) > 0)
-
-
-def _logits(reading: Reading, states: NDArray[np.float64]) -> NDArray[np.float64]:
-    weight, bias = reading
-    return linear_logits(torch.from_numpy(states), torch.from_numpy(weight), bias).numpy()
+    return (read_linear(before, *reading) > 0) != (read_linear(after, *reading) > 0)

@@ -200,13 +200,8 @@ def p_true(
 ) -> NDArray[np.float64]:
     """Ask the model whether each of its answers is true, and return P(True) / (P(True) + P(False)).
 
-    Args:
-        model: the model that answered.
-        answered: its answers.
-        ask: the question put to it, with `{question}` and `{answer}`; as the user's message where there is a chat
-            template.
-        words: pairs (true, false) in order of preference; the first pair of single tokens is read.
-        batch_size: prompts in one run.
+    `ask` is put to it as the user's message where there is a chat template; of the pairs of `words` (true, false), in
+    order of preference, the first of single tokens is read.
     """
     if "{question}" not in ask or "{answer}" not in ask:
         raise InputError(f"ask={shown(ask)} must hold {{question}} and {{answer}}.")

@@ -250,20 +250,10 @@ def train_reweighting(
     seed: int,
     batch_size: int,
 ) -> tuple[Strength, Probe]:
-    """Train α and the probe on all rows of `inputs`.
+    """Train α and the probe, which starts as it is given, on all rows; return α and the probe of reweighted states.
 
-    Args:
-        inputs: the training rows.
-        z: 1 where the answer is wrong.
-        probe: where the probe starts.
-        spread: the standard deviation of every dimension of the states that `probe` was fitted on.
-        options: how.
-        penalty: weight of |w|²/2 in standardized units, beside the mean cross-entropy.
-        seed: for the order of the rows.
-        batch_size: rows in one run of the model.
-
-    Returns:
-        α, and the probe that reads the reweighted states.
+    `spread` is the standard deviation of every dimension of the states that the probe was fitted on; `penalty` the
+    weight of |w|²/2 in standardized units, beside the mean cross-entropy. The seed orders the rows.
     """
     inputs = inputs.begin(batch_size)
     n_heads = inputs.model.shape.n_heads if options.per_head else 1

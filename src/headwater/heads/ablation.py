@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,7 +183,6 @@ def ablate_heads(
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
     tasks = {name: task_prompts(model, known[name][0], template, shots, seed) for name in names}
-    bench = _Bench(model, method, batch_size)
     rng = np.random.default_rng(seed)
     random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
     options: dict[str, Any] = {"relation": relation, "top": top, "method": method, "template": template, "shots": shots}
@@ -191,7 +190,8 @@ def ablate_heads(
 
     def work(run: Run) -> HeadAblation:
         def compute(one: tuple[str, str, int, Heads]) -> dict[str, Tensor]:
-            return {"measured": torch.tensor(bench.measure(tasks[one[0]], one[3]), dtype=torch.float64)}
+            found = _measured(model, tasks[one[0]], one[3], method, batch_size)
+            return {"measured": torch.tensor(found, dtype=torch.float64)}
 
         def measured(stage: str, runs: Sequence[tuple[str, str, int, Heads]]) -> list[tuple[float, float]]:
             with run.bar("Ablating heads", "run", len(runs)) as bar:
@@ -205,11 +205,21 @@ def ablate_heads(
                 "understands.",
                 stacklevel=6,
             )
-        chosen = list(controls) if controls is not None else _comparable(base, relation)
+        # Relations whose accuracy is near enough, the nearest first.
+        gaps = {name: abs(accuracy - base[relation][0]) for name, (accuracy, _) in base.items() if name != relation}
+        near = sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)
+        chosen = list(controls) if controls is not None else near[:MAX_CONTROLS]
+        untouched: list[tuple[str, str, int, Heads]] = [(name, "none", 0, ()) for name in (relation, *chosen)]
         runs = list(_runs(relation, chosen, heads, random))
-        rows = [_row(name, relation, "none", 0, 0, base[name], tasks[name]) for name in (relation, *chosen)]
-        for (task, removed, draw, part), found in zip(runs, measured("removed", runs), strict=True):
-            rows.append(_row(task, relation, removed, draw, len(part), found, tasks[task]))
+        numbers = [base[name] for name, *_ in untouched] + measured("removed", runs)
+        rows = [
+            {
+                "task": task, "role": "relation" if task == relation else "control", "removed": removed, "draw": draw,
+                "n_heads": len(part), "accuracy": accuracy, "logit_difference": difference,
+                "items": len(tasks[task].accepted),
+            }
+            for (task, removed, draw, part), (accuracy, difference) in zip([*untouched, *runs], numbers, strict=True)
+        ]  # fmt: skip
         return HeadAblation(pd.DataFrame(rows), ranked, relation, run.record)
 
     return run_or_resume(HeadAblation, "ablate_heads", model, options, work, out=out, seed=seed, progress=progress)
@@ -253,46 +263,38 @@ def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"
     return [(hook_name("z", layer), replace_hook(partial(replace, layer=layer))) for layer in by_layer]
 
 
-@dataclass
-class _Bench:
-    """Runs tasks with heads removed."""
+def _measured(model: HookedModel, task: TaskPrompts, heads: Heads, method: str, batch_size: int) -> tuple[float, float]:
+    """Return the accuracy and the mean logit difference of a task with heads removed."""
+    means = _mean_z(model, task, heads, batch_size) if heads and method == "mean" else None
+    right, difference = [], []
+    for rows, batch in task.batch.split(batch_size):
+        logits = model.run(batch, removal(heads, batch.lengths - 1, means), keep="last")[:, 0].float().cpu()
+        best = logits.argmax(-1).tolist()
+        accepted = task.accepted[rows]
+        right += [token in targets for token, targets in zip(best, accepted, strict=True)]
+        first = torch.tensor([targets[0] for targets in accepted])
+        index = torch.arange(len(logits))
+        difference.append(logits[index, first] - logits[index, task.foil[rows]])
+    return float(np.mean(right)), float(torch.cat(difference).mean())
 
-    model: HookedModel
-    method: str
-    batch_size: int
 
-    def measure(self, task: TaskPrompts, heads: Heads = ()) -> tuple[float, float]:
-        """Return the accuracy and the mean logit difference."""
-        means = self._means(task, heads) if heads and self.method == "mean" else None
-        right, difference = [], []
-        for rows, batch in task.batch.split(self.batch_size):
-            logits = self.model.run(batch, removal(heads, batch.lengths - 1, means), keep="last")[:, 0].float().cpu()
-            best = logits.argmax(-1).tolist()
-            accepted = task.accepted[rows]
-            right += [token in targets for token, targets in zip(best, accepted, strict=True)]
-            first = torch.tensor([targets[0] for targets in accepted])
-            index = torch.arange(len(logits))
-            difference.append(logits[index, first] - logits[index, task.foil[rows]])
-        return float(np.mean(right)), float(torch.cat(difference).mean())
+def _mean_z(model: HookedModel, task: TaskPrompts, heads: Heads, batch_size: int) -> Float[Tensor, "layer head d_head"]:
+    """The mean of z at the last position over a task's prompts, of the layers of these heads."""
+    shape = model.shape
+    layers = sorted({layer for layer, _ in heads})
+    sums: dict[int, Tensor] = {}
 
-    def _means(self, task: TaskPrompts, heads: Heads) -> Float[Tensor, "layer head d_head"]:
-        """The mean of z at the last position over a task's prompts."""
-        shape = self.model.shape
-        layers = sorted({layer for layer, _ in heads})
-        sums: dict[int, Tensor] = {}
+    def add(z: Tensor, hook: object, layer: int, last: Tensor) -> None:
+        at_last = z[torch.arange(len(last), device=z.device), to_device(last, z.device)].float().sum(0)
+        sums[layer] = sums[layer] + at_last if layer in sums else at_last
 
-        def add(z: Tensor, hook: object, layer: int, last: Tensor) -> None:
-            at_last = z[torch.arange(len(last), device=z.device), to_device(last, z.device)].float().sum(0)
-            sums[layer] = sums[layer] + at_last if layer in sums else at_last
-
-        for _, batch in task.batch.split(self.batch_size):
-            last = batch.lengths - 1
-            adding = {layer: read_hook(partial(add, layer=layer, last=last)) for layer in layers}
-            hooks = [(hook_name("z", layer), hook) for layer, hook in adding.items()]
-            self.model.run(batch, hooks, keep="last")
-        means = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)
-        means[layers] = torch.stack([sums[layer].to(self.model.device) for layer in layers]).cpu() / len(task.batch)
-        return means
+    for _, batch in task.batch.split(batch_size):
+        last = batch.lengths - 1
+        hooks = [(hook_name("z", layer), read_hook(partial(add, layer=layer, last=last))) for layer in layers]
+        model.run(batch, hooks, keep="last")
+    means = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)
+    means[layers] = torch.stack([sums[layer].to(model.device) for layer in layers]).cpu() / len(task.batch)
+    return means
 
 
 def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:
@@ -314,12 +316,6 @@ def _candidates(head_map: HeadMap, relation: str) -> list[str]:
     return [name for name in names if len(own & of.get(name, set())) < MAX_OVERLAP * max(len(own), 1)]
 
 
-def _comparable(base: Mapping[str, tuple[float, float]], relation: str) -> list[str]:
-    """The relations whose accuracy is near enough, the nearest first."""
-    gaps = {name: abs(accuracy - base[relation][0]) for name, (accuracy, _) in base.items() if name != relation}
-    return sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)[:MAX_CONTROLS]
-
-
 def _runs(
     relation: str, controls: Sequence[str], heads: Heads, random: Sequence[Heads]
 ) -> Iterator[tuple[str, str, int, Heads]]:
@@ -331,21 +327,6 @@ def _runs(
         yield from ((relation, "random heads", draw, drawn[:size]) for draw, drawn in enumerate(random))
     for control in controls:
         yield control, "relation heads", 0, heads
-
-
-def _row(
-    task: str, relation: str, removed: str, draw: int, n_heads: int, measured: tuple[float, float], prompts: TaskPrompts
-) -> dict[str, str | int | float]:
-    return {
-        "task": task,
-        "role": "relation" if task == relation else "control",
-        "removed": removed,
-        "draw": draw,
-        "n_heads": n_heads,
-        "accuracy": measured[0],
-        "logit_difference": measured[1],
-        "items": len(prompts.accepted),
-    }
 
 
 # A claim of heads: silencing them together changes the answer more than silencing other heads of their layers does.
@@ -408,7 +389,10 @@ def claim(
         InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
     """
     check_model(model)
-    chosen = _pairs(model, heads)
+    found = parts_of_kind("heads", heads, model.shape)
+    # For its checks alone: a head named twice, or of a layer that has none.
+    read_sets(model, {"heads": found})
+    chosen = [(layer, head) for layer, head in found]
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
@@ -421,7 +405,10 @@ def claim(
     if other is not None:
         beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
     effects = _effects(swept)
-    seen = [] if chosen_on is None else _coinciding(model, swept, chosen_on)
+    seen: list[int] = []
+    if chosen_on is not None and not (isinstance(chosen_on, list | tuple) and not len(chosen_on)):
+        others = (one.ids for one in read_pairs(model, chosen_on, None)[0])
+        seen = places_among(swept.run.options["prompts"][0], others)
     held_out = None if chosen_on is None else np.delete(effects[0], seen)
     notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
     evidence = ClaimEffects(effects[0], effects[1:], beside, effects.T, held_out)
@@ -430,14 +417,6 @@ def claim(
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
     options = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
     return Claim.of(judged, swept.run, options)
-
-
-def _pairs(model: HookedModel, heads: Any) -> list[tuple[int, int]]:
-    """Return heads as pairs, each of the model's and named once."""
-    found = parts_of_kind("heads", heads, model.shape)
-    # For its checks alone: a head named twice, or of a layer that has none.
-    read_sets(model, {"heads": found})
-    return [(layer, head) for layer, head in found]
 
 
 def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
@@ -456,10 +435,3 @@ def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:
     """Return the effect of each set on each prompt, the claimed one first."""
     effects = swept.table.groupby(["set", "example"], sort=False)["effect"].mean().unstack("example")
     return np.asarray(effects.to_numpy(), dtype=np.float64)
-
-
-def _coinciding(model: HookedModel, swept: Sweep, chosen_on: Prompts) -> list[int]:
-    """Return which prompts, by number, the heads were chosen on."""
-    if isinstance(chosen_on, list | tuple) and not len(chosen_on):
-        return []
-    return places_among(swept.run.options["prompts"][0], (one.ids for one in read_pairs(model, chosen_on, None)[0]))

@@ -211,10 +211,17 @@ def attention_behaviour(
     length = checked_count("length", length, least=2)
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     batch_size, seed = checked_count("batch_size", batch_size), checked_seed(seed)
-    kind = _embedding_of(model, embedding) if checked_flag("copying", copying) else None
+    kind = None
+    if checked_flag("copying", copying):
+        # As requested, or as published; raw where there is no MLP.
+        published = published_embedding(model.shape) if model.shape.d_mlp else "raw"
+        kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
     kinds, layers = token_kinds(model), layers_read(model)
     read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
-    given = _own_texts(model) if texts is None else texts
+    given = texts
+    if texts is None and is_embedded(model.name):
+        lines = read_texts(world_folder() / "texts.jsonl", "text")
+        given = [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
     if given is not None:
         read["text"] = model.tokenize(given)
     at_once = {on: min(batch_size, rows_at_once(model, batch.tokens.shape[1])) for on, batch in read.items()}
@@ -224,9 +231,11 @@ def attention_behaviour(
     def work(run: Run) -> AttentionBehaviour:
         with run.bar("Reading attention", "text", sum(map(len, read.values()))) as bar:
             sums = {on: _summed(model, read[on], kinds, run, on, at_once[on], bar) for on in read}
-        table = called(
-            pd.concat([scored(on, found, seed, layers) for on, found in sums.items()], ignore_index=True), threshold
-        )
+        table = pd.concat([scored(on, found, seed, layers) for on, found in sums.items()], ignore_index=True)
+        q = q_values(table["p_value"].to_numpy())  # over everything there is
+        is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
+        counts = table[["sequences", "queries", "keys"]]
+        table = table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
         position = position_share(*(sums["random"][name] for name in POSITION))
         heads = named(table).assign(position=position.flatten().numpy(), **_copying(model, kind, seed, run, layers))
         return AttentionBehaviour(table, heads, run.record)
@@ -234,13 +243,6 @@ def attention_behaviour(
     return run_or_resume(
         AttentionBehaviour, "attention_behaviour", model, options, work, out=out, seed=seed, progress=progress
     )
-
-
-def _embedding_of(model: HookedModel, embedding: str | None) -> str:
-    """Return what heads from layer 1 on read for a token: as requested, or as published; raw where there is no MLP."""
-    if embedding is not None:
-        return checked_name("embedding", embedding, KINDS)
-    return published_embedding(model.shape) if model.shape.d_mlp else "raw"
 
 
 @torch.inference_mode()
@@ -258,14 +260,6 @@ def _copying(
             raise ModelError(f"{error} With copying=False all the rest is computed.") from None
     by_head = [scores, *(side[:, None].expand_as(scores) for side in bounds.T)]
     return {name: values.flatten().numpy() for name, values in zip(names, by_head, strict=True)}
-
-
-def _own_texts(model: HookedModel) -> list[list[int]] | None:
-    """Return the tokens of texts of the embedded models' world for these models; None for others."""
-    if not is_embedded(model.name):
-        return None
-    lines = read_texts(world_folder() / "texts.jsonl", "text")
-    return [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
 
 
 def _summed(
@@ -334,14 +328,6 @@ def _estimates(draws: Bootstrap, found: Numbers, expected: Numbers, queries: Num
     low, high = (np.concatenate(side) for side in zip(*intervals, strict=True))
     excess = chance_corrected(score, chance)
     return {"score": score, "low": low, "high": high, "expected": chance, "excess": excess}
-
-
-def called(table: pd.DataFrame, threshold: float) -> pd.DataFrame:
-    """Add q over everything there is, and whether a head is called by a behaviour."""
-    q = q_values(table["p_value"].to_numpy())
-    is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
-    counts = table[["sequences", "queries", "keys"]]
-    return table.drop(columns=list(counts)).assign(q_value=q, called=is_called, **counts)
 
 
 def named(table: pd.DataFrame) -> pd.DataFrame:

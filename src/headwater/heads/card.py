@@ -143,13 +143,7 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
 
 
 def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.DataFrame:
-    """Return the rows of one head of a table of behaviours, the strongest first.
-
-    Args:
-        behaviour: what `hw.attention_behaviour` returns, or a table with at least the columns `BEHAVIOUR`.
-        layer: the head's layer.
-        head: the head.
-    """
+    """Return the rows of one head of a table of behaviours, which has at least `BEHAVIOUR`, the strongest first."""
     table = behaviour.table if isinstance(behaviour, AttentionBehaviour) else behaviour
     if not isinstance(table, pd.DataFrame) or (lacking := [name for name in BEHAVIOUR if name not in table]):
         found = f"lacks {', '.join(lacking)}" if isinstance(table, pd.DataFrame) else "is not a table"
@@ -274,40 +268,27 @@ def salient_of_heads(
     places = [head_named(one, None, weights.shape) for one in heads]
     if not places:
         return pd.DataFrame(columns=["layer", "head", *COLUMNS])
+    tables = []
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in places]
         gains = gains_of_heads(weights, factors, embedding)
-        tables = _described(weights, factors, gains, embedding, targets, sources)
-    for place, table in zip(places, tables, strict=True):
-        table.insert(0, "head", place[1])
-        table.insert(0, "layer", place[0])
+        unembedding = weights.unembedding()  # once for all heads: each reading looks through it for NaN
+        for (layer, head), (W_V, W_O), of_head in zip(places, factors, gains, strict=True):
+            known = len(of_head)
+            strongest = of_head.topk(min(sources, known))
+            x = weights.effective_embedding(strongest.indices, embedding)
+            logits = (x @ W_V @ W_O @ unembedding)[:, :known]
+            ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
+            table = _table(weights, strongest.values, strongest.indices, ends)
+            table.insert(0, "head", head)
+            table.insert(0, "layer", layer)
+            tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
 
 def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
     factors = weights.ov(layer)
     return factors.W_V[factors.value_head(head)], factors.W_O[head]
-
-
-def _described(
-    weights: WeightSource,
-    factors: Sequence[Factors],
-    gains: Sequence[Float[Tensor, " token"]],
-    embedding: str,
-    targets: int,
-    sources: int,
-) -> list[pd.DataFrame]:
-    """Describe every head's salient sources by both ends of its map."""
-    unembedding = weights.unembedding()  # once for all heads: each reading looks through it for NaN
-    tables = []
-    for (W_V, W_O), of_head in zip(factors, gains, strict=True):
-        known = len(of_head)
-        strongest = of_head.topk(min(sources, known))
-        x = weights.effective_embedding(strongest.indices, embedding)
-        logits = (x @ W_V @ W_O @ unembedding)[:, :known]
-        ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
-        tables.append(_table(weights, strongest.values, strongest.indices, ends))
-    return tables
 
 
 def gains_of_heads(

@@ -63,11 +63,8 @@ PREFIXES = {"score": "", "suppression": "suppression_"}
 def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame:
     """Return the flags of each row of a score table: implemented, suppressed, copying.
 
-    Args:
-        table: a row per layer, head and relation, with score, suppression and, for the controlled rule, expected,
-            excess, q_value, beyond_copying and the same four of the suppression side.
-        rule: "published" or "controlled".
-        threshold: the score, or the excess, from which on a relation counts.
+    The threshold is the score, or under the controlled rule the excess, from which on a relation counts. For that rule
+    the table has expected, excess, q_value, beyond_copying and the same four of the suppression side.
     """
     checked_name("rule", rule, RULES)
     if rule == "published":
@@ -110,11 +107,7 @@ def best_excess(table: pd.DataFrame) -> pd.Series:
 
 
 def head_categories(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per layer and head: its `categories`, a tuple in the order of `CATEGORIES`, and its `label`.
-
-    Args:
-        table: a row per layer, head and relation, with category, implemented and suppressed.
-    """
+    """Return a row per layer and head: its `categories`, a tuple in the order of `CATEGORIES`, and its `label`."""
     heads = table[["layer", "head"]].drop_duplicates().sort_values(["layer", "head"], ignore_index=True)
     called = table[(table["implemented"] | table["suppressed"]) & table["category"].notna()]
     of_head = called.groupby(["layer", "head"])["category"].agg(set).to_dict()

@@ -208,11 +208,8 @@ def layer_margins(
 ) -> Iterator[Float[Tensor, "draw head relation"]]:
     """Yield the margins of each layer's heads, on the CPU; the first draw is the relation as it is.
 
-    Args:
-        weights: the model.
-        relations: at least one, each with two items or more.
-        options: `embedding` and `norm_gain`.
-        orders: of each relation, orders of its items' targets: each is one more draw. As many for every relation.
+    Each relation has two items or more; `options` are `embedding` and `norm_gain`. `orders` are, of each relation, as
+    many orders of its items' targets: each is one more draw.
     """
     suite = suite_pairs(relations, [1] * len(relations))
     # The relation itself is the first order, so that it and its shuffles round alike.

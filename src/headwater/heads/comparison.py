@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 
 from headwater.calls import checked_call
@@ -219,8 +219,14 @@ def compare_heads(
     k, threshold = checked_scoring(k, threshold, embedding)
     norm_gain = checked_flag("norm_gain", norm_gain)
     compared = {name: weights_of(model, device) for name, model in _named(models).items()}
-    first = next(iter(compared.values()))
-    _refuse_other_shapes(compared)
+    first_name, first = next(iter(compared.items()))
+    for name, other in compared.items():
+        ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (first, other))
+        if ours != theirs:
+            raise InputError(
+                f"{name} has {theirs}, {first_name} has {ours}: their heads do not correspond. Compare models of "
+                "one shape; classify_heads scores each by itself."
+            )
     given = load_relations(relations)
     shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
     usable = {name: scored_relations(shared, one, k, multi_token=multi_token)[2] for name, one in compared.items()}
@@ -290,17 +296,6 @@ def _names(paths: Sequence[str]) -> list[str]:
     )
 
 
-def _refuse_other_shapes(compared: Mapping[str, WeightSource]) -> None:
-    (first, one), *others = compared.items()
-    for name, other in others:
-        ours, theirs = (f"{w.shape.n_layers} layers × {w.shape.n_heads} heads" for w in (one, other))
-        if ours != theirs:
-            raise InputError(
-                f"{name} has {theirs}, {first} has {ours}: their heads do not correspond. Compare models of "
-                "one shape; classify_heads scores each by itself."
-            )
-
-
 def _words(given: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:
     """Return a row per word that is a single token for some tokenizer, and whether it is one for each."""
     words = sorted({word for relation in given for word in _words_of(relation)})
@@ -348,21 +343,14 @@ def _changes(
         # Items of one source are read alike: McNemar's pairs are sources.
         _, source = tokens.source.unique(return_inverse=True)
         items = slice(start, start := start + len(source))
-        net = _net(now[..., items], before[..., items], source)
+        # The number of each source's items that hit now, less those that hit before.
+        change = now[..., items].int() - before[..., items].int()
+        net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32).index_add_(-1, source, change)
         gained.append((net > 0).sum(-1))
         lost.append((net < 0).sum(-1))
         sources.append(torch.full_like(gained[-1], tokens.distinct_sources))
     counts = {"sources": sources, "gained": gained, "lost": lost}
     return {name: torch.stack(count, dim=-1).double().numpy().ravel() for name, count in counts.items()}
-
-
-def _net(
-    now: Bool[Tensor, "*head item"], before: Bool[Tensor, "*head item"], source: Int[Tensor, " item"]
-) -> Int[Tensor, "*head source"]:
-    """The number of each source's items that hit now, less those that hit before."""
-    change = now.int() - before.int()
-    net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32)
-    return net.index_add_(-1, source, change)
 
 
 def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Numbers]) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,13 +33,13 @@ from headwater.heads.scoring import (
     scored_relations,
     sentences_of_embedding,
 )
-from headwater.heads.use import COLUMNS, UseOptions, head_use, sentences_of_use, use_counts
+from headwater.heads.use import COLUMNS, head_use, sentences_of_use, use_counts
 from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
 from headwater.models.part_names import Counts, HeadName, head_named, parts_of_kind
 from headwater.models.weights import WeightSource
-from headwater.options import checked_count, checked_name, one_or_several, shown
+from headwater.options import checked_count, checked_name, checked_repeats, one_or_several, shown
 from headwater.runs.analysis import Run
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
@@ -218,9 +218,17 @@ class HeadMap(Result):
         known = {name: tokens for name, (tokens, _) in given.items()}
         if isinstance(template, str) and len(known) < int(self.relations["used"].sum()):
             template = dict.fromkeys(known, template)
-        asking = UseOptions.checked(template, shots, draws, seed, list(known))
-        use = head_use(model, self.table, known, asking, progress)
-        options = describe(asdict(asking) | dict(model.interventions))
+        if isinstance(template, Mapping):
+            template = {checked_name("template", name, list(known)): text for name, text in template.items()}
+        elif not isinstance(template, str):
+            raise InputError(
+                f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to such."
+            )
+        shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
+        asking: dict[str, Any] = {"template": template, "shots": shots, "draws": checked_repeats("draws", draws)}
+        asking |= {"seed": seed}
+        use = head_use(model, self.table, known, **asking, progress=progress)
+        options = describe(asking | dict(model.interventions))
         run = replace(self.run, options=self.run.options | {"validate": options})
         return replace(self, table=self.table.drop(columns=list(COLUMNS), errors="ignore").join(use), run=run)
 

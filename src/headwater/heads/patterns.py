@@ -120,14 +120,10 @@ def rows_at_once(model: HookedModel, length: int) -> int:
 def pattern_sums(
     model: HookedModel, batch: Batch, kinds: TokenKinds, *, said_once: range | None = None
 ) -> list[dict[str, Tensor]]:
-    """Run the model on sequences, and sum what its heads attend to over the queries of each.
+    """Run the model on sequences, in parts where memory runs out, and sum what heads attend to over queries of each.
 
-    Args:
-        model: the model.
-        batch: the sequences, run at once, or in parts where memory runs out.
-        kinds: of the model's tokens.
-        said_once: of random tokens, the positions of those that the sequence has not said before; what `position_share`
-            takes is summed over these too.
+    `said_once` has, of random tokens, the positions of those that the sequence has not said before; what
+    `position_share` takes is summed over these too.
 
     Returns:
         For each part `on, expected, variance` (example class layer head), sums over the queries that have keys of the
@@ -210,13 +206,9 @@ def position_share(
 ) -> Float[Tensor, "layer head"]:
     """Return the share of the variance of scores before the softmax that the two positions decide alone.
 
-    Estimated without bias: the mean square of the means over n sequences, less the n-th part of the variance within
-    them. NaN where scores do not vary, or there is one sequence.
-
-    Args:
-        count: on how many sequences the query could see the key; those that not all could are left out.
-        first: the sum of `centred_scores` over sequences.
-        second: the sum of their squares.
+    Estimated without bias, from what `centred_scores` gives, summed over sequences: the mean square of the means over n
+    sequences, less the n-th part of the variance within them. Pairs that not all sequences have are left out. NaN where
+    scores do not vary, or there is one sequence.
     """
     n = count.amax((-1, -2), keepdim=True)
     used = (count == n) & (count.sum(-1, keepdim=True) > n)  # a query that sees one key has nothing to choose
@@ -237,8 +229,7 @@ def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "clas
         mul   Σ A D / ΣA              the score times the share of queries that have such keys
         abs   1 - Σ |A - D| / T       = 2 mul - ΣD / T
 
-    Args:
-        sums: of `pattern_sums`, with all sequences along the first axis.
+    The sums are those of `pattern_sums`, with all sequences along the first axis.
     """
     tokens = sums["tokens"].double()
     mul = (sums["on"].double() / tokens[:, None, None, None]).mean(0)
@@ -353,11 +344,7 @@ def attended_keys(
 ) -> Attended:
     """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding.
 
-    Args:
-        tokens: right-padded.
-        mask: True at real tokens.
-        kinds: what is known of these tokens.
-        looks_ahead: whether a query sees later keys too. The keys of a behaviour do not change by it.
+    Tokens are right-padded. With `looks_ahead` a query sees later keys too; the keys of a behaviour stay the same.
     """
     real = mask[:, :, None] & mask[:, None]
     visible = real if looks_ahead else real.tril()
@@ -376,7 +363,11 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     ordinary[[token for token in tokenizer.all_special_ids if token < size]] = False
     # Pieces first: decoding a whole vocabulary token by token takes longer than looking for letters.
     pieces = tokenizer.convert_ids_to_tokens(list(range(known)))
-    candidates = [token for token, piece in enumerate(pieces) if piece is not None and not _has_letters(str(piece))]
+    candidates = [
+        token
+        for token, piece in enumerate(pieces)
+        if piece is not None and not any(sign.isascii() and sign.isalnum() for sign in str(piece))
+    ]
     texts = token_strings(tokenizer, candidates)
     delimiter[[token for token, text in zip(candidates, texts, strict=True) if _is_delimiter(text)]] = True
     pairs = _series(tokenizer, ordinary)
@@ -386,11 +377,6 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     for one, other in pairs:
         follows[series[one], series[other]] = True
     return TokenKinds(ordinary, delimiter & ordinary, series, follows)
-
-
-def _has_letters(piece: str) -> bool:
-    """Whether a piece of the vocabulary, as it is stored, holds what no delimiter does."""
-    return any(sign.isascii() and sign.isalnum() for sign in piece)
 
 
 def _is_delimiter(text: str) -> bool:
@@ -488,17 +474,9 @@ LEVEL = 0.95
 def copying_scores(
     weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None, layers: Sequence[int] | None = None
 ) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer 2"]]:
-    """Return Σ λ / Σ |λ| of every head, and the bounds within which 95 % of random heads lie.
+    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie.
 
-    Args:
-        weights: the model's.
-        embedding: what heads from layer 1 on read: "raw", "mlp0", "embed+mlp0" or "layer0".
-        seed: of the random heads.
-        bar: what counts the layers.
-        layers: which; default: all.
-
-    Returns:
-        The scores, -1 to 1; NaN of a head that writes nothing of what it reads. Of each layer the two bounds.
+    `embedding` is what heads from layer 1 on read. NaN of a head that writes nothing of what it reads.
     """
     scores, bounds = [], []
     layers = range(weights.shape.n_layers) if layers is None else layers

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
-import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -23,7 +22,6 @@ from headwater.heads.relations import (
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, Bos, make_batch, token_span
 from headwater.options import one_or_several, shown
-from headwater.runs.record import RunRecord
 
 TEMPLATE = "Input: {source} Output:"
 """What asks for a target, where nothing else is given."""
@@ -52,22 +50,13 @@ class TaskPrompts:
     """A target of another item that is not accepted here: what the logit difference is taken against."""
 
 
-@runtime_checkable
-class Scored(Protocol):
-    """What prompts need to know of a head map."""
-
-    @property
-    def relations(self) -> pd.DataFrame:
-        """A row per relation: `relation, used, k`."""
-
-    @property
-    def run(self) -> RunRecord:
-        """What made the map."""
+Mapped: TypeAlias = Any
+"""A `HeadMap`, whose file imports this one."""
 
 
 def relations_of(
     model: HookedModel,
-    head_map: Scored,
+    head_map: Mapped,
     relations: Relations,
     multi_token: MultiTokenName | None = None,
     *,
@@ -75,13 +64,8 @@ def relations_of(
 ) -> dict[str, tuple[TokenRelation, int]]:
     """Return the relations a head map was scored on, by name, as tokens, and each one's k.
 
-    Args:
-        model: the model of the map.
-        head_map: the map.
-        relations: what `classify_heads` was given.
-        multi_token: what represents words of several tokens; by default only items of single tokens are taken, also
-            where the map took others.
-        some: whether a part of the map's relations will do, where `relations` are given.
+    `multi_token` says what represents words of several tokens; by default only items of single tokens are taken, also
+    where the map took others. With `some`, a part of the map's relations will do, where `relations` are given.
     """
     if not isinstance(model, HookedModel):
         raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
@@ -113,11 +97,7 @@ def source_prompts(
 ) -> SourcePrompts:
     """Put each source into each template; a row whose tokenizer splits or joins the source there is left out.
 
-    Args:
-        model: the model, whose tokenizer gives character offsets.
-        tokens: the relation's items.
-        templates: texts with one `{source}`.
-        bos: what they begin with, as in `hw.load`; None: what the model's texts do.
+    Texts begin with `bos`, as in `hw.load`; None: as the model's texts do.
     """
     templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
@@ -159,14 +139,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     """Ask for each item's target, after some other items with theirs.
 
     A target of several tokens is asked for by the one that represents it: the prompt ends with those before it, of the
-    item's first target where there are several.
-
-    Args:
-        model: the model.
-        tokens: the relation's items.
-        template: a text with one `{source}`, after which the target comes.
-        shots: how many other items, each on a line of its own, show what is asked.
-        seed: of the choice of examples and foils.
+    item's first target where there are several. The seed is that of examples and foils.
     """
     _check_template(template)
     generator = np.random.default_rng(seed)

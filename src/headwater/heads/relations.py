@@ -12,9 +12,6 @@ A table is a relation too: a data frame or a CSV or TSV file with columns source
 list of pairs, or a mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such
 a relation has the published category of its name, or the one that a column category gives all of its rows.
 
-A relation that is given as a table: a row per pair, with columns source and target, and maybe category.
-
-The targets of a source that has several rows are all accepted. A relation is of one category, the same in every row.
 """
 
 from __future__ import annotations
@@ -50,23 +47,6 @@ def rows_of(table: pd.DataFrame) -> NumberedRows:
     """Return the rows of a data frame, counted from 1."""
     refuse_repeated("The data frame", table.columns)
     return enumerate(records_of(table), start=1)
-
-
-def category_and_pairs(rows: NumberedRows, where: str) -> tuple[str | None, tuple[tuple[str, tuple[str, ...]], ...]]:
-    """Return the category of a table, None if it names none, and its pairs: each source with its accepted targets."""
-    accepted: dict[str, dict[str, None]] = {}
-    categories: dict[str | None, None] = {}
-    for number, row in rows:
-        source, target = (_word(row, field, f"{where}, row {number}") for field in ("source", "target"))
-        accepted.setdefault(source, {})[target] = None
-        category = row.get("category")
-        categories[None if category is None else str(category)] = None
-    if not accepted:
-        raise InputError(f"{where} holds no pairs: a relation has columns source and target, with a row per pair.")
-    if len(categories) > 1:
-        named = ", ".join(map(str, categories))
-        raise InputError(f"{where} has several categories ({named}): a relation is of one. Make a relation of each.")
-    return next(iter(categories)), tuple((source, tuple(targets)) for source, targets in accepted.items())
 
 
 def _word(row: Mapping[str, object], field: str, where: str) -> str:
@@ -219,10 +199,9 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
     if not _is_there(path):
         own = {file.stem: file for file in _suite().glob("*.json")}
         if str(path) not in own:
-            hint = did_you_mean(path, own)
+            hint = did_you_mean(path, own, or_all=False) or " hw.load_relations() has them all, by name."
             raise InputError(
-                f"The relations folder {path} does not exist, and headwater has no relation of that name."
-                + (hint if hint.startswith(" Did") else " hw.load_relations() has them all, by name.")
+                f"The relations folder {path} does not exist, and headwater has no relation of that name.{hint}"
             )
         path = own[str(path)]
     if path.is_file():
@@ -237,8 +216,21 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
 
 
 def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
-    category, pairs = category_and_pairs(rows, where)
-    return Relation(name, category or PUBLISHED_CATEGORIES.get(name), pairs)
+    """Make a relation of rows: each source with its accepted targets, and the one category that all rows name."""
+    accepted: dict[str, dict[str, None]] = {}
+    categories: dict[str | None, None] = {}
+    for number, row in rows:
+        source, target = (_word(row, field, f"{where}, row {number}") for field in ("source", "target"))
+        accepted.setdefault(source, {})[target] = None
+        category = row.get("category")
+        categories[None if category is None else str(category)] = None
+    if not accepted:
+        raise InputError(f"{where} holds no pairs: a relation has columns source and target, with a row per pair.")
+    if len(categories) > 1:
+        named = ", ".join(map(str, categories))
+        raise InputError(f"{where} has several categories ({named}): a relation is of one. Make a relation of each.")
+    pairs = tuple((source, tuple(targets)) for source, targets in accepted.items())
+    return Relation(name, next(iter(categories)) or PUBLISHED_CATEGORIES.get(name), pairs)
 
 
 def _named(name: str, pairs: Pairs) -> Relation:
@@ -412,14 +404,11 @@ def tokenize_relations(
     multi_token: MultiTokenName | None = None,
     same_words: bool = False,
 ) -> tuple[TokenRelation, ...]:
-    """Turn words into token ids, and say which pairs fall out.
+    """Turn words into token ids, and say which pairs fall out; all relations are kept, however few of theirs survive.
 
-    Args:
-        relations: the relations, all of them kept in the result, however few of their pairs survive.
-        tokenizer: the model's tokenizer.
-        multi_token: None drops a word of several tokens; "first" keeps its first token that is more than the space;
-            "distinguishing" keeps, of targets, the first token that tells them from all others, as the module says.
-        same_words: keep, as the published rule does, pairs of a word with itself also outside copying relations.
+    `multi_token=None` drops a word of several tokens; "first" keeps its first token that is more than the space,
+    "distinguishing", of targets, the first token that tells them from all others, as the module says. `same_words`
+    keeps, as the published rule does, pairs of a word with itself also outside copying relations.
     """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
@@ -433,7 +422,7 @@ def tokenize_relations(
         tokens = {word: [token for token in ids if token not in spaces][:most] for word, ids in tokens.items()}
     telling = multi_token == "distinguishing"
     return tuple(
-        _tokenize(relation, RelationWords(tokens, _holders(relation, tokens) if telling else None), same_words)
+        _tokenize(relation, tokens, _holders(relation, tokens) if telling else None, same_words)
         for relation in relations
     )
 
@@ -475,28 +464,6 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 
-@dataclass(frozen=True)
-class RelationWords:
-    """The tokens of a relation's words, and which of a target's tokens represent it."""
-
-    tokens: Mapping[str, Sequence[int]]
-    holders: Mapping[int, set[str]] | None
-    """Of each token the targets that hold it; None where only targets of one token are taken."""
-
-    def of_target(self, target: str, accepted: Sequence[str], own: Sequence[int]) -> Sequence[int]:
-        """Return the token that represents a target, or those of it, or none, where no single one does.
-
-        Args:
-            target: the word.
-            accepted: all targets of its item.
-            own: tokens that represent no target: those of the source, outside copying relations.
-        """
-        ids = self.tokens[target]
-        if self.holders is None or len(ids) < 2:
-            return ids
-        return [token for token in ids if token not in own and self.holders[token] <= set(accepted)][:1]
-
-
 def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[int, set[str]]:
     """Return of each token the targets of the relation that hold it."""
     holders: dict[int, set[str]] = {}
@@ -506,13 +473,16 @@ def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[in
     return holders
 
 
-def _tokenize(relation: Relation, words_of: RelationWords, same_words: bool) -> TokenRelation:
+def _tokenize(
+    relation: Relation, tokens: Mapping[str, Sequence[int]], holders: Mapping[int, set[str]] | None, same_words: bool
+) -> TokenRelation:
+    """Tokenize one relation; `holders` is None where only targets of one token are taken."""
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
     dropped = []
     for source, accepted in relation.pairs:
-        targets, reason = _targets(relation, source, accepted, words_of, same_words)
-        item = (words_of.tokens[source][0], frozenset(targets)) if targets else None
+        targets, reason = _targets(relation, source, accepted, tokens, holders, same_words)
+        item = (tokens[source][0], frozenset(targets)) if targets else None
         if item is None or item in items:
             dropped.append((source, " | ".join(accepted), reason or REPEATED))
         else:
@@ -524,29 +494,35 @@ def _tokenize(relation: Relation, words_of: RelationWords, same_words: bool) -> 
 
 
 def _targets(
-    relation: Relation, source: str, accepted: Sequence[str], words_of: RelationWords, same_words: bool
+    relation: Relation,
+    source: str,
+    accepted: Sequence[str],
+    tokens: Mapping[str, Sequence[int]],
+    holders: Mapping[int, set[str]] | None,
+    same_words: bool,
 ) -> tuple[dict[int, str], str]:
     """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
-    tokens = words_of.tokens
-    own = tokens[source]
-    standing = {target: words_of.of_target(target, accepted, () if relation.is_copying else own) for target in accepted}
-    one_token = {target: ids[0] for target, ids in standing.items() if len(ids) == 1}
+    own, one_token = tokens[source], dict[str, int]()
+    for target in accepted:
+        ids = tokens[target]
+        if holders is not None and len(ids) > 1:
+            telling = [token for token in ids if holders[token] <= set(accepted)]
+            # Outside copying relations the source's own tokens represent no target.
+            ids = [token for token in telling if relation.is_copying or token not in own][:1]
+        if len(ids) == 1:
+            one_token[target] = ids[0]
     if len(own) != 1 or not one_token:
-        return {}, _why_not(source if len(own) != 1 else accepted[0], words_of, is_target=len(own) == 1)
+        word = source if len(own) != 1 else accepted[0]
+        if not tokens[word]:
+            return {}, f"{word!r} is not in the vocabulary"
+        if len(own) == 1 and holders is not None:
+            return {}, f"no token of {word!r} tells it from the other targets"
+        return {}, f"{word!r} is {len(tokens[word])} tokens"
     by_token: dict[int, str] = {}
     for target, token in one_token.items():
         if token != own[0] or relation.is_copying or (same_words and target == source):
             by_token.setdefault(token, target)
     return by_token, "" if by_token else OWN_TARGET
-
-
-def _why_not(word: str, words_of: RelationWords, *, is_target: bool) -> str:
-    """Say why no single token represents a word."""
-    if not (ids := words_of.tokens[word]):
-        return f"{word!r} is not in the vocabulary"
-    if is_target and words_of.holders is not None:
-        return f"no token of {word!r} tells it from the other targets"
-    return f"{word!r} is {len(ids)} tokens"
 
 
 @checked_call

@@ -149,11 +149,9 @@ class LayerScores:
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
-    """Lay relations out flat.
+    """Lay relations of at least one item each out flat.
 
-    Args:
-        relations: relations with at least one item each, as token ids.
-        k: how many of a row's largest (or smallest) logits count as hits, for each relation.
+    `k` says of each how many of a row's largest (or smallest) logits count as hits.
     """
     # Over all relations: a head reads a word once, however many relations have it.
     sources, item_source = torch.cat([relation.source for relation in relations]).unique(return_inverse=True)
@@ -183,15 +181,11 @@ def score_layer(
     items: bool = False,
     mean_target: Float[Tensor, "relation d_model"] | None = None,
 ) -> LayerScores:
-    """Score one layer's heads.
+    """Score one layer's heads, of which `maps.x` holds the embeddings of `suite.source_tokens`.
 
-    Args:
-        maps: the layer's heads; `maps.x` holds the embeddings of `suite.source_tokens`.
-        suite: the relations.
-        null_from: the score from which on the moments under shuffled targets are wanted too: 0 for all heads and
-            relations (many times the price of the scores); None for none.
-        items: whether the hits of single items are wanted too.
-        mean_target: what `mean_targets` returns, where it is known: all layers share it.
+    Of scores from `null_from` on the moments under shuffled targets are wanted too: 0 for all heads and relations (many
+    times the price of the scores), None for none. `items` wants the hits of single items; all layers share
+    `mean_target`, what `mean_targets` returns.
     """
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
@@ -253,11 +247,7 @@ def margins(
 ) -> Float[Tensor, "*draw head relation"]:
     """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1.
 
-    Args:
-        maps: the layer's heads.
-        suite: the relations.
-        own: the mean logit of an item's own targets, of sources scaled so.
-        mean_target: what `mean_targets` returns.
+    `own` is the mean logit of an item's own targets, of sources scaled so; `mean_target` what `mean_targets` returns.
     """
     place, relation, scale = _scaled_pairs(maps, suite)
     # x W_V W_O u is linear in x: the weighted mean of a relation's sources goes through the head once.

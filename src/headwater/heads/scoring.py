@@ -61,16 +61,11 @@ TOKENS = 512
 def compare_embeddings(
     weights: WeightSource, tokens: Int[Tensor, " token"], embedding: str | None
 ) -> tuple[str, pd.DataFrame]:
-    """Compare what heads could read with what the first block writes, and choose.
+    """Compare what heads could read for some tokens with what the first block writes, and choose.
 
-    Args:
-        weights: the model.
-        tokens: the source tokens of the relations.
-        embedding: "auto" for the best one, None for the published one, or the name of one.
-
-    Returns:
-        The chosen one, and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed)
-        and `chosen`. Where "layer0" was chosen no row is.
+    `embedding` is "auto" for the best one, None for the published one, or the name of one. Returned are the chosen one,
+    and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed) and `chosen`. Where
+    "layer0" was chosen no row is.
     """
     tokens = tokens.unique()
     # Evenly spaced ids: low ones are frequent words, and the first 512 would be these alone.
@@ -179,14 +174,9 @@ class Sensitivity(Result):
 
 
 def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return how many heads each rule puts into each category, for thresholds from 0.10 to 0.30.
+    """Return the table of a `Sensitivity`, from a score table for each setting, the map's own first.
 
-    Args:
-        tables: a score table for each setting, the map's own first; without a null model one has no numbers for the
-            controlled rule.
-
-    Returns:
-        The table of a `Sensitivity`.
+    Without a null model a score table has no numbers for the controlled rule.
     """
     rows, as_mapped = [], dict[tuple[str, float], pd.DataFrame]()
     for setting, table in tables.items():
@@ -217,13 +207,9 @@ Usable: TypeAlias = Sequence[tuple[TokenRelation, int]]
 
 
 def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | None) -> tuple[str, pd.DataFrame]:
-    """Return the embedding to score with, and how each agrees with what the first block writes.
+    """Return what `compare_embeddings` does for the sources of relations.
 
-    Args:
-        weights: the model.
-        usable: the relations, whose sources are compared.
-        embedding: one by name, "auto" for the one that agrees best, or None for the published one, of which a warning
-            says where it agrees badly.
+    Of the published one, which None takes, a warning says where it agrees badly.
     """
     sources = torch.cat([relation.source for relation, _ in usable])
     name, embeddings = compare_embeddings(weights, sources, embedding)
@@ -245,8 +231,15 @@ def scored_relations(
     tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=same_words)
     ks = [hits_of(relation, weights, k) for relation in given]
     usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
+    if not tokenized:
+        raise InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
     if not usable:
-        raise _nothing_usable(tokenized, weights.name)
+        best = max(tokenized, key=lambda relation: len(relation.targets))
+        raise InputError(
+            f"None of the {len(tokenized)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
+            f"{weights.name}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). "
+            "Give relations between words that are one token there; `headwater relations MODEL` lists what survives."
+        )
     return list(tokenized), ks, usable
 
 
@@ -260,19 +253,10 @@ def scored_layers(
     items: bool = False,
     desc: str = "Scoring heads",
 ) -> list[dict[str, Tensor]]:
-    """Score a model's heads layer by layer, each a piece of the run.
+    """Score a model's heads layer by layer, each a piece of the run; return what `LayerScores` holds of each, by name.
 
-    Args:
-        weights: the model.
-        usable: what is scored.
-        options: `embedding` and `norm_gain`.
-        run: keeps the pieces and shows the bar.
-        null_from: the score from which on shuffled targets are scored too; None for none.
-        items: whether the hits of single items are kept.
-        desc: what the bar says.
-
-    Returns:
-        What `LayerScores` holds of each layer, by name.
+    `options` has `embedding` and `norm_gain`; `null_from` is the score from which on shuffled targets are scored too,
+    None for none; with `items` the hits of single items are kept.
     """
     n_layers = weights.shape.n_layers
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", n_layers) as bar:
@@ -333,14 +317,3 @@ def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> t
         checked_name("embedding", embedding, ("auto", *KINDS))
     threshold = checked_number("threshold", threshold, above=0.0, below=1.0, up_to=True)
     return None if k is None else checked_count("k", k), threshold
-
-
-def _nothing_usable(relations: Sequence[TokenRelation], model: str) -> InputError:
-    if not relations:
-        return InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
-    best = max(relations, key=lambda relation: len(relation.targets))
-    return InputError(
-        f"None of the {len(relations)} relations keeps {MIN_PAIRS} pairs of single tokens with the tokenizer of "
-        f"{model}; the most is {len(best.targets)} of {len(best.relation.pairs)} ({best.relation.name}). Give "
-        "relations between words that are one token there; `headwater relations MODEL` lists what survives."
-    )

@@ -23,7 +23,6 @@ An accuracy of 0 leaves nothing to lose: where the whole model answers no item o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,12 +32,10 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
-from headwater.errors import InputError
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
 from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.relations import TokenRelation
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_count, checked_name, checked_repeats, shown
 from headwater.patching.components import ablate
 from headwater.patching.metrics import Metric
 from headwater.progress import progress_bar
@@ -55,46 +52,19 @@ COLUMNS = (*MEASURED, "loss_q_value", "used")
 """The columns that `HeadMap.validate` adds to the table of a head map."""
 
 
-@dataclass(frozen=True)
-class UseOptions:
-    """How the model is asked, and how many other heads are silenced for each.
-
-    `template` is one text with `{source}` for all relations, or a mapping that names the relations to ask for.
-    """
-
-    template: str | Mapping[str, str]
-    shots: int
-    draws: int
-    seed: int
-
-    @classmethod
-    def checked(cls, template: Any, shots: Any, draws: Any, seed: Any, known: Sequence[str]) -> UseOptions:
-        """Take these options, with relations among those known."""
-        if isinstance(template, Mapping):
-            template = {checked_name("template", name, known): text for name, text in template.items()}
-        elif not isinstance(template, str):
-            raise InputError(
-                f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to such."
-            )
-        shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
-        return cls(template, shots, checked_repeats("draws", draws), seed)
-
-    def of(self, relation: str) -> str | None:
-        """Return what asks for a relation; None for one that is not requested."""
-        return self.template.get(relation) if isinstance(self.template, Mapping) else self.template
-
-
 def head_use(
-    model: HookedModel, table: pd.DataFrame, known: Mapping[str, TokenRelation], asking: UseOptions, progress: bool
+    model: HookedModel,
+    table: pd.DataFrame,
+    known: Mapping[str, TokenRelation],
+    template: str | Mapping[str, str],
+    shots: int,
+    draws: int,
+    seed: int,
+    progress: bool,
 ) -> pd.DataFrame:
-    """Measure what each called head is worth to the running model.
+    """Measure what each called head of a head map's table is worth to the running model.
 
-    Args:
-        model: the model that was classified.
-        table: of its head map: a row per layer, head and relation, with `implemented` and `suppressed`.
-        known: the relations of the table, as tokens.
-        asking: how the model is asked.
-        progress: show a bar over relations.
+    `template` is one text for all relations, or a mapping that names the relations to ask for.
 
     Returns:
         A frame with the index of `table` and the columns `COLUMNS`: NaN where a head was not called or its relation not
@@ -102,12 +72,13 @@ def head_use(
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
-    names = [name for name in called["relation"].unique() if asking.of(name) is not None]
+    templates = template if isinstance(template, Mapping) else dict.fromkeys(known, template)
+    names = [name for name in called["relation"].unique() if templates.get(name) is not None]
     with progress_bar(progress, len(names), desc="Silencing heads", unit="relation") as bar:
         for name in names:
-            task = task_prompts(model, known[name], str(asking.of(name)), asking.shots, asking.seed)
+            task = task_prompts(model, known[name], str(templates[name]), shots, seed)
             rows = called[called["relation"] == name]
-            measured.loc[rows.index] = _of_relation(model, task, rows, known[name], asking)
+            measured.loc[rows.index] = _of_relation(model, task, rows, known[name], draws, seed)
             bar.update()
     # NaN stays out: what was not measured is not a test.
     q = q_values(measured["loss_p_value"].to_numpy())
@@ -118,11 +89,7 @@ def head_use(
 
 
 def use_counts(table: pd.DataFrame) -> dict[str, Any]:
-    """Return, as JSON values, how many called heads and relations were measured, are used or opposed, and which not.
-
-    Args:
-        table: of a validated head map.
-    """
+    """Say of a validated head map how many called heads and relations were measured, are used or opposed, as JSON."""
     called = table[table["implemented"] | table["suppressed"]]
     measured = called[called["used"].notna()]
     is_clear = measured["loss_q_value"] <= FALSE_DISCOVERY_RATE
@@ -186,16 +153,16 @@ def other_heads(
 
 
 def _of_relation(
-    model: HookedModel, task: TaskPrompts, called: pd.DataFrame, tokens: TokenRelation, asking: UseOptions
+    model: HookedModel, task: TaskPrompts, called: pd.DataFrame, tokens: TokenRelation, n_others: int, seed: int
 ) -> Float[ndarray, "head column"]:
     """Return a row of `MEASURED` for each called head of one relation."""
     heads = list(zip(called["layer"].astype(int), called["head"].astype(int), strict=True))
-    rng, shape = np.random.default_rng(asking.seed), model.shape
-    others = [other_heads(head, heads, shape.n_layers, shape.n_heads, asking.draws, rng) for head in heads]
+    rng, shape = np.random.default_rng(seed), model.shape
+    others = [other_heads(head, heads, shape.n_layers, shape.n_heads, n_others, rng) for head in heads]
     whole, right = _right(model, task, list(dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])))
     if not whole.any():
         return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
-    draws = Bootstrap.of(tokens.source.tolist(), seed=asking.seed)
+    draws = Bootstrap.of(tokens.source.tolist(), seed=seed)
     return np.array(
         [
             _measured(whole, right[head], np.array([right[one] for one in drawn]), draws)

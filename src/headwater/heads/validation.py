@@ -159,15 +159,9 @@ def scored_prompts(
     templates: Sequence[str],
     batch_size: int,
 ) -> DynamicScores:
-    """Return the dynamic scores of prompts beside the map's static ones.
+    """Return the dynamic scores of prompts beside the map's static ones; each relation is a piece of the run.
 
-    Args:
-        run: the analysis that asks; a relation is a piece of it.
-        model: the model.
-        head_map: of that model.
-        prompted: of each relation the prompts, the items that they are of, and k.
-        templates: what the prompts are in.
-        batch_size: sentences in a run.
+    `prompted` has of each relation the prompts, the items that they are of, and k.
     """
     weights = open_weights(model)
     W_U = weights.unembedding()

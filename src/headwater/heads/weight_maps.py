@@ -169,20 +169,19 @@ def composition_scores(
 
 def _writer(factors: HeadWeights, norm_gain: bool) -> _Side:
     """What each head writes: R W_O, with W_V = Q R."""
-    return _side(factors.expand_kv(_read_by(factors, factors.W_V, norm_gain)), factors.W_O)
+    W_V = factors.W_V * factors.norm_gain[:, None] if norm_gain else factors.W_V
+    return _side(factors.expand_kv(W_V), factors.W_O)
 
 
 def _reader(factors: HeadWeights, kind: str, norm_gain: bool) -> _Side:
     """What each head reads for one kind, as the transposed product: what it does with it comes first."""
-    W_Q, W_K, W_V = (_read_by(factors, W, norm_gain) for W in (factors.W_Q, factors.W_K, factors.W_V))
+    W_Q, W_K, W_V = factors.W_Q, factors.W_K, factors.W_V
+    if norm_gain:
+        W_Q, W_K, W_V = (W * factors.norm_gain[:, None] for W in (W_Q, W_K, W_V))
     if kind == "v":
         return _side(factors.W_O.transpose(1, 2), factors.expand_kv(W_V).transpose(1, 2))
     one, other = (W_Q, factors.expand_kv(W_K)) if kind == "q" else (factors.expand_kv(W_K), W_Q)
     return _side(other, one.transpose(1, 2))
-
-
-def _read_by(factors: HeadWeights, W: Float[Tensor, "head d_model d_head"], norm_gain: bool) -> Tensor:
-    return W * factors.norm_gain[:, None] if norm_gain else W
 
 
 def _side(inner: Float[Tensor, "head d_model d_head"], outer: Float[Tensor, "head d_head d_model"]) -> _Side:
@@ -207,10 +206,7 @@ def scores_of(writer: _Side, reader: _Side) -> Float[Tensor, "sender receiver"]:
 def null_deviation(p: np.ndarray, q: np.ndarray, d: int) -> np.ndarray:
     """Return the standard deviation of the squared score under random rotations of d dimensions.
 
-    Args:
-        p: the writers' Σ s⁴ / (Σ s²)².
-        q: the readers'.
-        d: the width of the residual stream.
+    `p` is the writers' Σ s⁴ / (Σ s²)², `q` the readers'.
     """
     same, beside, apart = 3 / (d * (d + 2)), 1 / (d * (d + 2)), (d + 1) / ((d - 1) * d * (d + 2))
     second = p * q * same + (p * (1 - q) + (1 - p) * q) * beside + (1 - p) * (1 - q) * apart

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -211,28 +211,21 @@ def score_file(
         return {str(name): torch.from_numpy(wide[name].to_numpy(copy=True)) for name in wide}
 
     def work(run: Run) -> ScoredTexts:
+        texts = read_texts(path, field)
+        chunks = iter(lambda: list(itertools.islice(texts, TEXTS_AT_ONCE)), [])
         with model.hashed_once(), (reference or model).hashed_once(), run.bar("Scoring", " texts") as bar:
-            pieces = list(run.pieces("texts", _chunks(read_texts(path, field)), columns_of, bar, len))
+            pieces = list(run.pieces("texts", chunks, columns_of, bar, len))
         if not pieces:
             raise InputError(f"{path} holds no texts.")
-        return ScoredTexts(_table(pieces), run.record)
+        columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
+        # Pieces hold numbers alone, notes among them by their place.
+        columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
+        table = pd.DataFrame(columns)
+        table.insert(0, "text", range(len(table)))
+        first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
+        return ScoredTexts(table[[*first, *in_order(map(str, table.columns.drop(first)))]], run.record)
 
     return run_or_resume(ScoredTexts, "score_file", model, options, work, out=out, progress=progress)
-
-
-def _chunks(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
-    while chunk := list(itertools.islice(texts, TEXTS_AT_ONCE)):
-        yield chunk
-
-
-def _table(pieces: Sequence[dict[str, Tensor]]) -> pd.DataFrame:
-    columns = {name: torch.cat([piece[name] for piece in pieces]).numpy() for name in pieces[0]}
-    # Pieces hold numbers alone, notes among them by their place.
-    columns["note"] = np.array(NOTES, dtype=object)[columns["note"]]
-    table = pd.DataFrame(columns)
-    table.insert(0, "text", range(len(table)))
-    first = ["text", "tokens", "scored", "windows", "note", "zlib_bytes", "clamped"]
-    return table[[*first, *in_order(map(str, table.columns.drop(first)))]]
 
 
 # The gradient norm of a text: how far one step of training on it would move the parameters of the model.

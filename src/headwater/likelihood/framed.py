@@ -24,7 +24,7 @@ from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.tokens import ChatText, encode, token_span
 from headwater.options import checked_name, shown
-from headwater.questions.asking import CHAT, PROMPT, SLOT, Frame, Messages, ask, plain_text, question_frame
+from headwater.questions.asking import CHAT, PROMPT, SLOT, AnswerText, Frame, Messages, answer_texts, question_frame
 from headwater.questions.labels import LABEL, Judge, check_judge, label_score, scores_of
 from headwater.runs.analysis import Run
 
@@ -44,11 +44,6 @@ class Framed(NamedTuple):
     text: str
     spans: tuple[tuple[int, int], ...]
 
-    @property
-    def outer(self) -> tuple[int, int] | None:
-        """From the first scored character to the last."""
-        return (self.spans[0][0], self.spans[-1][1]) if self.spans else None
-
 
 def framed(frame: Frame | None, span: str, question: str, answer: str | None) -> Framed:
     """Write one text; without a frame, or an answer where one is to be scored, there is nothing to score."""
@@ -65,19 +60,15 @@ def framed(frame: Frame | None, span: str, question: str, answer: str | None) ->
     return Framed(text, (characters, answered) if span == "both" else (answered,))
 
 
-def shuffled_words(text: str, rng: np.random.Generator) -> str:
-    """Return the words of a text in another order."""
-    return " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist())
-
-
 def framed_statistics(
     model: HookedModel, texts: Sequence[Framed], layers: Layers, lens: Lens, **options: Any
 ) -> TextStatistics:
     """Return the statistics of the tokens that hold scored characters; long texts are read in windows."""
+    # From the first scored character to the last.
+    outer = [(one.spans[0][0], one.spans[-1][1]) if one.spans else None for one in texts]
     stats = token_statistics(
-        model, [one.text for one in texts], spans=[one.outer for one in texts],
-        layers=layers, lens=lens, long="window", **options,
-    )  # fmt: skip
+        model, [one.text for one in texts], spans=outer, layers=layers, lens=lens, long="window", **options
+    )
     if all(len(one.spans) < 2 for one in texts):
         return stats
     kept = np.zeros(len(stats.table), dtype=bool)
@@ -129,7 +120,7 @@ class FrameScoring:
         rng = np.random.default_rng(seed)
         # Each text once, in the order of the nodes: a question of two graphs is shuffled in one way.
         texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
-        other = {text: shuffled_words(text, rng) for text in texts}
+        other = {text: " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist()) for text in texts}
         answers = [other[answer] if answer else None for answer in self._answers(nodes)]
         return self._score(nodes, [other[question] for question in nodes["question"]], answers, "shuffled")
 
@@ -209,12 +200,6 @@ class ContextWording:
     predecessor_prompt: str | Messages | None
     """Of a question after others."""
 
-    @property
-    def written(self) -> str | list[dict[str, str]] | None:
-        """The prompt of a question after others, as a run's record holds it."""
-        prompt = self.predecessor_prompt
-        return prompt if prompt is None or isinstance(prompt, str) else [dict(one) for one in prompt]
-
     @cached_property
     def alone(self) -> Frame:
         """The frame of a question alone."""
@@ -284,7 +269,10 @@ def checked_wording(wording: ContextWording) -> ContextWording:
     if wording.predecessors == NONE and wording.predecessor_prompt is not None:
         raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
     given = wording.predecessor_prompt
-    if not (given is None or isinstance(given, str) or _are_messages(given)):
+    are_messages = isinstance(given, list | tuple) and all(
+        isinstance(one, Mapping) and "content" in one for one in given
+    )
+    if not (given is None or isinstance(given, str) or are_messages):
         raise InputError(
             f"predecessor_prompt={shown(given)} must be a text, or messages: a list of {{'role': ..., 'content': ...}}."
         )
@@ -299,21 +287,16 @@ def checked_wording(wording: ContextWording) -> ContextWording:
     return wording
 
 
-def _are_messages(given: object) -> bool:
-    return isinstance(given, list | tuple) and all(isinstance(one, Mapping) and "content" in one for one in given)
-
-
 def frames_of(
-    run: Run, nodes: pd.DataFrame, wording: ContextWording, asking: AnsweringOptions, known: dict[str, Own | None]
+    run: Run,
+    nodes: pd.DataFrame,
+    wording: ContextWording,
+    asking: AnsweringOptions,
+    known: dict[str, AnswerText | None],
 ) -> list[Frame | None]:
     """Return the frame of every node; None where a predecessor has no answer to be shown.
 
-    Args:
-        run: the analysis that asks.
-        nodes: of a graph.
-        wording: how questions are put.
-        asking: how the model is asked, where its own answers are shown.
-        known: what the model wrote after a prompt; what it is asked here is added.
+    `known` is what the model wrote after a prompt; what it is asked here is added.
     """
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
@@ -332,7 +315,7 @@ def _answered(
     by_node: Mapping[str, Sequence[str]],
     wording: ContextWording,
     asking: AnsweringOptions,
-    known: dict[str, Own | None],
+    known: dict[str, AnswerText | None],
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each after those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
@@ -373,14 +356,6 @@ class AnsweringOptions(NamedTuple):
     batch_size: int
 
 
-class Own(NamedTuple):
-    """An answer of the model's own."""
-
-    text: str
-    ended: bool
-    """By itself, not at the token limit."""
-
-
 class AnswerSources(NamedTuple):
     """Where answers and scores come from."""
 
@@ -391,15 +366,10 @@ class AnswerSources(NamedTuple):
 
 
 def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alone: bool = True) -> AnswerSources:
-    """Decide where answers and scores come from.
+    """Decide where answers and scores come from; `answers=None` takes the first that there is.
 
-    Args:
-        graph: what is asked.
-        answers: "data", "model", or None for the first that there is.
-        judge: see `hw.memorization`.
-        span: what is scored.
-        alone: questions are asked alone. Answers in the data are taken for such: after other questions they count only
-            where "data" is requested.
+    Answers in the data are taken for those to questions that are asked `alone`: after other questions they count only
+    where "data" is requested.
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)
@@ -428,7 +398,7 @@ def answered_and_scored(
     judge: Judge,
     asking: AnsweringOptions,
     frames: Sequence[Frame | None],
-    known: dict[str, Own | None],
+    known: dict[str, AnswerText | None],
 ) -> pd.DataFrame:
     """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
     table = graph.table
@@ -457,27 +427,17 @@ def own_answers(
     model: HookedModel,
     prompts: Iterable[str],
     asking: AnsweringOptions,
-    known: dict[str, Own | None],
+    known: dict[str, AnswerText | None],
     stage: str = "answers",
-) -> list[Own | None]:
+) -> list[AnswerText | None]:
     """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
 
-    Args:
-        run: the analysis that asks.
-        model: with a tokenizer.
-        prompts: a question each, in its frame.
-        asking: how.
-        known: what was written after prompts that were asked before; those asked now are added.
-        stage: of the run's pieces.
+    `known` is what was written after prompts that were asked before; those asked now are added. `stage` names the run's
+    pieces.
     """
     listed = list(prompts)
     # Each different prompt once: depth graphs share questions.
-    new = dict(enumerate(one for one in dict.fromkeys(listed) if one not in known))
-    known.update(dict.fromkeys(new.values()))
-    ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in new.items()}  # type: ignore[arg-type]
-    for batch in ask(run, model, ids, asking.max_new_tokens, asking.until, asking.batch_size, stage=stage):
-        for place, written in batch:
-            text = plain_text(model, ids[place], written.tokens)
-            line = text.split("\n", 1)[0] if asking.until == "line" else text
-            known[new[place]] = Own(line.strip(), written.ended)
+    new = [one for one in dict.fromkeys(listed) if one not in known]
+    known.update(dict.fromkeys(new))
+    known.update(answer_texts(run, model, new, *asking, stage=stage))
     return [known[one] for one in listed]

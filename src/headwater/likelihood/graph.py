@@ -33,11 +33,26 @@ FIRST_COLUMNS = (
 )  # fmt: skip
 
 
-class Node(NamedTuple):
-    """A node as it was read, and the place it was read from."""
+class Row(NamedTuple):
+    """A node, or a row of a file, as it was read, and the place it was read from."""
 
     where: str
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
+
+    def text(self, name: str) -> str:
+        """Return a field that must be a text, and not empty."""
+        value = self.fields.get(name)
+        if not isinstance(value, str) or not value.strip():
+            raise InputError(f"{self.where}: {name} is missing or empty.")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        """Return a field that holds a list of ids; none for a missing one."""
+        value = self.fields.get(name)
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+            raise InputError(f"{self.where}: {name} must be a list of ids, found {value!r}.")
+        return value or []
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
     if path.is_dir():
         chosen = None if predictions is None else checked_path("predictions", predictions)
         read, notes = read_folder(path, chosen)
-        return _graph([Node(*node) for node in read], path.resolve().name, notes)
+        return _graph(read, path.resolve().name, notes)
     if predictions is not None:
         raise InputError(f"predictions={str(predictions)!r} belongs to a folder; {path} is one file.")
     try:
@@ -97,14 +112,14 @@ def load_depth_graph(source: str | Path | None = None, *, predictions: str | Pat
     for place, node in enumerate(value["nodes"]):
         if not isinstance(node, dict) or not isinstance(node.get("id"), str) or not node["id"]:
             raise InputError(f"{path}: node number {place + 1} has no id (a text).")
-    return _graph([Node(str(path), node) for node in value["nodes"]], str(value.get("name") or path.stem))
+    return _graph([Row(str(path), node) for node in value["nodes"]], str(value.get("name") or path.stem))
 
 
-def _graph(read: Sequence[Node], name: str, notes: Sequence[str] = ()) -> DepthGraph:
+def _graph(read: Sequence[Row], name: str, notes: Sequence[str] = ()) -> DepthGraph:
     """Check nodes and their edges, and make the table."""
     if not read:
         raise InputError(f"The depth graph {name} has no nodes.")
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, Row] = {}
     for node in map(_checked, read):
         if node.fields["id"] in nodes:
             raise InputError(f"{_place(node)}: the id comes twice.")
@@ -114,18 +129,16 @@ def _graph(read: Sequence[Node], name: str, notes: Sequence[str] = ()) -> DepthG
     for node in nodes.values():
         for predecessor in node.fields["predecessors"]:
             successors[predecessor].append(node.fields["id"])
-    table = pd.DataFrame(
-        [dict(node.fields) | {"successors": tuple(successors[found])} for found, node in nodes.items()]
-    )
+    table = pd.DataFrame([node.fields | {"successors": tuple(successors[found])} for found, node in nodes.items()])
     others = (column for column in table if column not in FIRST_COLUMNS)
     return DepthGraph(table[[*FIRST_COLUMNS, *others]], name, tuple(notes))
 
 
-def _place(node: Node) -> str:
+def _place(node: Row) -> str:
     return f"{node.where}, node {node.fields['id']!r}"
 
 
-def _checked(node: Node) -> Node:
+def _checked(node: Row) -> Row:
     """Check the fields of a node, and give it all of them."""
     where, fields = _place(node), node.fields
     if type(fields.get("depth")) is not int or fields["depth"] < 1:
@@ -153,10 +166,10 @@ def _checked(node: Node) -> Node:
         "model_answer": model_answer,
         "score": checked_score(fields.get("score"), where),
     }
-    return Node(node.where, others | known)
+    return Row(node.where, others | known)
 
 
-def _check_edges(nodes: Mapping[str, Node]) -> None:
+def _check_edges(nodes: Mapping[str, Row]) -> None:
     for node in nodes.values():
         for predecessor in node.fields["predecessors"]:
             if predecessor not in nodes:
@@ -191,42 +204,15 @@ def _check_edges(nodes: Mapping[str, Node]) -> None:
 # Without `nodes` and `node_to_q` every question is a node and a group of its own, without edges.
 
 
-class DepthRow(NamedTuple):
-    """A row of a file, and where it is."""
-
-    where: str
-    fields: Mapping[str, object]
-
-    def text(self, name: str) -> str:
-        """Return a field that must be a text, and not empty."""
-        value = self.fields.get(name)
-        if not isinstance(value, str) or not value.strip():
-            raise InputError(f"{self.where}: {name} is missing or empty.")
-        return value
-
-    def names(self, name: str) -> list[str]:
-        """Return a field that holds a list of ids; none for a missing one."""
-        value = self.fields.get(name)
-        value = value.tolist() if isinstance(value, np.ndarray) else value
-        if value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
-            raise InputError(f"{self.where}: {name} must be a list of ids, found {value!r}.")
-        return value or []
-
-
 class Answers(NamedTuple):
     """A file of answers: rows by question id or node id."""
 
     file: Path
     rows: Mapping[str, Mapping[str, object]]
 
-    @property
-    def judged(self) -> bool:
-        """Whether any row has a score."""
-        return any(row.get("score") is not None for row in self.rows.values())
 
-
-def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Read the nodes of a folder, each with where it is, and say what the folder lacks."""
+def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row], list[str]]:
+    """Read the nodes of a folder, and say what the folder lacks."""
     found = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
     if found["questions"] is None:
         raise InputError(
@@ -236,7 +222,7 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[tup
     questions = _by_id(found["questions"], "qid")
     notes = []
     if found["nodes"] is None:
-        nodes = [(row.where, _node(row, name, row, {"group": name})) for name, row in questions.items()]
+        nodes = [_node(row, name, row, name) for name, row in questions.items()]
         notes.append("no nodes file: no question has edges")
     else:
         if found["node_to_q"] is None:
@@ -258,10 +244,10 @@ def _file_of(folder: Path, name: str) -> Path | None:
     return found[0] if found else None
 
 
-def _by_id(file: Path, name: str) -> dict[str, DepthRow]:
+def _by_id(file: Path, name: str) -> dict[str, Row]:
     """Read the rows of a file by their ids."""
-    found: dict[str, DepthRow] = {}
-    for row in (DepthRow(*placed) for placed in read_objects(file)):
+    found: dict[str, Row] = {}
+    for row in (Row(*placed) for placed in read_objects(file)):
         key = row.text(name)
         if key in found:
             raise InputError(f"{row.where}: {name} {key!r} comes twice, first in {found[key].where}.")
@@ -269,9 +255,7 @@ def _by_id(file: Path, name: str) -> dict[str, DepthRow]:
     return found
 
 
-def _nodes(
-    nodes: Mapping[str, DepthRow], question_of: Mapping[str, DepthRow], questions: Mapping[str, DepthRow]
-) -> list[tuple[str, dict[str, Any]]]:
+def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]) -> list[Row]:
     """Give every node its question, and check that the edges are the same from both ends."""
     for name, row in question_of.items():
         if name not in nodes:
@@ -293,12 +277,11 @@ def _nodes(
                 f"{where}: it has depth {row.fields.get('depth')!r}, its question {key!r} depth "
                 f"{questions[key].fields.get('depth')!r} ({questions[key].where})."
             )
-        group = row.fields.get("group", name.split("_")[0])
-        made.append((row.where, _node(row, name, questions[key], {"group": str(group)})))
+        made.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
     return made
 
 
-def _check_both_ends(nodes: Mapping[str, DepthRow]) -> None:
+def _check_both_ends(nodes: Mapping[str, Row]) -> None:
     """Predecessors must name the same edges as successors, where successors are given."""
     if not any("direct_successors" in row.fields for row in nodes.values()):
         return
@@ -315,19 +298,21 @@ def _check_both_ends(nodes: Mapping[str, DepthRow]) -> None:
         )
 
 
-def _node(row: DepthRow, name: str, question: DepthRow, known: Mapping[str, object]) -> dict[str, object]:
-    return {
+def _node(row: Row, name: str, question: Row, group: str) -> Row:
+    fields = {
         "id": name,
         "depth": row.fields.get("depth"),
         "question_id": question.text("qid"),
         "question": question.text("question"),
         "answers": [question.text("answer")],
         "predecessors": row.names("direct_predecessors"),
-    } | dict(known)
+        "group": group,
+    }
+    return Row(row.where, fields)
 
 
 def _answers(
-    folder: Path, predictions: Path | None, questions: Mapping[str, DepthRow], others: Sequence[Path | None]
+    folder: Path, predictions: Path | None, questions: Mapping[str, Row], others: Sequence[Path | None]
 ) -> Answers | None:
     """Read the named file of answers, or find the one file with answers to the questions alone."""
     if predictions is not None:
@@ -342,7 +327,8 @@ def _answers(
         return answers
     files = [file for file in sorted(folder.rglob("*.json")) if file not in others]
     found = [a for a in map(_answers_in, files) if a is not None and next(iter(a.rows)) in questions]
-    for candidates in ([answers for answers in found if answers.judged], found):
+    judged = [answers for answers in found if any(row.get("score") is not None for row in answers.rows.values())]
+    for candidates in (judged, found):
         if len(candidates) > 1:
             listed = ", ".join(str(answers.file.relative_to(folder)) for answers in candidates)
             raise InputError(
@@ -362,7 +348,7 @@ def _answers_in(file: Path) -> Answers | None:
     return Answers(file, value) if is_one and any("predicted_answer" in row for row in value.values()) else None
 
 
-def _give_answers(nodes: Sequence[tuple[str, dict[str, Any]]], answers: Answers | None) -> list[str]:
+def _give_answers(nodes: Sequence[Row], answers: Answers | None) -> list[str]:
     """Write answers and scores into the nodes, and say what is missing."""
     if answers is None:
         return ["no answers of a model", "no scores of a judge"]

@@ -37,7 +37,6 @@ from headwater.likelihood.framed import (
     AnsweringOptions,
     ContextWording,
     FrameScoring,
-    Own,
     PredecessorsName,
     ScoredNodes,
     answered_and_scored,
@@ -50,7 +49,7 @@ from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discr
 from headwater.likelihood.scores import checked_shares
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.questions.asking import RAW, Messages, answer_ends
+from headwater.questions.asking import RAW, AnswerText, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -236,9 +235,11 @@ def memorization(
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
     # The final layer always: table and figure are of it.
     read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
+    after = predecessor_prompt
     options = {
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),
-        "predecessors": predecessors, "predecessor_prompt": wording.written,
+        "predecessors": predecessors,
+        "predecessor_prompt": after if after is None or isinstance(after, str) else [dict(one) for one in after],
         "aggregate": aggregate, "layers": read, "k": shares, "answers": plan.answers, "scores": plan.scores,
         "lens": lens_named(lens), "judge": judge, "ends": answer_ends(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
@@ -246,7 +247,7 @@ def memorization(
     asking = AnsweringOptions(max_new_tokens, "line" if context == RAW else "end", batch_size)
 
     def work(run: Run) -> DepthProfile:
-        known: dict[str, Own | None] = {}
+        known: dict[str, AnswerText | None] = {}
         frames = frames_of(run, graph.table, wording, asking, known)
         nodes = graph.table.drop(columns=["model_answer", "score"])
         nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking, frames, known))

@@ -168,14 +168,11 @@ def _rows(profile: Profiled, measure: str, score: str, control: str | None = Non
     return each_row(found)
 
 
-def _sign(row: dict[str, Any]) -> int:
-    """The direction of the drawn Min-K%: 1 where it rises with depth, -1 where it falls, 0 where neither is certain."""
-    return int(row["high"] < 0) - int(row["low"] > 0)
-
-
 def _moves(row: dict[str, Any]) -> str:
-    word = {1: "rises by", -1: "falls by", 0: "does not change certainly:"}[_sign(row)]
-    return f"{word} {_plain(row) if _sign(row) < 0 else _number(row)}"
+    """Say how the drawn Min-K%, which is minus the score, changes with depth."""
+    if row["low"] > 0:
+        return f"falls by {_plain(row)}"
+    return f"{'rises by' if row['high'] < 0 else 'does not change certainly:'} {_number(row)}"
 
 
 def _number(row: dict[str, Any]) -> str:
@@ -219,12 +216,8 @@ POPULARITY = "popularity"
 def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: Bootstrap) -> pd.DataFrame:
     """Compare depths, quartile groups and ranks.
 
-    Args:
-        nodes: `group, depth, scored, score, gap, quartile`, a column per score, and what is there of the shuffled score
-            and of `popularity`.
-        scores: the columns of scores.
-        main: the score of the figure, one of them.
-        graphs: draws of the nodes, by graph.
+    `nodes` has `group, depth, scored, score, gap, quartile`, a column per score, and what is there of the shuffled
+    score and of `popularity`; `main` is the score of the figure; `graphs` draws the nodes by graph.
 
     Returns:
         A row per comparison: `measure` ("depth", "gap", "spearman with gap", "... score", "... popularity"), `score`,
@@ -347,9 +340,6 @@ MEASURES = ("forward", "backward", "backward_first")
 def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
     """Return, for every node, its discrepancies and its gap; NaN where a measure does not apply.
 
-    Args:
-        nodes: `id, predecessors, successors, score`.
-
     Returns:
         A row per node: `predecessor_score` (P), `successor_score` (S), `forward`, `backward`, `backward_first`, `gap`.
     """
@@ -358,7 +348,8 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
 
     def neighbours(column: str, count: int | None = None) -> Float[ndarray, " node"]:
         found = [[score_of[name] for name in names][:count] for names in nodes[column]]
-        return np.array([_mean(scores) for scores in found], dtype=float)
+        scored = [[score for score in scores if not math.isnan(score)] for scores in found]
+        return np.array([sum(scores) / len(scores) if scores else math.nan for scores in scored], dtype=float)
 
     below, above, first = neighbours("predecessors"), neighbours("successors"), neighbours("successors", 1)
     return pd.DataFrame(
@@ -375,11 +366,7 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
 
 
 def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
-    """Sum the measures up: accuracy by depth, discrepancies by pair of depths and over all.
-
-    Args:
-        nodes: `depth, question_id, score` and what `discrepancies` gives.
-        graphs: draws of the nodes, by graph.
+    """Sum up what `discrepancies` gives: accuracy by depth, discrepancies by pair of depths and over all.
 
     Returns:
         A row per measure and depths: `measure, depths` ("2", "1-2", "all"), `nodes` (that count), `value, low, high`.
@@ -403,11 +390,6 @@ def judged(nodes: pd.DataFrame, graphs: Bootstrap) -> pd.DataFrame:
             add(measure, f"{shallower}-{deeper}", np.where(at, values, math.nan))
         add(measure, "all", values)
     return pd.DataFrame(rows)
-
-
-def _mean(scores: Sequence[float]) -> float:
-    present = [score for score in scores if not math.isnan(score)]
-    return sum(present) / len(present) if present else math.nan
 
 
 def _lacking(neighbours: Float[ndarray, " node"], own: Float[ndarray, " node"]) -> Float[ndarray, " node"]:

@@ -211,7 +211,14 @@ def memorization_scores(
             "gradient_norms": digest(other["gradient_norm"]) if gradient_norms is not None else None,
         },
     )
-    return MemorizationScores(_tidy(texts, names, values), texts, run)
+    keys = [name for name in ("text", "layer") if name in texts]
+    table = texts[keys].loc[texts.index.repeat(len(names))].reset_index(drop=True)
+    table = table.assign(
+        score=[name for name, _ in names] * len(texts),
+        k=[share for _, share in names] * len(texts),
+        value=values.reshape(-1),
+    )
+    return MemorizationScores(table, texts, run)
 
 
 def prefixed_statistics(
@@ -383,13 +390,3 @@ def _means_like(
     means = other.table.astype({"log_probability": float}).groupby(keys)["log_probability"].mean()
     rows = _frame_of_texts(stats)[keys]
     return means.reindex(pd.MultiIndex.from_frame(rows) if len(keys) > 1 else rows["text"]).to_numpy()
-
-
-def _tidy(texts: pd.DataFrame, names: Sequence[tuple[str, float]], values: Float[ndarray, "row score"]) -> pd.DataFrame:
-    keys = [name for name in ("text", "layer") if name in texts]
-    repeated = texts[keys].loc[texts.index.repeat(len(names))].reset_index(drop=True)
-    return repeated.assign(
-        score=[name for name, _ in names] * len(texts),
-        k=[share for _, share in names] * len(texts),
-        value=values.reshape(-1),
-    )

@@ -687,8 +687,8 @@ class Cache(TokenizedTexts, Result):
                 names.setdefault(kept.hook.replace("{layer}", "*"), (kept, place))
                 names |= {kept.hook_name(layer): (kept, n) for n, layer in enumerate(kept.places)}
         if name not in names:
-            near = did_you_mean(name, list(names))
-            if not near.startswith(" Did"):
+            near = did_you_mean(name, list(names), or_all=False)
+            if not near:
                 sites = [
                     each.name + (f" at {_layers(each.layers)}" if each.layers else "") for each in self.kept.values()
                 ]

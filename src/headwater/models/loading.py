@@ -320,16 +320,15 @@ def _folder(given: str | Path, revision: str | None) -> Path:
         return checkpoint_folder(given, revision)
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, beside)
-        raise ModelError(f"There is no folder {path}.{near if near.startswith(' Did') else ''}")
+        raise ModelError(f"There is no folder {path}.{did_you_mean(path.name, beside, or_all=False)}")
     from transformer_lens.supported_models import MODEL_ALIASES, OFFICIAL_MODEL_NAMES
 
     try:
         return checkpoint_folder(source, revision)
     except ModelError as error:
         known = {*OFFICIAL_MODEL_NAMES}.union(*MODEL_ALIASES.values())
-        near = "" if source in known else did_you_mean(source, known.union(FOLDERS, PACKAGED))
-        raise ModelError(f"{error}{near if near.startswith(' Did') else ''}") from error
+        near = "" if source in known else did_you_mean(source, known.union(FOLDERS, PACKAGED), or_all=False)
+        raise ModelError(f"{error}{near}") from error
 
 
 def _default_device() -> torch.device:

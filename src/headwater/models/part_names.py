@@ -125,8 +125,8 @@ def part_named(name: Any, sizes: Sizes) -> NamedPart:
     """Return the part of a model that a name means; numbers of a pair may count from the end."""
     if (part := read_part(name)) is None:
         word = re.match(r"[a-z]+", name.casefold()) if isinstance(name, str) else None
-        near = did_you_mean(word[0], ("head", "mlp", "embed", "logits", "input", "unembed")) if word else ""
-        near = near if near.startswith(" Did") else ""
+        kinds = "head", "mlp", "embed", "logits", "input", "unembed"
+        near = did_you_mean(word[0], kinds, or_all=False) if word else ""
         raise InputError(f"{shown(name)} names no part of a model.{near} Write {EXAMPLES}.")
     kind, layer, head, of_query_head = part
     if kind == "mlp" and head is not None:

@@ -235,10 +235,10 @@ def replacement_spec(values: object) -> ReplacementSpec:
         return ReplacementSpec("function", {"function": values})
     kinds = tuple(name for name, row in VALUES.items() if not row.needs)
     if not isinstance(values, str) or values not in kinds:
-        near = did_you_mean(values, kinds)
+        near = did_you_mean(values, kinds, or_all=False)
         raise InputError(
             f"values={shown(values)} is not one of {', '.join(kinds)}, nor hw.add(direction), hw.scale(factor), "
-            f"hw.noise(std), a tensor or a function.{near if near.startswith(' Did') else ''}"
+            f"hw.noise(std), a tensor or a function.{near}"
         )
     return ReplacementSpec(values, {})
 

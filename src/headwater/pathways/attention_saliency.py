@@ -183,7 +183,21 @@ def saliency(
         layers=_layers(model, probe, layers),
     )
     checked_name("target", target, TARGETS)
-    _check(model, answered, probe, wanted, batch_size)
+    if not hasattr(model.raw, "original_model"):
+        raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
+    refuse_without_gradients(model)
+    refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
+    checked_name("the probe's site", probe.site, PROBE_SITES)
+    checked_name("the probe's token", probe.token, PROBE_TOKENS)
+    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
+        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
+    if len(probe.weight) != model.shape.d_model:
+        raise InputError(
+            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
+        )
+    if not wanted.edges:
+        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
+    checked_count("batch_size", batch_size)
     fold = _folds(answered, probe)
     options = {
         "answered": answered,
@@ -236,7 +250,11 @@ def _measure(
     results["logit"] = torch.empty(len(rows), dtype=torch.float64)
     # One probe reads a batch, so rows of different folds are not mixed.
     by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
-    cut = [batch for part in by_fold for batch in _batches(rows, part, batch_size)]
+    cut = []
+    for part in by_fold:
+        # Rows that are read from about the same place on, and are of about equal length.
+        dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
+        cut += [[part[i] for i in batch] for batch in dealt]
 
     def compute(places: list[int]) -> dict[str, Tensor]:
         nonlocal start
@@ -250,13 +268,6 @@ def _measure(
             for name, values in made.items():
                 results[name][places] = values
     return results
-
-
-def _batches(rows: Sequence[SaliencyRow], places: Sequence[int], batch_size: int) -> list[list[int]]:
-    """Batch rows that are read from about the same place on, and are of about equal length."""
-    lengths = [len(rows[i].tokens) for i in places]
-    dealt = by_length(lengths, batch_size, before=[rows[i].first for i in places])
-    return [[places[i] for i in batch] for batch in dealt]
 
 
 def _result(
@@ -306,25 +317,6 @@ def _layers(model: HookedModel, probe: Probe, layers: Iterable[int] | int | None
     if above:
         raise InputError(f"layers={above} cannot reach the probe, which reads {probe.site} of layer {probe.layer}.")
     return chosen
-
-
-def _check(model: HookedModel, answered: AnsweredQuestions, probe: Probe, wanted: WantedPairs, batch_size: int) -> None:
-    """Refuse what does not fit together."""
-    if not hasattr(model.raw, "original_model"):
-        raise InputError(f"Saliency needs a model that hw.load made; {model.name} is a {type(model.raw).__name__}.")
-    refuse_without_gradients(model)
-    refuse_cut_texts(model, "Saliency", answered.table["tokens"].map(len))
-    checked_name("the probe's site", probe.site, PROBE_SITES)
-    checked_name("the probe's token", probe.token, PROBE_TOKENS)
-    if not isinstance(probe.weight, Tensor) or probe.weight.ndim != 1 or not isinstance(probe.bias, float):
-        raise InputError("A probe has a weight, a tensor of one axis, and a bias, a float: this one has others.")
-    if len(probe.weight) != model.shape.d_model:
-        raise InputError(
-            f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
-        )
-    if not wanted.edges:
-        raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
-    checked_count("batch_size", batch_size)
 
 
 def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:

@@ -33,14 +33,13 @@ from headwater.pathways.interventions import (
     untouched,
 )
 from headwater.pathways.modes import Logits
-from headwater.probes.linear import Probes, States, fit_probes, grouped_folds
+from headwater.probes.linear import FOLDS, Probes, States, fit_probes, grouped_folds
 from headwater.progress import Bar
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.analysis import Run
 
 SWAPS = 3
 """How many times each subject is swapped."""
-FOLDS = 5
 CHUNK = 256
 """Rows in one piece."""
 Halves = Int[np.ndarray, "seed example"]
@@ -189,9 +188,7 @@ def _fits(run: Run, states: States, answered: AnsweredQuestions, half: Halves, s
         seed, side = one
         rows = np.flatnonzero(half[seed] != side)
         there, z, asked = states[:, torch.from_numpy(rows)], answered.z[rows], [groups[row] for row in rows]
-        fitted = fit_probes(
-            there, z, site=setup.site, token=setup.token, groups=asked, seed=seed, folds=FOLDS, cross_fit=False
-        )
+        fitted = fit_probes(there, z, site=setup.site, token=setup.token, groups=asked, seed=seed, cross_fit=False)
         return probes_as_tensors(fitted)
 
     sides = [(seed, side) for seed in range(len(half)) for side in (0, 1)]

@@ -41,15 +41,6 @@ from headwater.questions.asking import SLOT, Frame
 from headwater.questions.states import ProbeSiteName, probe_positions, states_at
 
 
-def _stacked(cuts: Sequence[Bool[Tensor, "_ _"]]) -> Bool[Tensor, "row head query key"]:
-    """Put the edges of rows of several lengths together, the same for all heads."""
-    longest = max(map(len, cuts))
-    found = torch.zeros(len(cuts), 1, longest, longest, dtype=torch.bool)
-    for own, cut in zip(found, cuts, strict=True):
-        own[0, : len(cut), : len(cut)] = cut
-    return found
-
-
 def _hooks(cut: Bool[Tensor, "row head query key"], n_layers: int, variant: VariantName) -> Iterator[Hook]:
     for layer in range(n_layers):
         pattern = hook_name("pattern", layer)
@@ -133,8 +124,12 @@ def after_states(model: HookedModel, intervention: Intervention, setup: Setup) -
     ]
 
     def cutting(rows: Sequence[int], first: int) -> Iterator[Hook]:
-        cut = _stacked([cuts[row] for row in rows])[:, :, first:]
-        return _hooks(to_device(cut, model.device), model.shape.n_layers, variant)
+        # Rows of several lengths together, the same edges for all heads.
+        longest = max(len(cuts[row]) for row in rows)
+        cut = torch.zeros(len(rows), 1, longest, longest, dtype=torch.bool)
+        for own, row in zip(cut, rows, strict=True):
+            own[0, : len(cuts[row]), : len(cuts[row])] = cuts[row]
+        return _hooks(to_device(cut[:, :, first:], model.device), model.shape.n_layers, variant)
 
     # The first query that loses a key; what is before it may be run once for all rows.
     cut_from = min(int(cut.any(1).nonzero()[0]) for cut in cuts)

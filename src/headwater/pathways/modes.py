@@ -117,10 +117,7 @@ def splits_of(
 ) -> dict[str, NDArray[np.bool_]]:
     """Return who is Q-anchored, by seed, layer and example, for each way to split.
 
-    Args:
-        knockout: of E_Q, in every layer up to each.
-        best: l* of the probe that each example is measured with.
-        windowed: whether the curves are those of windows, for which flips at their own layer say nothing.
+    Of curves that are those of windows, flips at their own layer say nothing.
     """
     n_layers = knockout.flipped.shape[1]
     at_best = at_layer(knockout.flipped, best)
@@ -132,15 +129,11 @@ def splits_of(
 
 
 def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:
-    """Say whether numbers have one peak or two.
+    """Say whether numbers, logit changes in standard deviations of the probe's logit, have one peak or two.
 
     Two Gaussians are fitted and one. Two peaks are reported where the two have the lower BIC by more than `EVIDENCE`,
     neither holds less than 5 % of the examples, their means lie `APART` apart, their sum has two peaks, and the dip
     test rejects a single peak at 5 %: skewed, heavy-tailed or flat populations with one peak also prefer two Gaussians.
-
-    Args:
-        changes: logit changes, in standard deviations of the probe's logit.
-        seed: for the fits.
 
     Returns:
         `examples, bic_one, bic_two, peaks, dip, dip_critical, low_mean, high_mean, low_weight, verdict`.
@@ -194,10 +187,7 @@ def within_relations(
     3. Where that rejects at 5 %: by how much the BIC of two Gaussians is lower than that of one, summed over cells;
        two whose means are nearer than `APART` never count for two.
 
-    Args:
-        changes: a logit change per question, in standard deviations of the probe's logit.
-        relations: of each question; None where they are unknown.
-        predicted_wrong: what the probe said of each before.
+    Changes are in standard deviations of the probe's logit; `predicted_wrong` is what the probe said before.
 
     Returns:
         `examples` tested and `left_out`, `cells`, `p`, and `gain` in BIC; NaN where it was not computed.
@@ -224,14 +214,10 @@ def _gain(found: Mapping[str, Any]) -> float:
 
 
 def decided(tests: pd.DataFrame) -> pd.DataFrame:
-    """Say of which question sets two modes are found within relations.
+    """Say of which question sets two modes are found within relations, in rows by dataset, intervention, population.
 
-    Args:
-        tests: rows by `dataset, intervention, population`; those of `WITHIN` are what `within_relations` returned.
-
-    Returns:
-        The same with `q`, by Benjamini and Hochberg over the sets tested of each intervention, and the verdict of these
-        rows: `TWO` where q is at most 5 % and two Gaussians beat one.
+    The rows of `WITHIN` (what `within_relations` returned) get `q`, by Benjamini and Hochberg over the sets tested of
+    each intervention, and their verdict: `TWO` where q is at most 5 % and two Gaussians beat one.
     """
     result = tests.assign(q=np.nan)
     within = result["population"] == WITHIN
@@ -287,14 +273,8 @@ def mean_effects_of(
     """Average the effects of every intervention, at each layer and at l* of each fit.
 
     The knockout of E_Q is split in every way, a control by the mode that another seed's probe gives (with one seed, by
-    the own), and random question tokens by their own flips too.
-
-    Args:
-        done: the effects of each intervention, one per draw of its tokens.
-        windowed: those of the knockout in a window around each layer, where one was requested; flips at their own layer
-            say nothing then.
-        best: l* of the probe that each example is measured with.
-        draws: of the examples, by question.
+    the own), and random question tokens by their own flips too. `done` has the effects of each intervention, one per
+    draw of its tokens; `windowed` those of the knockout in a window around each layer, where one was requested.
     """
     pooled = {name: _pooled(each) for name, each in done.items()}
     splits = splits_of(pooled[EXACT], best, windowed is not None)
@@ -323,10 +303,7 @@ def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *
 def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.DataFrame:
     """Average one intervention's effects by way to split, group and layer, with 95 % intervals over questions.
 
-    Args:
-        measured: its effects; several draws of its tokens are so many times as many seeds.
-        splits: who is Q-anchored, by seed, layer and example.
-        draws: of the examples, by question.
+    Several draws of its tokens are so many times as many seeds.
 
     Returns:
         `split_by, group, layer, examples` (that are ever in the group), `share` of the group among those that the
@@ -340,7 +317,10 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
     }
     tables = []
     for split_by, q_anchored in splits.items():
-        for group, member in _groups(q_anchored).items():
+        groups: dict[str, NDArray[np.bool_]] = {ALL: np.ones((1, 1, 1), dtype=bool)}
+        if q_anchored is not None:
+            groups = {MODES[0]: q_anchored, MODES[1]: ~q_anchored}
+        for group, member in groups.items():
             # Draws are concatenated, each with all of its seeds: the modes of the seeds repeat draw by draw.
             repeats = 1 if q_anchored is None else len(applies) // len(q_anchored)
             taken = applies & np.tile(np.swapaxes(member, 1, 2), (repeats, 1, 1))
@@ -351,13 +331,6 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
             columns["share"] = taken.sum((0, 1)) / np.maximum(applies.sum((0, 1)), 1)
             tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
-
-
-def _groups(q_anchored: Bool[np.ndarray, "seed layer example"] | None) -> dict[str, NDArray[np.bool_]]:
-    """Return who is in each group."""
-    if q_anchored is None:
-        return {ALL: np.ones((1, 1, 1), dtype=bool)}
-    return {MODES[0]: q_anchored, MODES[1]: ~q_anchored}
 
 
 def member_means(

@@ -30,18 +30,17 @@ from numpy import ndarray
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.tokens import encode
 from headwater.options import checked_count, shown
 from headwater.pathways.modes import BEST_LAYER, CROSSED, MODES
 from headwater.pathways.trace import Pathways
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.asking import CHAT, SLOT, ask, limit_of, plain_text, question_frame
+from headwater.questions.asking import CHAT, SLOT, answer_texts, limit_of, question_frame
 from headwater.questions.labels import is_refusal
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
-from headwater.stats.resample import Bootstrap, Interval, interval
+from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,15 +80,15 @@ class Refusals(Result):
                 f"{name}, modes by {row['split_by']}: of {answers:,} questions asked again, those of Q-anchored "
                 f"answers are declined at a rate of {q}, those of A-anchored ones of {a}."
             )
-            lines += self._controlled(name, row["split_by"])
+            here = self.table[(self.table["dataset"] == name) & (self.table["split_by"] == row["split_by"])]
+            controlled = "; ".join(
+                f"{one['control']} {_said(one, 'difference')}"
+                for one in each_row(here)
+                if math.isfinite(one["difference"])
+            )
+            if controlled:
+                lines.append(f"{name}, modes by {row['split_by']}: A-anchored less Q-anchored: {controlled}.")
         return lines
-
-    def _controlled(self, dataset: str, split_by: str) -> list[str]:
-        here = self.table[(self.table["dataset"] == dataset) & (self.table["split_by"] == split_by)]
-        parts = [
-            f"{row['control']} {_said(row, 'difference')}" for row in each_row(here) if math.isfinite(row["difference"])
-        ]
-        return [f"{dataset}, modes by {split_by}: A-anchored less Q-anchored: {'; '.join(parts)}."] if parts else []
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:
         """Draw the rate of refusals of either mode, a row per question set and way to tell the modes."""
@@ -142,16 +141,9 @@ def refusals(
         rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
         # A question is asked once, however often it was answered; greedy decoding would repeat itself.
         questions = list(dict.fromkeys(rows["question"]))
-        ids = {
-            place: encode(model.tokenizer, frame.asking(question), model.bos)[0]  # type: ignore[arg-type]
-            for place, question in enumerate(questions)
-        }
-        texts: dict[str, tuple[str, bool]] = {}
-        for batch in ask(run, model, ids, max_new_tokens, "line", batch_size):
-            for place, made in batch:
-                line = plain_text(model, ids[place], made.tokens).split("\n", 1)[0].strip()
-                texts[questions[place]] = (line, made.ended)
-        answers = [texts.get(question, ("", False)) for question in rows["question"]]
+        prompts = [frame.asking(question) for question in questions]
+        texts = answer_texts(run, model, prompts, max_new_tokens, "line", batch_size)
+        answers = [texts.get(frame.asking(question), ("", False)) for question in rows["question"]]
         replies = pd.DataFrame(
             {
                 "dataset": rows["dataset"].to_numpy(),
@@ -196,12 +188,11 @@ def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float
         share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
         # The largest margin has rank 1.0, which would begin a sixth fifth.
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
-    draws = Bootstrap.of(here["question"]) if len(here) else None
     is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
     row: dict[str, int | float] = {"answers": here["example"].nunique()}
-    nothing = Interval(math.nan, math.nan, math.nan)
-    both = draws is not None and bool(is_q.any()) and not bool(is_q.all())
-    q, a, difference = _by_mode(refused, is_q, strata, draws) if both and draws is not None else (nothing,) * 3
+    q = a = difference = NOTHING
+    if is_q.any() and not is_q.all():
+        q, a, difference = _by_mode(refused, is_q, strata, Bootstrap.of(here["question"]))
     for name, one in (("q_refused", q), ("a_refused", a), ("difference", difference)):
         row |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
     return row

@@ -308,31 +308,29 @@ class SetAtBest:
         )
         self.n_examples = self.modes["example"].nunique()
 
-    def _own(self, table: pd.DataFrame) -> pd.DataFrame:
-        return table[table["dataset"] == self.dataset]
+    def _own(self, table: pd.DataFrame, **values: str) -> pd.DataFrame:
+        """The set's rows of a table, of these those that have the values given for columns."""
+        for name, value in {"dataset": self.dataset, **values}.items():
+            table = table[table[name] == value]
+        return table
 
     def control(self, intervention: str, group: str, column: str) -> tuple[float, float, float]:
         """Value, low, high of an intervention at l*."""
-        table = self._own(self.pathways.controls_at_best)
-        chosen = (table["intervention"] == intervention) & (table["group"] == group)
-        return _triple(table[chosen], column, f"{column}_low", f"{column}_high")
+        rows = self._own(self.pathways.controls_at_best, intervention=intervention, group=group)
+        return _triple(rows, column, f"{column}_low", f"{column}_high")
 
     def curve(self, split_by: str, mode: str) -> tuple[float, float, float]:
         """Value, low, high of the curve of ΔP at l*."""
-        table = self._own(self.pathways.curves_at_best)
-        chosen = (table["split_by"] == split_by) & (table["mode"] == mode)
-        return _triple(table[chosen], "delta_p", "delta_p_low", "delta_p_high")
+        rows = self._own(self.pathways.curves_at_best, split_by=split_by, mode=mode)
+        return _triple(rows, "delta_p", "delta_p_low", "delta_p_high")
 
     def members(self, mode: str) -> int:
         """How many examples are in a mode at l*."""
-        table = self._own(self.pathways.curves_at_best)
-        chosen = (table["split_by"] == BEST_LAYER) & (table["mode"] == mode)
-        return int(table.loc[chosen, "examples"].sum())
+        return int(self._own(self.pathways.curves_at_best, split_by=BEST_LAYER, mode=mode)["examples"].sum())
 
     def baseline(self, question: str, score: str) -> tuple[float, float, float]:
         """Value, low, high of an AUC, or of a difference of two."""
-        table = self._own(self.pathways.baselines)
-        return _triple(table[(table["question"] == question) & (table["score"] == score)], "value", "low", "high")
+        return _triple(self._own(self.pathways.baselines, question=question, score=score), "value", "low", "high")
 
     @property
     def explained_by_spans(self) -> bool:
@@ -343,14 +341,12 @@ class SetAtBest:
     @property
     def controlled(self) -> int:
         """How many examples have as many random question tokens as exact ones."""
-        table = self._own(self.pathways.controls_at_best)
-        return int(table.loc[(table["intervention"] == RANDOM) & (table["group"] == ALL), "examples"].sum())
+        return int(self._own(self.pathways.controls_at_best, intervention=RANDOM, group=ALL)["examples"].sum())
 
     def component(self, intervention: str, population: str) -> pd.Series | None:
         """The test of one population, if there is one."""
-        table = self._own(self.pathways.components)
-        chosen = (table["intervention"] == intervention) & (table["population"] == population)
-        return table[chosen].iloc[0] if chosen.any() else None
+        rows = self._own(self.pathways.components, intervention=intervention, population=population)
+        return rows.iloc[0] if len(rows) else None
 
     def verdict(self, intervention: str, population: str) -> str:
         """What the test says."""

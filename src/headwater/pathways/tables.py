@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from scipy.special import expit
@@ -27,7 +26,7 @@ from headwater.pathways.modes import (
     mean_effects_of,
     within_relations,
 )
-from headwater.probes.linear import States, fit_linear, linear_logits
+from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.words import span_shapes
 from headwater.stats.discrimination import auc
 from headwater.stats.resample import Bootstrap, interval
@@ -45,10 +44,7 @@ KEPT = ("question", "relation", "popularity", "depth")
 def tables_of(measured: Effects, rows: Sequence[int], controls: bool) -> dict[str, pd.DataFrame]:
     """Return every table of one question set, by the names of the fields of `Pathways`.
 
-    Args:
-        measured: its logits.
-        rows: the rows of the whole answered table that its examples are.
-        controls: whether to compare with baselines.
+    Its examples are these rows of the whole answered table; `controls` compares with baselines.
     """
     dataset = measured.answered.datasets[0]
     best, windowed = measured.fits.best, None
@@ -200,7 +196,12 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     first = np.unique(question, return_index=True)[1]
     known = "relation" in table and table["relation"].notna().any()
     relations = table["relation"].to_numpy(dtype=object)[first] if known else None
-    predicted_wrong = _by_question(at_layer(measured.before, best).mean(0), question) > 0
+    logits, half = at_layer(measured.before, best), measured.fits.half
+    spread = np.empty(logits.shape)
+    for seed, side in np.ndindex(len(half), 2):
+        here = half[seed] == side
+        spread[seed, here] = logits[seed, here].std() or 1.0
+    predicted_wrong = _by_question(logits.mean(0), question) > 0
     populations = {
         "all": np.full(predicted_wrong.shape, True),
         "predicted right": ~predicted_wrong,
@@ -209,7 +210,7 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     rows = []
     for name, effect in {EXACT: exact, RANDOM: random}.items():
         if effect is not None:
-            changes = _by_question((at_layer(effect.delta_logit, best) / _spread(measured)).mean(0), question)
+            changes = _by_question((at_layer(effect.delta_logit, best) / spread).mean(0), question)
             tested = within_relations(changes, relations, predicted_wrong)
             rows.append({"intervention": name, "population": WITHIN, **tested})
             for population, member in populations.items():
@@ -220,16 +221,6 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
 def _by_question(values: NDArray[np.float64], questions: NDArray[np.object_]) -> NDArray[np.float64]:
     """Average the values of each question, in the order of their names."""
     return np.asarray(pd.Series(values).groupby(questions).mean(), dtype=np.float64)
-
-
-def _spread(measured: Effects) -> NDArray[np.float64]:
-    """Return the standard deviation of the logit at l* over the half that each example is in, by seed and example."""
-    logits, half = at_layer(measured.before, measured.fits.best), measured.fits.half
-    spread = np.empty(logits.shape)
-    for seed, side in np.ndindex(len(half), 2):
-        here = half[seed] == side
-        spread[seed, here] = logits[seed, here].std() or 1.0
-    return spread
 
 
 def stacked(parts: Sequence[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
@@ -314,13 +305,7 @@ def logit_baseline(
 
 
 def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]) -> PerExample:
-    """Predict a wrong answer from the length and place of its exact tokens, each count with a weight of its own.
-
-    Args:
-        shapes: what `spans.span_shapes` returned.
-        z: 1 where the answer is wrong.
-        half: the half that each example is measured in; fitted on the other.
-    """
+    """Predict a wrong answer from the length and place of its exact tokens (`span_shapes`), each count by itself."""
     # Each count by itself: a slope could not say that two tokens are right more often than one or three.
     counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
     features = np.concatenate([*counts, shapes[["exact_share"]].to_numpy()], axis=1).astype(float)
@@ -339,9 +324,7 @@ def _from_other_half(
             if min(q_anchored[fitting].sum(), (~q_anchored[fitting]).sum()) < FEWEST_OF_A_MODE:
                 continue
             known = features(seed, here)
-            weight, bias = fit_linear(known[fitting], q_anchored[fitting])
-            logits = linear_logits(torch.from_numpy(known[here]), torch.from_numpy(weight), bias)
-            result[seed, here] = logits.numpy()
+            result[seed, here] = read_linear(known[here], *fit_linear(known[fitting], q_anchored[fitting]))
     return result
 
 
@@ -356,13 +339,6 @@ def compare(
 
     An AUC is taken within each half of each seed, whose scores come from one probe, and averaged. A difference is taken
     on the examples that have both scores.
-
-    Args:
-        draws: of the examples, by question.
-        truth: by seed and example, what the scores should predict.
-        half: the half that each example is measured in.
-        scores: by name.
-        question: what is asked; goes into the table.
     """
     truth = np.asarray(truth, dtype=np.int64)
     rows: list[dict[str, object]] = []

@@ -30,7 +30,7 @@ from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
 from headwater.pathways.effects import Halves, halves
 from headwater.pathways.tables import span_logits
-from headwater.probes.linear import States, fit_linear, linear_logits
+from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
 from headwater.questions.words import span_shapes
@@ -167,9 +167,7 @@ def _logits(
         features = states[layer].double().numpy()
         for side in (0, 1):
             other, here = np.flatnonzero(half[seed] != side), np.flatnonzero(half[seed] == side)
-            weight, bias = fit_linear(features[other], labels[seed, other])
-            read = linear_logits(torch.from_numpy(features[here]), torch.from_numpy(weight), bias)
-            logits[seed, layer, here] = read.numpy()
+            logits[seed, layer, here] = read_linear(features[here], *fit_linear(features[other], labels[seed, other]))
     return logits
 
 

@@ -27,12 +27,12 @@ from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_count, checked_flag, checked_name, checked_repeats, shown
 from headwater.patching.edge_knockout import VARIANTS, VariantName
-from headwater.pathways.effects import FOLDS, Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
+from headwater.pathways.effects import Effects, Halves, halves, measure, probes_as_tensors, probes_from_tensors
 from headwater.pathways.interventions import QUERIES, Setup
 from headwater.pathways.modes import SplitName, controls_of, curves_of
 from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
-from headwater.probes.linear import Probe, Probes, States, fit_probes, with_halves
+from headwater.probes.linear import FOLDS, Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
@@ -262,7 +262,18 @@ def trace_pathways(
         ['A-anchored', 'Q-anchored']
     """
     setup, controls = Setup(site, token, variant, edges, batch_size), checked_flag("controls", controls)
-    _check(model, answered, setup, window, seeds)
+    check_answered(model, answered)
+    check_probe_options(site, token, batch_size)
+    checked_name("variant", variant, VARIANTS)
+    checked_name("edges", edges, QUERIES)
+    if edges == "answer" and token in BEFORE:
+        raise InputError(
+            f"edges='answer' severs what the exact answer reads, and token={token!r} is read before it: nothing could "
+            "change. Use another token=, or edges='after'."
+        )
+    checked_repeats("seeds", seeds)
+    if window is not None:
+        checked_count("window", window)
     options = {"answered": answered, **vars(setup), "window": window, "seeds": seeds, "controls": controls}
 
     def work(run: Run) -> Pathways:
@@ -282,21 +293,6 @@ def trace_pathways(
         return Pathways(**fields, dropped=dropped, run=run.record)
 
     return run_or_resume(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
-
-
-def _check(model: HookedModel, answered: object, setup: Setup, window: int | None, seeds: int) -> None:
-    check_answered(model, answered)
-    check_probe_options(setup.site, setup.token, setup.batch_size)
-    checked_name("variant", setup.variant, VARIANTS)
-    checked_name("edges", setup.edges, QUERIES)
-    if setup.edges == "answer" and setup.token in BEFORE:
-        raise InputError(
-            f"edges='answer' severs what the exact answer reads, and token={setup.token!r} is read before it: nothing "
-            "could change. Use another token=, or edges='after'."
-        )
-    checked_repeats("seeds", seeds)
-    if window is not None:
-        checked_count("window", window)
 
 
 def _usable(answered: AnsweredQuestions, seeds: int) -> tuple[dict[str, Halves], pd.DataFrame]:
@@ -348,8 +344,8 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
 
     def compute(samples: list[_Sample]) -> dict[str, Tensor]:
         states = torch.cat([sample.states for sample in samples], 1)
-        options: dict[str, Any] = {"site": setup.site, "token": setup.token, "groups": groups, "folds": FOLDS}
-        probes = with_halves(fit_probes(states, z, **options, cross_fit=False), states, z, groups, half)
+        fitted = fit_probes(states, z, site=setup.site, token=setup.token, groups=groups, cross_fit=False)
+        probes = with_halves(fitted, states, z, groups, half)
         together = [probes, *probes.folds]
         weight, bias = (torch.stack([getattr(one, name) for one in together]) for name in ("weight", "bias"))
         return probes_as_tensors(probes) | {"weight": weight, "bias": bias}

@@ -40,6 +40,8 @@ from headwater.runs.identity import digest
 from headwater.stats.discrimination import auc
 
 FEW = 200
+FOLDS = 5
+"""One fold in so many is left out to choose the layer."""
 C = 0.1
 """Inverse strength of the L2 penalty on the weights of standardized states."""
 TOLERANCE = 1e-8
@@ -129,6 +131,13 @@ def linear_logits(
     return (states.to(weight) * weight).sum(-1) + bias
 
 
+def read_linear(
+    features: Float[np.ndarray, "example feature"], weight: Float[np.ndarray, " feature"], bias: float
+) -> Float[np.ndarray, " example"]:
+    """Return the same of arrays, such as `fit_linear` gives."""
+    return np.asarray(linear_logits(torch.from_numpy(features), torch.from_numpy(weight), bias).numpy())
+
+
 @checked_call
 def fit_probes(
     states: States,
@@ -138,7 +147,7 @@ def fit_probes(
     token: str,
     groups: Sequence[Hashable],
     seed: int = 0,
-    folds: int = 5,
+    folds: int = FOLDS,
     C: float = C,
     cross_fit: bool = True,
 ) -> Probes:

@@ -74,16 +74,7 @@ def cross_fitted(
     strengths: Sequence[float],
     seed: int,
 ) -> CrossFit:
-    """Return the logit of label 1 of every row.
-
-    Args:
-        states: of the rows.
-        labels: 0 or 1.
-        groups: of the rows.
-        splits: (the others, the fold) of each fold, as `grouped_folds` gives.
-        strengths: inverse strengths of the penalty to choose from.
-        seed: of the inner folds.
-    """
+    """Return the logit of label 1 of every row, for the splits that `grouped_folds` gives."""
     found = CrossFit(np.zeros(len(labels)), np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels)))
     for number, (others, fold) in enumerate(splits):
         chosen = chosen_strength(states[others], labels[others], [groups[i] for i in others], strengths, seed)
@@ -285,7 +276,37 @@ def fit_probe(
         InputError: states, labels, groups or options cannot be used, or a class has fewer groups than there are folds.
     """
     states = given_states(cache, site, layers)
-    task = _task(states, labels, groups, types, folds, strengths, controls, level, seed)
+    given = checked_several("labels", labels, "a list with a label for each row")
+    if len(given) != states.rows:
+        n_groups = len(set(states.groups))
+        hint = (
+            f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
+            "positions='last'."
+        )
+        if states.site == "given" and len(given) == len(states.layers) > 1:
+            hint = " An array of three axes is `layer row feature`: transpose(0, 1) makes it so of `row layer feature`."
+        elif len(given) != n_groups:
+            hint = " Give a label for each row."
+        raise InputError(f"{len(given)} labels were given for {states.rows} rows of states.{hint}")
+    wrong = [i for i, label in enumerate(given) if not is_label(label)]
+    if wrong:
+        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")
+    of_groups = _named("groups", groups, states.rows) or list(states.groups)
+    listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
+    if not listed:
+        raise InputError("strengths=[] holds no strength of the penalty; give one at least.")
+    seed = checked_seed(seed)
+    task = _Task(
+        labels=np.array([int(label) for label in given], dtype=np.int64),
+        groups=of_groups,
+        types=_named("types", types, states.rows) or of_groups,
+        folds=checked_count("folds", folds, least=2),
+        strengths=tuple(listed),
+        controls=checked_count("controls", controls, least=0, most=MOST_REPEATS),
+        level=checked_number("level", level, above=0.0, below=1.0),
+        seed=seed,
+        draws=Bootstrap.of(of_groups, seed=seed),
+    )
     splits = task.splits(task.labels)
     if splits is None:
         counts = [len({g for g, label in zip(task.groups, task.labels, strict=True) if label == v}) for v in (0, 1)]
@@ -308,52 +329,6 @@ def fit_probe(
         return _result(states, task, pieces, run.record)
 
     return run_or_resume(ProbeFit, "fit_probe", states, options, work, out=out, seed=task.seed, progress=progress)
-
-
-def _task(
-    states: GivenStates,
-    labels: Iterable[Any],
-    groups: Iterable[Hashable] | None,
-    types: Iterable[Hashable] | None,
-    folds: int,
-    strengths: Sequence[float],
-    controls: int,
-    level: float,
-    seed: int,
-) -> _Task:
-    """Check what goes with the states."""
-    given = checked_several("labels", labels, "a list with a label for each row")
-    if len(given) != states.rows:
-        n_groups = len(set(states.groups))
-        hint = (
-            f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
-            "positions='last'."
-        )
-        if states.site == "given" and len(given) == len(states.layers) > 1:
-            hint = " An array of three axes is `layer row feature`: transpose(0, 1) makes it so of `row layer feature`."
-        elif len(given) != n_groups:
-            hint = " Give a label for each row."
-        raise InputError(f"{len(given)} labels were given for {states.rows} rows of states.{hint}")
-    wrong = [i for i, label in enumerate(given) if not is_label(label)]
-    if wrong:
-        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")
-    codes = np.array([int(label) for label in given], dtype=np.int64)
-    of_groups = _named("groups", groups, states.rows) or list(states.groups)
-    listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
-    if not listed:
-        raise InputError("strengths=[] holds no strength of the penalty; give one at least.")
-    seed = checked_seed(seed)
-    return _Task(
-        labels=codes,
-        groups=of_groups,
-        types=_named("types", types, states.rows) or of_groups,
-        folds=checked_count("folds", folds, least=2),
-        strengths=tuple(listed),
-        controls=checked_count("controls", controls, least=0, most=MOST_REPEATS),
-        level=checked_number("level", level, above=0.0, below=1.0),
-        seed=seed,
-        draws=Bootstrap.of(of_groups, seed=seed),
-    )
 
 
 def _named(option: str, given: Iterable[Hashable] | None, rows: int) -> list[Hashable]:

@@ -150,6 +150,8 @@ class AnsweredQuestions(Result):
             here = self.table[self.table["dataset"] == name]
             causes = self.dropped.loc[self.dropped["dataset"] == name, "cause"].value_counts()
             wrong = int(here["z"].sum())
+            columns = (here[column].tolist() for column in ("question", "text", "exact_answer", "matched"))
+            words = list(zip(*columns, strict=True))
             low, high = map(float, wilson_interval(np.array(wrong), np.array(max(len(here), 1))))
             sets.append(
                 {
@@ -162,7 +164,8 @@ class AnsweredQuestions(Result):
                     "high": rounded(high) if len(here) else None,
                     "cut": int(causes.get(CUT, 0)),
                     "dropped": {str(cause): int(count) for cause, count in sorted(causes.items())},
-                    **{str(key): int(count) for key, count in _doubtful(here).sum().items()},
+                    "lacks_match": sum(lacks_match(text, exact, matched) for _, text, exact, matched in words),
+                    "repeats_question": sum(repeats_question(*one) for *one, _ in words),
                 }
             )
         return {"model": self.run.model, "datasets": sets}
@@ -383,16 +386,6 @@ def _result(questions: Questions, rows: Sequence[dict[str, Any] | Dropped], run:
     return AnsweredQuestions(pd.DataFrame(used), dropped, run)
 
 
-def _doubtful(table: pd.DataFrame) -> pd.DataFrame:
-    """Say of each row whether its exact words cannot be those meant: `lacks_match, repeats_question`."""
-    columns = (table[name] for name in ("question", "text", "exact_answer", "matched"))
-    found = [
-        (lacks_match(text, exact, matched), repeats_question(question, text, exact))
-        for question, text, exact, matched in zip(*columns, strict=True)
-    ]
-    return pd.DataFrame(found, columns=["lacks_match", "repeats_question"], index=table.index, dtype=bool)
-
-
 # What becomes of one question and what the model wrote after it: a row with exact tokens, or the cause why not.
 #
 # The steps of `answers` that need no model: the cut to the first line, the label, and the spans of exact words as
@@ -489,13 +482,7 @@ def cause_of(answered: GivenAnswer) -> str | None:
 def outcome_of(
     answered: GivenAnswer, found: dict[str, tuple[Span, ...]] | None, whole_answer: bool
 ) -> dict[str, Any] | Dropped:
-    """Return the row of an answered question, or why it cannot be used.
-
-    Args:
-        answered: the question and what the model said.
-        found: what the extractor named; None where it did not reply.
-        whole_answer: E_A is all of the answer.
-    """
+    """Return the row of an answered question, or why it cannot be used; `found` is None where no extractor replied."""
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
     if cause is not None:

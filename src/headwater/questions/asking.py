@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -79,13 +79,10 @@ def question_frame(
     prompt: str | Messages | None = None,
     examples: Sequence[Example] = (),
 ) -> Frame:
-    """Return the frame of a context.
+    """Return the frame of a context, "raw" or "chat"; None: a chat where there is a template and no prompt is given.
 
-    Args:
-        model: a model with a tokenizer, where it is to write a chat.
-        context: "raw" or "chat"; None for a chat where the tokenizer has a template and no prompt is given.
-        prompt: of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
-        examples: come before the question: each in the same prompt, or as turns of a chat that gives no messages.
+    A prompt is, of a raw context, a text with one `{question}`; of a chat, messages with one `{question}` in them all.
+    Examples come before it in the same prompt, or as turns of a chat that gives no messages.
     """
     if context is None:
         context = CHAT if prompt is None and getattr(model.tokenizer, "chat_template", None) else RAW
@@ -108,11 +105,7 @@ def question_frame(
 def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[Example] | None) -> Frame:
     """Return the frame in which `hw.answer` asks.
 
-    Args:
-        model: with a tokenizer.
-        prompt: a text with one `{question}`; None for the default.
-        examples: come first. None: none before a prompt that is given, else `EXAMPLES` where the model reads enough
-            for them (`ROOM`).
+    `examples=None` has none before a prompt that is given, else `EXAMPLES` where the model reads enough (`ROOM`).
     """
     if examples is not None or prompt is not None:
         return question_frame(model, prompt=prompt, examples=_checked(() if examples is None else examples))
@@ -203,20 +196,24 @@ def ask(
 ) -> Iterator[list[tuple[int, WrittenAnswer]]]:
     """Let a model continue prompts, or take what an earlier run wrote, batch by batch, shortest prompts first.
 
-    Args:
-        run: the analysis that asks.
-        model: a model with a tokenizer.
-        prompts: the token ids of each, by its place; those that leave no room for `max_new_tokens` are left out.
-        max_new_tokens: at most so many, the end token or the line break counted.
-        until: an answer ends at its first line break ("line"), or where the model ends it ("end").
-        batch_size: prompts in one run of the model.
-        hooks: act at every step; in `now_reading().rows` (`headwater.models.forward`) rows are called by their places.
-        stage: the name of the run's pieces; a run that asks several times gives each a name.
+    Prompts are token ids by their places; those that leave no room for `max_new_tokens`, the end token or the line
+    break counted, are left out. An answer ends at its first line break ("line"), or where the model ends it ("end").
+    Hooks act at every step; in `now_reading().rows` (`headwater.models.forward`) rows are called by their places. A run
+    that asks several times gives each `stage` a name.
 
     Yields:
         The places of a batch, and what was written after each.
     """
-    ends, is_end = answer_ends(model), _ending(model, until)
+    tokenizer: Any = model.tokenizer
+    ends = answer_ends(model)
+    known = dict.fromkeys(ends, True)
+
+    def is_end(token: int) -> bool:
+        if token not in known:
+            # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
+            known[token] = until == "line" and "\n" in tokenizer.decode([token])
+        return known[token]
+
     # Never cut: a shortened prompt asks another question.
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
     order = by_length([len(prompts[place]) for place in fitting], batch_size)
@@ -231,26 +228,40 @@ def ask(
             yield [(place, _written(made, row, ends)) for row, place in enumerate(places)]
 
 
+class AnswerText(NamedTuple):
+    """An answer of a model's own."""
+
+    text: str
+    ended: bool
+    """By itself, not at the token limit."""
+
+
+def answer_texts(
+    run: Run,
+    model: HookedModel,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    until: Literal["line", "end"],
+    batch_size: int,
+    stage: str = "answers",
+) -> dict[str, AnswerText]:
+    """Let a model answer different prompts; return what it wrote, without spaces around it, where one leaves room."""
+    ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in enumerate(prompts)}  # type: ignore[arg-type]
+    found = {}
+    for batch in ask(run, model, ids, max_new_tokens, until, batch_size, stage=stage):
+        for place, written in batch:
+            text = plain_text(model, ids[place], written.tokens)
+            line = text.split("\n", 1)[0] if until == "line" else text
+            found[prompts[place]] = AnswerText(line.strip(), written.ended)
+    return found
+
+
 def answer_ends(model: HookedModel) -> frozenset[int]:
     """Return the tokens that end an answer and are no part of it: end tokens, and all others that are special.
 
     A special token begins another turn or document, such as SmolLM2-Instruct's `<|endoftext|>`, not its end token.
     """
     return end_tokens(model) | frozenset(getattr(model.tokenizer, "all_special_ids", ()))
-
-
-def _ending(model: HookedModel, until: str) -> Callable[[int], bool]:
-    """Return a function that says of a token whether it ends an answer."""
-    tokenizer: Any = model.tokenizer
-    known = dict.fromkeys(answer_ends(model), True)
-
-    def is_end(token: int) -> bool:
-        if token not in known:
-            # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
-            known[token] = until == "line" and "\n" in tokenizer.decode([token])
-        return known[token]
-
-    return is_end
 
 
 def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:

@@ -97,14 +97,10 @@ class ChatEndpoint:
             raise NoReplyError(f"The endpoint {target} does not speak the chat completions protocol.") from None
 
     def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], tuple[T | None, str]]) -> T | None:
-        """Ask until a reply can be read, at most `tries` times; the model is told what was wrong with its reply.
+        """Ask until a reply can be read, at most `tries` times, and return what the last readable one says.
 
-        Args:
-            messages: what is asked.
-            read: makes of a reply what it says (None for nothing), and the complaint about it, "" where it is fine.
-
-        Returns:
-            What the last readable reply says.
+        `read` makes of a reply what it says (None for nothing), and the complaint about it, "" where it is fine, which
+        the model is given.
         """
         best: T | None = None
         sent, failure = list(messages), None

@@ -5,17 +5,20 @@ An extractor is called with a question and the answer a model gave, and returns 
 nothing. It is asked about every answer that can be used, right or wrong: E_A must be found in one way. What it says of
 a question whose subject or property is given does not count, nor what is not a substring, character for character;
 `exact_words` checks that.
+
+An extractor may have two methods more: `many`, which is given several pairs of question and answer at once, and
+`of_model`, which returns the extractor that asks the model whose answers they are, where it names no model itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import pandas as pd
 
-from headwater.errors import HeadwaterError, InputError
+from headwater.errors import InputError, failures_named
 from headwater.models.hooked import HookedModel
 from headwater.options import shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
@@ -30,15 +33,6 @@ EXTRACTORS: Registry[str, Extractor] = Registry(
 """Those requested by name."""
 
 
-@runtime_checkable
-class ReadsMany(Protocol):
-    """An extractor that is better asked about several examples at once."""
-
-    def many(self, pairs: Sequence[tuple[str, str]]) -> Sequence[Mapping[str, object]]:
-        """Return the exact words of each question and answer."""
-        ...
-
-
 PARTS = ("subject", "property", "answer")
 INSTRUCTION = (
     "You mark words. You are given a question and an answer that somebody gave to it; the answer may be wrong, and you "
@@ -49,15 +43,6 @@ INSTRUCTION = (
     'Example: question "What is the capital of South Carolina?", answer "It is Columbia, a hub of trade." gives '
     '{"subject": "South Carolina", "property": "capital", "answer": "Columbia"}'
 )
-
-
-@runtime_checkable
-class AsksModel(Protocol):
-    """An extractor that asks a model, which the one whose answers they are may be."""
-
-    def of_model(self, model: HookedModel | None) -> Extractor:
-        """Return the extractor that asks `model` where this one names none."""
-        ...
 
 
 def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
@@ -104,16 +89,14 @@ class EndpointExtractor(ChatEndpoint):
 def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
     """Return the extractor that is meant: a callable as it is, one of `EXTRACTORS` by its name, or another model.
 
-    Args:
-        given: a name, a callable of question and answer, or a loaded model.
-        model: the model whose answers they are, which "model" means; None where there is none.
+    "model" means `model`, the one whose answers they are.
     """
     if isinstance(given, str):
         given = EXTRACTORS[given]
     if isinstance(given, HookedModel):
         model, given = given, EXTRACTORS["model"]
-    if isinstance(given, AsksModel):
-        return given.of_model(model)
+    if (of_model := getattr(given, "of_model", None)) is not None:
+        return of_model(model)
     if given is not None and not callable(given):
         raise InputError(f"extractor must be a name, a model or a callable (question, answer), found {shown(given)}.")
     return given
@@ -121,15 +104,8 @@ def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
     """Ask an extractor about one example."""
-    try:
+    with failures_named(f"The extractor failed on the question {question!r} and the answer {answer!r}"):
         found = extractor(question, answer)
-    except HeadwaterError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"The extractor failed on the question {question!r} and the answer {answer!r}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
     return exact_words(found, question, answer)
 
 
@@ -141,9 +117,8 @@ def call_extractor_on(
     Returns:
         What it said of each; None where it did not reply.
     """
-    if isinstance(extractor, ReadsMany):
-        found = extractor.many(pairs)
-        return [exact_words(one, *pair) for one, pair in zip(found, pairs, strict=True)]
+    if (many := getattr(extractor, "many", None)) is not None:
+        return [exact_words(one, *pair) for one, pair in zip(many(pairs), pairs, strict=True)]
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
 
 
@@ -213,7 +188,16 @@ def agreement(
         {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
     ]
     known = known.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=known.index, dtype=object))
-    rows = [row for title, spans in ((name, extracted), (WHOLE, whole)) for row in _shares(known, title, spans)]
+    rows: list[dict[str, object]] = []
+    for title, spans in ((name, extracted), (WHOLE, whole)):
+        columns = zip(known["subject"], known["property"], known["answer"], spans, strict=True)
+        compared = pd.DataFrame([_compared(*one) for one in columns])
+        each = compared.groupby(known["dataset"].to_numpy(), sort=False)
+        counts, means = each.size(), each.mean()
+        rows += [
+            {"dataset": dataset, "extractor": title, "questions": int(counts[dataset])} | means.loc[dataset].to_dict()
+            for dataset in counts.index
+        ]
     return pd.DataFrame(rows)
 
 
@@ -223,19 +207,6 @@ def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]
     sentence = SENTENCES[place % len(SENTENCES)]
     start = sentence.index("{answer}")
     return question, sentence.replace("{answer}", accepted), (start, start + len(accepted))
-
-
-def _shares(
-    known: pd.DataFrame, title: str, extracted: Iterable[Mapping[str, tuple[Span, ...]] | None]
-) -> list[dict[str, object]]:
-    compared_rows = zip(known["subject"], known["property"], known["answer"], extracted, strict=True)
-    compared = pd.DataFrame([_compared(*one) for one in compared_rows])
-    each = compared.groupby(known["dataset"].to_numpy(), sort=False)
-    counts, means = each.size(), each.mean()
-    return [
-        {"dataset": dataset, "extractor": title, "questions": int(counts[dataset])} | means.loc[dataset].to_dict()
-        for dataset in counts.index
-    ]
 
 
 def _compared(

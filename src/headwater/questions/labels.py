@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.errors import HeadwaterError, InputError, did_you_mean
+from headwater.errors import InputError, did_you_mean, failures_named
 from headwater.options import checked_name, shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
 from headwater.questions.words import MARKS, Span, Word, normalised_words
@@ -88,12 +88,9 @@ NO_VERDICT = Verdict(None)
 
 
 def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match | None:
-    """Return the accepted answer that occurs in a given one, or None.
+    """Return the accepted answer that occurs in a given one, by one of `RULES`, or None.
 
-    Args:
-        answer: the given answer.
-        accepted: every accepted answer.
-        rule: one of `RULES`. Of several that occur in the answer, the first to begin is taken, of these the longest.
+    Of several the first to begin is taken, of these the longest.
     """
     checked_name("rule", rule, RULES)
     found, aliases = list[Match](), tuple(accepted)
@@ -114,14 +111,8 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
     if isinstance(label, str):
         found = match(answer, accepted, label)
         return Verdict(found is not None, found.alias if found else "")
-    try:
+    with failures_named(f"The judge failed on the question {question!r} and the answer {answer!r}"):
         judged = label(question, accepted, answer)
-    except HeadwaterError:
-        raise
-    except Exception as error:
-        raise InputError(
-            f"The judge failed on the question {question!r} and the answer {answer!r}: {type(error).__name__}: {error}"
-        ) from error
     if judged is not None and not isinstance(judged, bool | np.bool_):
         raise InputError(
             f"The judge returned {judged!r} for the answer {answer!r}; it must return True (right), False, or None "
@@ -299,10 +290,6 @@ def _score(scorer: Scorer, question: str, accepted: Sequence[str], answer: str |
     """Ask for a score; an answer that is missing has none."""
     if answer is None:
         return math.nan
-    try:
+    with failures_named(f"The judge failed on the question {question!r}"):
         score = scorer(question, accepted, answer)
-    except Exception as error:
-        if isinstance(error, HeadwaterError):
-            raise
-        raise InputError(f"The judge failed on the question {question!r}: {type(error).__name__}: {error}") from error
     return checked_score(score, f"The judge's answer to {question!r}")

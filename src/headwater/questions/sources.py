@@ -116,8 +116,8 @@ def load_questions(
         InputError: no such file or format, or a row that cannot be used; the message names the file, the row and the
             column.
     """
-    if format is not None:
-        check_format(format)
+    if format is not None and (not isinstance(format, str) or format not in FORMATS):
+        raise InputError(f"There is no question format {shown(format)}.{did_you_mean(format, FORMATS)}")
     checked_seed(seed)
     if isinstance(source, list | tuple) and source:
         return Questions.joined(load_questions(one, format=format, sample=sample, seed=seed) for one in source)
@@ -312,12 +312,7 @@ class QuestionWording(NamedTuple):
 
 
 def match_wording(question: str, relation: str | None = None) -> QuestionWording | None:
-    """Find the wording of a question, and in it the characters of the subject and of the property.
-
-    Args:
-        question: a question, maybe of PopQA.
-        relation: PopQA's name of the property, when known; otherwise the first wording that fits.
-    """
+    """Find PopQA's wording of a question, that of a relation or the first that fits, and where its words are in it."""
     for name, pattern in _PATTERNS.items():
         if relation in (None, name) and (found := pattern.fullmatch(question.strip())):
             shift = len(question) - len(question.lstrip())
@@ -366,12 +361,6 @@ def detect_format(row: Mapping[str, object]) -> str:
     return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
 
 
-def check_format(name: str) -> None:
-    """Refuse a format that does not exist."""
-    if not isinstance(name, str) or name not in FORMATS:
-        raise InputError(f"There is no question format {shown(name)}.{did_you_mean(name, FORMATS)}")
-
-
 def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]:
     """Bring a row of a format to the columns of a plain table."""
     fields = flat(row)
@@ -392,12 +381,9 @@ def columns_found(row: Mapping[str, object], *missing: str) -> str:
     others = [name for name in names if name not in missing]
     near = [(found, name) for name in missing for found in difflib.get_close_matches(name, others, n=1)]
     meant = "".join(f" Is {found!r} meant to be {name!r}?" for found, name in near)
-    return f"Columns found: {_listed(names)}.{meant}"
-
-
-def _listed(names: Iterable[str], shown: int = 20) -> str:
     listed = [name if len(name) <= 40 else f"{name[:40]}..." for name in names]
-    return ", ".join(listed[:shown]) + (", ..." if len(listed) > shown else "") or "none"
+    written = ", ".join(listed[:20]) + ", ..." * (len(listed) > 20) or "none"
+    return f"Columns found: {written}.{meant}"
 
 
 def _table(row: dict[str, object], where: str) -> dict[str, object]:

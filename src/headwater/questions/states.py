@@ -11,7 +11,7 @@ the exact answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -90,15 +90,9 @@ def probe_states(
     batch_size: int = 64,
     progress: bool = True,
 ) -> States:
-    """Return the states that probes read, of every layer and row, in float32 on the CPU.
+    """Return the states that probes read, of every layer and row, in float32 on the CPU; rows of like length together.
 
-    Args:
-        model: the model that answered.
-        answered: what `hw.answer` returned.
-        site: what probes read: `mlp_out`, `attn_out` or `resid_post`.
-        token: where probes read, one of `PROBE_TOKENS`.
-        batch_size: rows in one run; rows of about equal length run together.
-        progress: show a bar.
+    Sites are `mlp_out`, `attn_out` and `resid_post`; tokens those of `PROBE_TOKENS`.
     """
     check_probe_options(site, token, batch_size)
     return states_at(
@@ -119,17 +113,8 @@ def states_at(
     """Return the state of every layer at one position of each row of token ids.
 
     What all rows begin with, such as a prompt's examples, is run once (`models.gradients`), and the rest of each row on
-    top of it, where the model gives the same state so as in one run.
-
-    Args:
-        model: the model.
-        tokens: of each row.
-        positions: where each row is read.
-        site: what is read.
-        batch_size: rows in one run.
-        progress: show a bar.
-        editing: the hooks of the runs of some rows, given these and how many first tokens are not run with them.
-        edited_from: no position before this one is edited.
+    top of it, where the model gives the same state so as in one run. `editing` gives the hooks of the runs of some
+    rows, given these and how many first tokens are not run with them; no position before `edited_from` is edited.
     """
     n_layers = model.shape.n_layers
     states = torch.empty(n_layers, len(tokens), model.shape.d_model)
@@ -142,9 +127,16 @@ def states_at(
         batch = Batch.of(rest, 0) if shared else model.tokenize(rest)
         if shared:
             batch, options = unpadded(batch.tokens), {"past_key_values": FixedPrefix(start)}
-        edits = editing(rows, shared) if editing is not None else ()
+        hooks = list(editing(rows, shared)) if editing is not None else []
         kept: dict[int, Tensor] = {}
-        model.run(batch, [*edits, *_keep(kept, n_layers, columns, site)], stop_at=n_layers, **options)
+        for layer in range(n_layers):
+
+            def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
+                there = activation.device
+                kept[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
+
+            hooks.append((SITES[site].hook_name(layer), read_hook(keep)))
+        model.run(batch, hooks, stop_at=n_layers, **options)
         # Layers of a spread model lie on several devices, and are stacked on the first.
         by_layer = [kept[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
@@ -163,14 +155,3 @@ def states_at(
             states[:, rows] = run(rows, shared, start)
             bar.update(len(rows))
     return states
-
-
-def _keep(kept: dict[int, Tensor], n_layers: int, columns: Tensor, site: str) -> Iterator[Hook]:
-    """Yield a hook per layer that keeps each row's state, `row d_model`."""
-    for layer in range(n_layers):
-
-        def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
-            there = activation.device
-            kept[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
-
-        yield SITES[site].hook_name(layer), read_hook(keep)

@@ -79,14 +79,9 @@ def find_words(text: str, words: str) -> Span | None:
 
 @lru_cache(maxsize=4096)
 def normalised_words(text: str, marks: str = "joined") -> tuple[Word, ...]:
-    """Take a text apart into words as answers are compared.
+    """Take a text apart into words as answers are compared, articles among them; punctuation alone has none.
 
-    Args:
-        text: any text.
-        marks: "joined": punctuation vanishes; "apart": it parts words.
-
-    Returns:
-        The words, articles among them. A text of punctuation alone has none.
+    Between words that are "joined" punctuation vanishes; "apart", it parts them.
     """
     words = tuple(_words(text, marks))
     if all(word.text in ARTICLES for word in words):  # so that "The The" stays comparable
@@ -246,12 +241,8 @@ def continuation_offsets(tokenizer: Tokenizer, before: Sequence[int], tokens: Se
     """Return the text that generated tokens add to a prompt, and the characters of that text that belong to each token.
 
     What a token adds is what decoding grows by; tokens that share a character, as bytes of it, each have that
-    character, as they have in the offsets of a tokenizer.
-
-    Args:
-        tokenizer: the model's.
-        before: the last tokens of the prompt: some decoders drop a space at the very beginning of a text.
-        tokens: the tokens after them.
+    character, as they have in the offsets of a tokenizer. `before` has the last tokens of the prompt: some decoders
+    drop a space at the very beginning of a text.
     """
 
     def decode(count: int) -> str:
@@ -273,9 +264,6 @@ def continuation_offsets(tokenizer: Tokenizer, before: Sequence[int], tokens: Se
 
 def span_shapes(table: pd.DataFrame) -> pd.DataFrame:
     """Return the length and place of E_A in each row of answered questions.
-
-    Args:
-        table: `tokens, answer_start, exact_answer_tokens`.
 
     Returns:
         `exact_length`, its tokens; `exact_before` and `exact_after`, the tokens of the answer before its first and

@@ -223,10 +223,8 @@ def compare_scores(head_map: HeadMap, numbers: Mapping[str, Any]) -> pd.DataFram
             rows.append(("heads in their published place", relation, len(ranking), agree, None, None))
     missing = [relation for relation in numbers if relation not in set(head_map.relations["relation"])]
     for relation in missing:
-        rows += [
-            (f"best {quantity}", relation, numbers[relation][quantity], None, None, None)
-            for quantity in ("score", "suppression")
-        ]
+        for quantity in ("score", "suppression"):
+            rows.append((f"best {quantity}", relation, numbers[relation][quantity], None, None, None))
     table = pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured", "low", "high"])
     return table.dropna(subset=["published", "measured"], how="all")
 
@@ -259,10 +257,7 @@ def compare_correlations(
 ) -> pd.DataFrame:
     """Return the rows of the correlations: `quantity, relation, published, measured`.
 
-    Args:
-        measured: a row per relation, sign and context.
-        numbers: the published ones, by relation.
-        kind: what they are called in the published numbers, and in the table.
+    `kind` is what they are called in the published numbers, and in the table.
     """
     key, quantity = kind
     rows = []

@@ -45,12 +45,9 @@ class Published:
     """By model: its shape (`layers`, `heads`) and its numbers."""
 
     def name_of(self, model: str, shape: ModelShape, asked: str | None = None) -> str | None:
-        """Return the published model that `model` is, or None.
+        """Return the published model that `model` is, or None; its shape must be the published one.
 
-        Args:
-            model: the name or folder it was loaded from; its last part decides.
-            shape: its shape, which must be the published one.
-            asked: the published model to compare with, whatever `model` is called.
+        The last part of the name or folder decides, unless a published model to compare with is `asked` for.
         """
         if asked is not None and asked not in self.models:
             raise InputError(f"There are no published numbers of {asked!r}.{did_you_mean(asked, self.models)}")
@@ -204,13 +201,8 @@ def timed_steps(
 ) -> Steps:
     """Say what a run will do and how long, where it shows progress; return what makes its pieces.
 
-    Args:
-        run: the reproduction.
-        make: makes all pieces of some of the items, by their places.
-        items: how many there are.
-        called: what they are.
-        sizes: of how many the pieces are timed.
-        sets: how many sets the items are of.
+    `make` makes all pieces of some of the items, by their places; there are so many `items` in so many `sets`, and
+    pieces are timed of as many as `sizes` say.
     """
     steps, (few, dozen) = Steps(run), sizes
     if not run.progress or items <= dozen:

@@ -106,18 +106,14 @@ def claim_of(
 ) -> Judgement:
     """Judge a claim by effects that were measured.
 
-    Args:
-        evidence: the effects.
-        what: the set in words, which the sentence begins with.
-        margin: how large an effect has to be; default: the 95 % quantile of the placebos' sizes.
-        level: of the interval.
-        seed: of the bootstrap and the random halves.
-        notes: what else is to be said.
+    The sentence begins with `what`, the set in words. The margin is by default the 95 % quantile of the placebos'
+    sizes; the seed is that of the bootstrap and of random halves; notes are what else is to be said.
     """
     effects = _known(evidence.effects)
     if not len(effects):
         raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")
-    placebos = _sizes(evidence.placebos)
+    # The size of each one's mean effect; those that no prompt has fall out.
+    placebos = _known(np.abs(means_of(evidence.placebos.T))) if evidence.placebos.size else np.zeros(0)
     if not len(placebos) and margin is None:
         raise InputError("There is no other set like this one to compare it with: give margin=, or draw from more.")
     effect, low, high = interval(Bootstrap.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
@@ -141,7 +137,9 @@ def claim_of(
     row["holds"] = not failed
     table = pd.DataFrame([[row[name] for name in COLUMNS]], columns=list(COLUMNS))
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
-    verdict = _verdict(row, [*failed, *notes])
+    because = "; ".join([*failed, *notes])
+    verdict = f"With a margin of {row['margin']:.2g} the claim {'does not hold' if failed else 'holds'}"
+    verdict += f" ({because})." if because else "."
     return Judgement(what, table, _measured(what, row, counts, level), verdict, level, tuple(notes))
 
 
@@ -224,13 +222,6 @@ def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int], leve
     return f"{sentence}."
 
 
-def _verdict(row: dict[str, Any], failed: list[str]) -> str:
-    """Say whether the claim holds, and what is against it."""
-    verdict = "holds" if row["holds"] else "does not hold"
-    because = f" ({'; '.join(failed)})" if failed else ""
-    return f"With a margin of {row['margin']:.2g} the claim {verdict}{because}."
-
-
 def _known(effects: ndarray) -> ndarray:
     return effects[~np.isnan(effects)]
 
@@ -238,8 +229,3 @@ def _known(effects: ndarray) -> ndarray:
 def _mean(effects: ndarray | None) -> float:
     known = _known(effects) if effects is not None else np.zeros(0)
     return float(known.mean()) if len(known) else float("nan")
-
-
-def _sizes(placebos: Float[ndarray, "draw example"]) -> Float[ndarray, " _"]:
-    """The size of each placebo's mean effect; those that no prompt has fall out."""
-    return _known(np.abs(means_of(placebos.T))) if placebos.size else np.zeros(0)

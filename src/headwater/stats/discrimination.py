@@ -52,8 +52,11 @@ def auc(
     before = np.zeros((*drawn.shape[:-1], len(others) + 1))  # how many others come before each of them in the order
     np.cumsum(np.take(drawn, others, axis=-1), axis=-1, out=before[..., 1:])
     counted = np.take(drawn, np.flatnonzero(is_positive), axis=-1)
-    ends = (np.searchsorted(place[others], place[is_positive], side) for side in ("left", "right"))
-    below = _middle(before, *ends)
+    left, right = (np.searchsorted(place[others], place[is_positive], side) for side in ("left", "right"))
+    # How many others lie below each, those as high as it counted half.
+    below = np.take(before, left, axis=-1)
+    if not np.array_equal(left, right):
+        below = (below + np.take(before, right, axis=-1)) / 2
     if strata is None:
         pairs = counted.sum(-1) * before[..., -1]
     else:
@@ -73,12 +76,6 @@ def against_chance(low: float, high: float) -> str:
     return "" if low > 0.5 else BELOW if high < 0.5 else CHANCE
 
 
-def _middle(before: Counts, left: Int[ndarray, " _"], right: Int[ndarray, " _"]) -> Float[ndarray, "*draw _"]:
-    """Return how many others lie below values, those as high as they counted half."""
-    below = np.take(before, left, axis=-1)
-    return below if np.array_equal(left, right) else (below + np.take(before, right, axis=-1)) / 2
-
-
 def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
     return np.asarray(np.einsum("...e,...e->...", one, other))
 
@@ -86,25 +83,19 @@ def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
 def true_positives(
     values: Values, positive: Shaped[ndarray, " example"], at: float, *, counts: Counts | None = None
 ) -> Float[ndarray, "*draw"]:
-    """Return the largest true positive rate at a false positive rate of at most `at`.
+    """Return the largest true positive rate at a false positive rate of at most `at`, 0 to 1; else as `auc`.
 
-    Args:
-        values: of the examples.
-        positive: true (or 1) for those of the kind that is looked for.
-        at: the false positive rate, 0 to 1.
-        counts: as in `auc`.
-
-    Returns:
-        One number per draw; NaN where a kind is missing, or a value is NaN.
+    NaN where a kind is missing, or a value is NaN.
     """
     drawn = np.ones(len(values)) if counts is None else counts
     if not len(values) or np.isnan(values).any():
         return np.full(drawn.shape[:-1], np.nan)
     order = np.argsort(-values, kind="stable")
     last_of_tie = np.roll(_begins(values[order]), -1)
+    ordered, is_positive = drawn[..., order], np.asarray(positive[order], dtype=bool)
     true, false = (
         np.cumsum(of, axis=-1)[..., last_of_tie] / _or_nan(of.sum(-1, keepdims=True))
-        for of in _by_kind(drawn[..., order], positive[order])
+        for of in (ordered * is_positive, ordered * ~is_positive)
     )
     passing = np.where(false <= at, true, 0.0).max(-1)
     return np.where(np.isnan(true[..., -1] + false[..., -1]), np.nan, passing)
@@ -113,12 +104,6 @@ def true_positives(
 def _begins(sorted_values: Shaped[ndarray, " example"]) -> Bool[ndarray, " example"]:
     """Say where a sorted row has a new value."""
     return np.append(True, sorted_values[1:] != sorted_values[:-1])
-
-
-def _by_kind(drawn: Counts, positive: Shaped[ndarray, " example"]) -> tuple[Counts, Counts]:
-    """Return the counts of the positive examples, and those of the others; 0 for the rest."""
-    is_positive = np.asarray(positive, dtype=bool)
-    return drawn * is_positive, drawn * ~is_positive
 
 
 def _or_nan(total: ArrayLike) -> NDArray[np.float64]:
@@ -143,15 +128,9 @@ Numbers = Shaped[ndarray, " example"]
 
 
 def pearson(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
-    """Return the correlation of two numbers.
+    """Return the correlation of two numbers of examples, in every draw of `counts`, or of all.
 
-    Args:
-        x: a number per example.
-        y: another.
-        counts: how often each example counts, in every draw; default: once, and one number is returned.
-
-    Returns:
-        One number per draw; NaN for fewer than three pairs, and where one of the numbers does not vary.
+    NaN for fewer than three pairs, and where one of the numbers does not vary.
     """
     x, y, drawn = _pairs(x, y, counts)
     if len(x) < FEWEST or not (_varies(x) and _varies(y)):

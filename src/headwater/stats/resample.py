@@ -148,12 +148,7 @@ def percentile_interval(
 
 
 def interval(estimates: Float[ndarray, " draw"], level: float = LEVEL) -> Interval:
-    """Return a statistic of the data with the `percentile_interval` of its interval.
-
-    Args:
-        estimates: the statistic in every draw, that of the data first.
-        level: of the interval.
-    """
+    """Return a statistic, given in every draw and of the data first, with its `percentile_interval`."""
     low, high = percentile_interval(estimates, level)
     return Interval(float(estimates[0]), float(low), float(high))
 

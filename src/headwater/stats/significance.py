@@ -75,8 +75,7 @@ def permutation_moments(hits: Bool[Tensor, "head source source"]) -> Float[Tenso
 def count_moments(counts: Int[Tensor, "head source source"]) -> Float[Tensor, "head moment"]:
     """Return what `permutation_moments` does for sources of several items, whose targets are permuted together.
 
-    Args:
-        counts: how many of the targets of the second source each head hits, given the first.
+    `counts` says how many of the targets of the second source each head hits, given the first.
     """
     n = counts.shape[-1]
     H = counts.double()
@@ -97,9 +96,7 @@ def _of_powers(
 def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
     """Return P(at least as many hits) under permuted targets; 1 where the variance is 0.
 
-    Args:
-        hits: the numbers of hits observed, of any shape.
-        moments: the `permutation_moments` of each, along a last axis of four.
+    The `permutation_moments` of each number of hits lie along a last axis of four.
     """
     mean, variance, third, step = np.moveaxis(moments, -1, 0)
     hits, mean, variance, third = hits / step, mean / step, variance / step**2, third / step**3
@@ -144,9 +141,7 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
 def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
     """Two-sided exact p of McNemar's test (1947) on paired yes and no: 1 where nothing was gained or lost.
 
-    Args:
-        gained: the numbers of items that are yes now and were no before, of any shape.
-        lost: those that are no now and were yes before.
+    `gained` are the numbers of items that are yes now and were no before, of any shape.
     """
     changed = gained + lost
     tail = bdtr(np.minimum(gained, lost), np.maximum(changed, 1).astype(int), 0.5)
@@ -163,12 +158,8 @@ def excess_p(
     The mean is the sum of differences over the sum of weights. Its variance is the larger of two: that between units,
     n / (n - 1) times the sum of squared distances from weight times mean, which holds what the parts of one unit have
     in common; and that which the null itself gives, which holds where units happen to be alike. p is 1 where both are
-    0.
-
-    Args:
-        differences: of each unit the sum, over its parts, of what was observed less what the null expects.
-        variance: of these sums under the null.
-        weights: how many parts each unit has.
+    0. A difference is the sum, over the parts of a unit, of what was observed less what the null expects; its variance
+    is that under the null; weights are how many parts each unit has.
     """
     n = len(differences)
     if n < 2:
