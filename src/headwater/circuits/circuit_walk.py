@@ -495,12 +495,11 @@ class _Batch:
         rows = np.flatnonzero(heard.any(1))
         if not len(rows):
             return
-        outside, blocks = self.outside.middle[layer], self.walk.rows
-        kept = self.walk.rows.leaving(layer)
+        outside, kept = self.outside.middle[layer], self.walk.rows.leaving(layer)
         inputs = outside[kept].expand(len(rows), -1, -1).clone()
         mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
         inputs[to_device(np.searchsorted(rows, mixed.circuit), inputs.device)] = mixed.inputs
-        changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
         # In the last layer the MLP ran where it is read; elsewhere nobody asks for its change.
         if not isinstance(kept, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, kept, changes)

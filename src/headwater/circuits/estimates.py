@@ -43,7 +43,6 @@ from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
-from headwater.models.blocks import Blocks
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
@@ -234,14 +233,10 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
         # A HookedTransformer has no hook there: the gradient is pulled back through the MLP itself.
         has_hook = hook_name("mlp_in", layer) in slopes.recorded
         gradient = slopes.at(m, "mlp_in" if has_hook else "mlp_out", layer)[None]
-        made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(_added_by_mlp, blocks, layer)
+        made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(blocks.feed_forward, layer)
         yield slice(first, first + 1), _pulled_back(slopes.input_of(layer, mlp=True), gradient, made)
         first += 1
     yield slice(first, first + 1), slopes.at(m, "resid_post", runs.graph.n_layers - 1).mean(0)[None]
-
-
-def _added_by_mlp(blocks: Blocks, layer: int, rows: Float[Tensor, "row position d_model"]) -> Tensor:
-    return blocks.feed_forward(layer, rows.flatten(0, 1)).view_as(rows)
 
 
 def _pulled_back(
@@ -313,6 +308,6 @@ def _written_by_mlp(
     read, recorded = rows.read_by_mlp(layer), rows.base("mlp_out", layer)
     along_gradient = torch.zeros(len(exact.changes), len(slope), device=slope.device)
     for some in senders.split(rows.at_once):
-        written = rows.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
+        written = rows.blocks.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
         along_gradient[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float()
     return along_gradient

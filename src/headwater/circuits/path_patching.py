@@ -441,12 +441,8 @@ def first_layer(graph: Graph, receivers: Indices) -> int:
     return int(np.where(layers < 0, graph.n_layers, layers).min())
 
 
-@dataclass(frozen=True)
-class Made:
-    """What the receivers of a layer make of their changed inputs, by set of senders."""
-
-    heads: dict[str, Float[Tensor, "set position head d_head"]]
-    mlp: Float[Tensor, "set position d_model"] | None
+Made: TypeAlias = dict[str, Tensor]
+"""What the receivers of a layer make of their changed inputs, by kind, `set position ...`: a set of senders a row."""
 
 
 class Paths:
@@ -492,7 +488,7 @@ class Paths:
         return effects
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
-        """Return by layer what its receivers make of what reaches them; of the last, the changes that logits read."""
+        """Return by layer what its receivers make of what reaches them; for the logits, the changes that they read."""
         nodes = self.graph.receivers
         wanted = np.unique(np.concatenate(receivers))
         layers = np.where(nodes.layer[wanted] < 0, self.rows.n_layers, nodes.layer[wanted])
@@ -508,9 +504,13 @@ class Paths:
                     with receivers_here.hooked():
                         heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
                 if MLP in kinds:
-                    mlps.append(self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
-            mlp = torch.cat(mlps) if mlps else into_heads if LOGITS in kinds else None
-            by_layer[layer] = Made({k: torch.cat([one[k] for one in heads]) for k in KINDS} if heads else {}, mlp)
+                    mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
+            made: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
+            if mlps:
+                made["mlp"] = torch.cat(mlps)
+            if LOGITS in kinds:
+                made["logits"] = into_heads
+            by_layer[layer] = made
         return by_layer
 
     def _last(
@@ -521,10 +521,8 @@ class Paths:
         which = to_device(torch.tensor(sets), rows.runs.model.device)
         first = first_layer(self.graph, receivers)
         if first == rows.n_layers:
-            change = made[first].mlp
-            assert change is not None
             # No layer is left to run: the change is in front of the final norm.
-            return (rows.base("resid_post", first - 1) + change[which])[:, rows.kept]
+            return (rows.base("resid_post", first - 1) + made[first]["logits"][which])[:, rows.kept]
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
             own = receivers[nodes.layer[receivers] == layer]
@@ -536,11 +534,9 @@ class Paths:
             middle = residual + attended
             if (nodes.kind[own] == MLP).any():
                 # In place of what the MLP makes of this run: it read what reached it along the path alone.
-                added = made[layer].mlp
-                assert added is not None
-                residual = middle + added[which][:, leaving]
+                residual = middle + made[layer]["mlp"][which][:, leaving]
             else:
-                residual = middle + rows.feed_forward(layer, residual if rows.blocks.parallel else middle)
+                residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
         return residual
 
     @contextlib.contextmanager
@@ -549,7 +545,7 @@ class Paths:
         nodes, hooks = self.graph.receivers, []
         for number, kind in enumerate(KINDS):
             if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
-                written = partial(_exchanged, heads=heads, given=made[layer].heads[kind][which])
+                written = partial(_exchanged, heads=heads, given=made[layer][kind][which])
                 hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
         with self.runs.model.hooks(hooks):
             yield
