@@ -403,7 +403,7 @@ def find_circuit(
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
     # Before the screen, which is a search's price once more.
-    outcome.say_how_long_a_search(tries, hours, progress)
+    outcome.say_how_long(tries, progress, search=True, hours=hours)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 
