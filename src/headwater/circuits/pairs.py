@@ -21,7 +21,7 @@ circuit for all layers: half to twice of what is computed, and more of circuits 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Exchanged, Place, refuse_other_kinds
@@ -243,15 +244,13 @@ class Pairs:
             exact.reaching = ResidualChange(exact.rows, exact.changes, each, through).at
         return exact
 
-    def baselines(self, run: Run, recomputed: bool = True) -> Sequence[dict[str, Tensor]]:
+    def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:
         """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
 
-        Args:
-            run: the analysis.
-            recomputed: whether runs are changed and made again: rounding is what rows without a change show then, else
-                the precision of the two metrics.
+        Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
         """
-        return list(run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed)))
+        pieces = run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed))
+        return torch.stack([piece["baselines"] for piece in pieces])
 
     def _baselines(self, example: int, recomputed: bool) -> dict[str, Tensor]:
         with torch.no_grad(), self.plan.model.lock:

@@ -54,7 +54,7 @@ from headwater.circuits.pairs import (
     say_how_long,
     source_in,
 )
-from headwater.circuits.result import ByMetric
+from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device
 from headwater.models.edits import replace_hook
@@ -126,8 +126,6 @@ def _listed(option: str, name: str, some: Any) -> list[Any]:
     return found
 
 
-GLANCE = 20
-"""Paths in a summary."""
 WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads frozen"}
 """How each `through` is said."""
 
@@ -259,12 +257,9 @@ def tabulated(
         columns["role"] = np.array(places.roles, dtype=object)[place]
     elif places.apart:
         columns["position"] = place
-    clean, corrupted, floor = baselines.numpy()[example, m].T
     effect = effects.numpy()[example, place, sender, receiver, m]
-    gap = clean - corrupted if options["direction"] == "denoise" else corrupted - clean
-    normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
-    columns |= {"metric": named[m], "effect": effect, "normalized_effect": normalized}
-    return pd.DataFrame(columns | {"clean": clean, "corrupted": corrupted, "floor": floor})
+    columns |= {"metric": named[m], "effect": effect}
+    return pd.DataFrame(columns | beside_baselines(effect, baselines.numpy()[example, m], str(options["direction"])))
 
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
@@ -370,7 +365,7 @@ class PathRequest:
         pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint)
         layers = [first_layer(self.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
-        baselines = torch.stack([piece["baselines"] for piece in pairs.baselines(run)])
+        baselines = pairs.baselines(run)
         items = [(example, stage) for example in range(len(pairs)) for stage in stages]
         size = (len(pairs), len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
         effects = torch.full(size, torch.nan, dtype=torch.float64)
