@@ -233,13 +233,8 @@ class Place:
 class BothRuns:
     """An example's two runs. Use inside `torch.no_grad()` and the model's lock.
 
-    Args:
-        plan: pairs of prompts and metrics.
-        graph: the model's, whose columns are made once for all pairs.
-        example: which pair.
-        weights: the model's, opened once for all pairs.
-        exchanged: what represents the other run, where that is not a run of the other prompt.
-        sloped: whether gradients in the base run will be taken: at `sloped_names`.
+    `exchanged` represents the other run where that is not a run of the other prompt; where gradients in the base run
+    will be taken, at `sloped_names`, it is `sloped`.
 
     Attributes:
         wave: the recorded runs: the base run is row 0, the other row 1.

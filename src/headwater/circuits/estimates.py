@@ -93,9 +93,7 @@ SMALLEST = 1e-6
 class Slopes:
     """One or several runs of a pair with a graph, and the gradients of each metric in them.
 
-    Args:
-        runs: the pair.
-        shares: how far each run is on the way from the base run's embeddings (0) to the other's (1).
+    `shares` say how far each run is on the way from the base run's embeddings (0) to the other's (1).
 
     Raises:
         InputError: a metric has no gradient, or one that is 0 everywhere.

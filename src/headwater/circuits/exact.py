@@ -379,14 +379,7 @@ THROUGH = get_args(ThroughName)
 
 
 class ResidualChange:
-    """The changes of some sets of senders, layer by layer, at the positions that are recomputed.
-
-    Args:
-        rows: the base run.
-        changes: Δ of every sender.
-        sets: which senders are exchanged together; a set is a row.
-        through: `direct` or `mlps`.
-    """
+    """The changes of some sets of senders, exchanged together, layer by layer at the positions that are recomputed."""
 
     def __init__(
         self,

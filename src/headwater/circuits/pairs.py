@@ -279,13 +279,7 @@ def say_how_long(
 ) -> None:
     """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
 
-    Args:
-        model: on whose device.
-        what: what is requested, such as "32,491 edges of 3 pairs".
-        tokens: so many as whole runs of the model have that compute as much.
-        advice: what would be less.
-        hours: what the caller allows.
-        progress: whether anything is said.
+    `tokens` are so many as whole runs of the model have that compute as much; `advice` says what would be less.
     """
     # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
     work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
