@@ -46,7 +46,7 @@ from headwater.circuits.pairs import (
 )
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
@@ -133,13 +133,12 @@ def edges(
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
-    check_model(model)
+    batch_size = check_call(model, batch_size)
     by = checked_name("method", default_method(model) if method is None else method, METHODS)
     checked_name("through", through, THROUGH)
     if through != "direct" and by in ("eap", "eap-ig"):
         raise InputError(f"method={by!r} has gradients of direct edges alone: use 'screened' with through='mlps'.")
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
-    batch_size = check_call(model, batch_size)
     verify, steps = checked_count("verify", verify), checked_count("steps", steps, most=1000)
     seed = checked_seed(seed)
     checked_name("quadrature", quadrature, QUADRATURES)

@@ -114,19 +114,15 @@ class Slopes:
 
     def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
         """Return the gradient of a metric at a site of a layer, at the positions that are recomputed."""
-        return self.by_metric[m][hook_name(site, layer)][self._rows, self.runs.start : self.runs.stop]
+        # The rows of this pair: the other run may be after the base run.
+        return self.by_metric[m][hook_name(site, layer)][: len(self.shares), self.runs.start : self.runs.stop]
 
     def input_of(self, layer: int, mlp: bool) -> Float[Tensor, "step position d_model"]:
         """Return what a layer's attention, or its MLP, reads, before its norm."""
         entering = self.recorded[hook_name("resid_pre", layer)]
         if mlp and not self.runs.wave.blocks.parallel:
             entering = entering + self.recorded[hook_name("attn_out", layer)]
-        return entering[self._rows, self.runs.start : self.runs.stop].detach()
-
-    @property
-    def _rows(self) -> slice:
-        """The rows of what is kept that are of this pair: the other run may be after the base run."""
-        return slice(len(self.shares))
+        return entering[: len(self.shares), self.runs.start : self.runs.stop].detach()
 
     def _logits_recorded(self, recorded: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
         """The logits of the base run as it was recorded, with its graph, which serves once."""

@@ -234,27 +234,25 @@ class Graph:
 
     def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
         """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v."""
-        is_named = np.zeros(len(nodes), dtype=bool)
-        for name in names:
-            is_named |= self._named(nodes, name)
-        return np.flatnonzero(is_named)
-
-    def _named(self, nodes: Nodes, name: Any) -> NDArray[np.bool_]:
-        kind, layer, head, _ = part_named(name, self)
         chosen = np.zeros(len(nodes), dtype=bool)
-        for one in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
-            if one not in nodes.kinds:
-                what, other = ("sender", "receiver") if nodes.kinds == SENDERS else ("receiver", "sender")
-                some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "head 1.0", "mlp 0", "logits"'}
-                raise InputError(
-                    f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some[what]}."
-                )
-            # Named as a head, its k and v are those of the group it shares.
-            of = head if head is None or kind != "head" or one not in "kv" else head * self.n_kv_heads // self.n_heads
-            which = nodes.kind == nodes.kinds.index(one)
-            which &= True if layer is None else nodes.layer == layer
-            chosen |= which if of is None else which & (nodes.head == of)
-        return chosen
+        for name in names:
+            kind, layer, head, _ = part_named(name, self)
+            for one in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
+                if one not in nodes.kinds:
+                    what, other, some = "sender", "receiver", '"embed", "head 0.1", "mlp 0"'
+                    if nodes.kinds == RECEIVERS:
+                        what, other, some = "receiver", "sender", '"q 1.0", "head 1.0", "mlp 0", "logits"'
+                    raise InputError(
+                        f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some}."
+                    )
+                of = head
+                if head is not None and kind == "head" and one in "kv":
+                    # Named as a head, its k and v are those of the group it shares.
+                    of = head * self.n_kv_heads // self.n_heads
+                which = nodes.kind == nodes.kinds.index(one)
+                which &= True if layer is None else nodes.layer == layer
+                chosen |= which if of is None else which & (nodes.head == of)
+        return np.flatnonzero(chosen)
 
     def refuse_order(self, sender: str, receiver: str) -> NoReturn:
         """Refuse a sender that comes after its receiver."""
