@@ -40,7 +40,6 @@ from headwater.circuits.pairs import (
     places_in,
     plan_of,
     runs_of,
-    runs_of_senders,
     say_how_long,
     source_in,
 )
@@ -177,11 +176,14 @@ def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> 
     """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
     plan, method, graph, n_edges = request.plan, request.method, request.graph, len(request.chosen)
     what, advice = f"{n_edges:,} edges of {len(plan.pair.base):,} pairs", "Fewer pairs or shorter prompts take less."
-    exact, runs, whole = runs_of(graph, graph.stage[request.chosen]) * len(request.places), 0.0, 0
+    stage, sender = graph.stage[request.chosen], graph.sender[request.chosen]
+    exact, runs, whole = runs_of(graph, stage) * len(request.places), 0.0, 0
     if method == "exact":
         runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
     if method in ("sublayer", "screened"):
-        runs = runs_of_senders(graph, request.chosen) * len(request.places)
+        # All senders go through each later layer in which an edge ends.
+        through = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
+        runs = through / graph.n_layers * len(request.places)
     if method == "screened":
         runs += exact * min(1.0, (request.verify + DRAWN) / n_edges)
         advice = "With a smaller verify= it takes less."

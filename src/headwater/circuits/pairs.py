@@ -156,13 +156,6 @@ def runs_of(graph: Graph, stages: Indices) -> float:
     return float(np.maximum(graph.n_layers - 0.5 - stages, 0).sum()) / graph.n_layers
 
 
-def runs_of_senders(graph: Graph, edges: Indices) -> float:
-    """Return how many whole runs are all senders sent through each later layer in which an edge ends."""
-    stage, sender = graph.stage[edges], graph.sender[edges]
-    runs = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
-    return runs / graph.n_layers
-
-
 OTHER_RUN = "other run"
 
 

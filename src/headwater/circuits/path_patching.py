@@ -330,18 +330,22 @@ def path_patch(
     graph = Graph.of(model.shape)
     sent = ends_named(graph, graph.senders, "senders", senders)
     received = ends_named(graph, graph.receivers, "receivers", receivers)
-    if not any(has_path(graph, s, r) for s in sent.values() for r in received.values()):
+    ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
+    if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, seed)
-    request = PathRequest(plan, source, graph, sent, received, through, places_in(plan, over, positions))
-    _say_how_long(request, progress)
+    places = places_in(plan, over, positions)
+    request = PathRequest(plan, source, graph, sent, received, through, places)
+    tokens = runs_of(graph, np.array(ends)) * len(places) * changed_tokens(plan, source.since).sum()
+    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
+    say_how_long(model, what, tokens, "Fewer senders=, receivers= or pairs take less.", progress=progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},
         "through": through,
         "over": over,
-        **request.places.options,
+        **places.options,
         **options_of(plan, source),
     }
 
@@ -394,21 +398,6 @@ class PathRequest:
                 paths = Paths(runs, place, self.through, pairs.tile(runs, place))
                 found[number] = paths.effects(senders, receivers)
         return {"effects": found}
-
-
-def _say_how_long(request: PathRequest, progress: bool) -> None:
-    """Say how long paths take, if it is over a minute."""
-    plan, graph = request.plan, request.graph
-    ends = [
-        first_layer(graph, received)
-        for received in request.receivers.values()
-        for sent in request.senders.values()
-        if has_path(graph, sent, received)
-    ]
-    tokens = runs_of(graph, np.array(ends)) * len(request.places) * changed_tokens(plan, request.source.since).sum()
-    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
-    advice = "Fewer senders=, receivers= or pairs take less."
-    say_how_long(plan.model, what, tokens, advice, progress=progress)
 
 
 # The exact effect of exchanging what some senders tell some receivers, directly or through the MLPs between them.
