@@ -68,7 +68,9 @@ class ByMetric(Surface):
 Numbers = NDArray[np.float64]
 
 
-def beside_baselines(effect: Numbers, baselines: Numbers, direction: str) -> dict[str, Numbers]:
+def beside_baselines(
+    effect: Float[np.ndarray, " row"], baselines: Float[np.ndarray, "row 3"], direction: str
+) -> dict[str, Any]:
     """Return the columns after `effect`: it as a part of the gap between the two runs, NaN where these are equal."""
     clean, corrupted, floor = baselines.T
     gap = clean - corrupted if direction == "denoise" else corrupted - clean
