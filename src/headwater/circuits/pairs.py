@@ -38,7 +38,7 @@ from headwater.circuits.exact import Exact, ResidualChange, refuse_heads_that_me
 from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Prompt, Where
+from headwater.models.positions import Where
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable
@@ -46,7 +46,6 @@ from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import (
     DIRECTIONS,
-    AlignedSpan,
     PromptPair,
     Prompts,
     aligned_positions,
@@ -111,8 +110,14 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
         by_role = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(pairs)]
-        for i, of_pair in enumerate(by_role):
-            _refuse_moved(of_pair, *pairs[i], i)
+        for i, (base, other) in enumerate(pairs):
+            for role, span in by_role[i].items():
+                if span.base != span.other and other is not None:
+                    raise InputError(
+                        f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {i} and "
+                        f"{list(span.other)} of the other. What senders add is exchanged position by position: give "
+                        f"pairs in which roles are at the same positions.\n{side_by_side(base, other)}"
+                    )
         return Places(tuple(tuple(span.base for span in one.values()) for one in by_role), tuple(where), chosen=True)
     chosen: list[tuple[int, ...] | None] = [None] * n
     if where is not None:
@@ -124,16 +129,6 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
         for one, kept in zip(chosen, plan.positions, strict=True)
     ]
     return Places(tuple(apart), apart=True, chosen=where is not None)
-
-
-def _refuse_moved(by_role: Mapping[str, AlignedSpan], base: Prompt, other: Prompt | None, example: int) -> None:
-    for role, span in by_role.items():
-        if span.base != span.other and other is not None:
-            raise InputError(
-                f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {example} and {list(span.other)} "
-                f"of the other. What senders add is exchanged position by position: give pairs in which roles are at "
-                f"the same positions.\n{side_by_side(base, other)}"
-            )
 
 
 LARGE = 1_000_000_000
