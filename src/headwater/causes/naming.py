@@ -166,14 +166,10 @@ def judged(
     sources: Int[ndarray, " pair"],
     seed: int,
 ) -> tuple[pd.DataFrame, Float[ndarray, " draw"]]:
-    """Return what share of the largest effect the head of each way of naming has, on the second half.
+    """Return what share of the largest effect the head of each way of naming (`names_of`) has, on the second half.
 
-    Args:
-        choice: the relation.
-        named: what `names_of` returned for it.
-        effects: of the heads that are named and those that may be strongest; NaN of others.
-        sources: of each pair, which source it asks for.
-        seed: of the bootstrap.
+    Effects are of the heads that are named and those that may be strongest, NaN of others; a source is what its pair
+    asks for.
 
     Returns:
         A row per way: `way, layer, head` (absent where several are named), `heads` (how many different ones), `rank` of

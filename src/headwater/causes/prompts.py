@@ -223,13 +223,9 @@ def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
 
 
 def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], n: int) -> PairedPrompts:
-    """Pair each item with the next one, in a ring, that shares no accepted target with it.
+    """Pair each item, n at most, with the next one, in a ring, that shares no accepted target with it.
 
-    Args:
-        prompts: a prompt for some of the relation's items; those of another length than most are left out.
-        tokens: the relation.
-        items: those that prompts ask for, in this order.
-        n: at most so many pairs.
+    Prompts of another length than most are left out.
     """
     # The same number of tokens on both sides of the source, so that the prompts of a pair align.
     places = list(zip(prompts.source.tolist(), prompts.batch.lengths.tolist(), strict=True))

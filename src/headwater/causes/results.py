@@ -16,7 +16,7 @@ from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, whole_summary
-from headwater.stats.resample import Bootstrap, Interval, interval
+from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import q_values
 
 if TYPE_CHECKING:
@@ -26,20 +26,8 @@ if TYPE_CHECKING:
     from headwater.runs.result import Size
 
 LARGEST_P = 0.05
-COLUMNS = [
-    "relation",
-    "category",
-    "items",
-    "prompt",
-    "pairs",
-    "gap",
-    "gap_low",
-    "gap_high",
-    "accuracy",
-    "can",
-    "reason",
-]
-COLUMNS += ["family"]
+COLUMNS = ["relation", "category", "items", "prompt", "pairs", "gap", "gap_low", "gap_high", "accuracy", "can"]
+COLUMNS += ["reason", "family"]
 
 
 def holds(row: Mapping[Any, Any], ways: pd.DataFrame) -> bool:
@@ -72,11 +60,9 @@ class EvidenceSuite(Result):
         columns = ["relation", "way", "layer", "head", "heads", "rank", "share", "low", "high", "difference"]
         columns += ["difference_low", "difference_high", "p_value"]
         every = pd.concat(ways, ignore_index=True)[columns] if ways else pd.DataFrame(columns=columns)
-        ours = every.loc[
-            every["way"] == NAMED, ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
-        ]
-        table = pd.DataFrame(rows).reindex(columns=COLUMNS)
-        table = table.merge(ours, on="relation", how="left")
+        chosen = ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
+        ours = every.loc[every["way"] == NAMED, chosen]
+        table = pd.DataFrame(rows).reindex(columns=COLUMNS).merge(ours, on="relation", how="left")
         of_relation = dict(tuple(every.groupby("relation")))
         table["holds"] = [
             bool(row["can"]) and holds(row, of_relation[row["relation"]]) for row in table.to_dict("records")
@@ -116,15 +102,13 @@ class EvidenceSuite(Result):
         `way, share` (a mean over families of the mean over their relations), `difference, low, high`: of the share of
         weights and attention, with a bootstrap interval over families.
         """
-        summary, rows = whole_summary(self), []
-        seed = checked_seed(seed)
-        draws = Bootstrap.of(range(len(summary)), seed=seed) if len(summary) else None
-        for way in WAYS[1:]:
-            ahead: Interval | None = None
-            if draws is not None:
+        summary, seed = whole_summary(self), checked_seed(seed)
+        rows: list[tuple[str | float, ...]] = [(way, *[np.nan] * 4) for way in WAYS[1:]]
+        if len(summary):
+            draws = Bootstrap.of(range(len(summary)), seed=seed)
+            for number, way in enumerate(WAYS[1:]):
                 ahead = interval(draws.mean((summary["share"] - summary[_column(way)]).to_numpy(dtype=float)))
-            numbers = (np.nan,) * 3 if ahead is None else (ahead.value, ahead.low, ahead.high)
-            rows.append((way, summary[_column(way)].mean() if len(summary) else np.nan, *numbers))
+                rows[number] = way, summary[_column(way)].mean(), ahead.value, ahead.low, ahead.high
         return pd.DataFrame(rows, columns=["way", "share", "difference", "low", "high"])
 
     def report(self) -> list[str]:

@@ -331,18 +331,10 @@ def one_relation(
     seed: int,
     run: Run,
 ) -> Evidence:
-    """Return everything about the first relation of a suite.
+    """Return everything about the first relation of a suite; `others` are the controls of silencing.
 
-    Args:
-        model: the model.
-        suite: of which the relation is the first row.
-        prompts: the relation's; None where there are none.
-        choice: what its first half says; None where the model cannot do it.
-        known: its gap pair by pair, and where the model can do it the effects of all heads.
-        others: prompts of further relations, the controls of silencing.
-        options: of the run.
-        seed: of intervals and random heads.
-        run: the run.
+    It has no prompts where none can be made, and no choice and no effects of heads (`known`) where the model cannot do
+    it.
     """
     templates = pd.DataFrame() if prompts is None else prompts.templates
     if prompts is None or known is None or choice is None:

@@ -234,13 +234,8 @@ class Place:
 class BothRuns:
     """An example's two runs. Use inside `torch.no_grad()` and the model's lock.
 
-    Args:
-        plan: pairs of prompts and metrics.
-        graph: the model's, whose columns are made once for all pairs.
-        example: which pair.
-        weights: the model's, opened once for all pairs.
-        exchanged: what represents the other run, where that is not a run of the other prompt.
-        sloped: whether gradients in the base run will be taken: at `sloped_names`.
+    `exchanged` represents the other run where that is not a run of the other prompt; where gradients in the base run
+    will be taken, at `sloped_names`, it is `sloped`.
 
     Attributes:
         wave: the recorded runs: the base run is row 0, the other row 1.
@@ -294,7 +289,7 @@ class BothRuns:
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""
-        return self._recorded(site, layer, 0)
+        return self.wave.recording.activations[SITES[site].hook_name(layer)][0]
 
     def place(self, positions: tuple[int, ...] | None = None) -> Place | None:
         """Return a place where outputs are exchanged at some positions (None: at all); None where nothing feels it."""
@@ -307,7 +302,7 @@ class BothRuns:
 
     def other(self, site: str, layer: int) -> Tensor:
         """Return an activation of the other run, `position ...`."""
-        return self._recorded(site, layer, 1)
+        return self.wave.recording.activations[SITES[site].hook_name(layer)][1]
 
     def changes_at(self, place: Place) -> Float[Tensor, "sender position d_model"]:
         """Return Δ from the first recomputed position of a place on; 0 but at its positions, where it names some."""
@@ -319,22 +314,19 @@ class BothRuns:
         alone[:, at - place.start] = self.changes[:, at - self.start]
         return alone
 
-    def _recorded(self, site: str, layer: int, row: int) -> Tensor:
-        return self.wave.recording.activations[SITES[site].hook_name(layer)][row]
-
     def _changes(self) -> Float[Tensor, "sender position d_model"]:
         graph, weights = self.graph, self.weights
 
-        def recorded(row: int) -> Recorded:
-            return lambda site, layer: self._recorded(site, layer, row)[self.start : self.stop]
+        def changing(run: Recorded) -> Recorded:
+            return lambda site, layer: run(site, layer)[self.start : self.stop]
 
         if self.exchanged is None:
             size = len(graph.senders), self.stop - self.start, self.model.shape.d_model
             changes, first = self.base("resid_pre", 0).new_empty(size), 0
             # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
-            for some in changed_by_layer(self.model, graph, weights, recorded(0), recorded(1)):
+            for some in changed_by_layer(self.model, graph, weights, changing(self.base), changing(self.other)):
                 changes[first : first + len(some)] = some
                 first += len(some)
             return changes
         outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
-        return outside[:, self.start : self.stop] - written(self.model, graph, weights, recorded(0))
+        return outside[:, self.start : self.stop] - written(self.model, graph, weights, changing(self.base))

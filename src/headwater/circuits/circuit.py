@@ -275,16 +275,13 @@ class Circuit:
         return self.view(**what).save_html(path)
 
     def __or__(self, other: Circuit) -> Circuit:
-        other = self._same(other)
-        return self._joined(other, {*self.edges.tolist(), *other.edges.tolist()})
+        return self._joined(other, np.union1d)
 
     def __and__(self, other: Circuit) -> Circuit:
-        other = self._same(other)
-        return self._joined(other, set(self.edges.tolist()) & set(other.edges.tolist()))
+        return self._joined(other, np.intersect1d)
 
     def __sub__(self, other: Circuit) -> Circuit:
-        other = self._same(other)
-        return self._joined(other, set(self.edges.tolist()) - set(other.edges.tolist()))
+        return self._joined(other, np.setdiff1d)
 
     def __invert__(self) -> Circuit:
         rest = np.setdiff1d(np.arange(self.graph.n_edges), self.edges, assume_unique=True)
@@ -333,12 +330,13 @@ class Circuit:
             raise InputError(f"The circuits are of different graphs: {graphs}.")
         return circuit
 
-    def _joined(self, other: Circuit, edges: set[int]) -> Circuit:
-        known = {edge: effect for edge, effect in other._effect_of.items() if edge in edges}
+    def _joined(self, other: Circuit, how: Callable[[Indices, Indices], Any]) -> Circuit:
+        other = self._same(other)
         # This circuit's effects win: where both know an edge they may be of other prompts.
-        known |= {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
+        known = other._effect_of | {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
         model = self.model if other.model in ("", self.model) else "" if self.model else other.model
-        return made(self.graph, edges, known, tuple(dict.fromkeys((*self.seen, *other.seen))), model)
+        seen = tuple(dict.fromkeys((*self.seen, *other.seen)))
+        return made(self.graph, how(self.edges, other.edges), known, seen, model)
 
 
 def strength_order(effects: NDArray[np.float64]) -> Indices:

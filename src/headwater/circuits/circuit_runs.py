@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,6 @@ from headwater.runs.result import Result, plain_text, table_html, whole_summary,
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 
-COLUMNS = (
-    *("example", "circuit", "edges", "edges_on_a_path", "metric", "value", "clean", "corrupted", "faithfulness"),
-    "placebo",
-)
 MOST_PLACEBOS = 1000
 
 
@@ -294,13 +291,9 @@ def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
 
 def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tensor, Tensor]:
     """Return the metrics of circuits, `example circuit metric`, and the baselines, `example metric 3`."""
-    runner = CircuitRunner(outcome, run.record.fingerprint)
-
-    def piece(example: int) -> dict[str, Tensor]:
-        return runner.measure(example, circuits)
-
+    measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
     with run.bar("circuits", "pair", len(outcome)) as bar:
-        pieces = list(run.pieces("circuits", range(len(outcome)), piece, bar))
+        pieces = list(run.pieces("circuits", range(len(outcome)), measure, bar))
     return torch.stack([one["values"] for one in pieces]), torch.stack([one["baselines"] for one in pieces])
 
 
@@ -328,7 +321,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
         "faithfulness": np.where(wide, (flat - corrupted) / np.where(wide, gap, 1.0), np.nan),
         "placebo": pd.array(each(list(lineup.placebo)).tolist(), dtype="Int64"),
     }
-    return pd.DataFrame(columns)[list(COLUMNS)]
+    return pd.DataFrame(columns)
 
 
 def gap_sentence(table: pd.DataFrame) -> str | None:

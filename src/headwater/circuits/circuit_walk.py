@@ -108,17 +108,13 @@ class Outcome:
         plan = Plan(model, PromptPair(first, second), cells, metrics, batch_size=batch_size)
         return cls(plan, source, options | {"metrics": plan.metric_options}, given)
 
-    def say_how_long(self, n_circuits: int, progress: bool) -> None:
-        """Say how long circuits take, if it is over a minute."""
-        what = f"{n_circuits:,} circuits of {len(self):,} pairs"
-        tokens, advice = n_circuits * self._changed.sum(), "Fewer circuits, placebos= or pairs take less."
-        say_how_long(self.plan.model, what, tokens, advice, progress=progress)
-
-    def say_how_long_a_search(self, tries: int, hours: float | None, progress: bool) -> None:
-        """Say how long a search takes, if it is over a minute: an edge that is tried is a circuit of its own."""
-        what = f"{tries:,} edges, each tried on {len(self):,} pairs,"
-        tokens, advice = tries * self._changed.sum(), "With budget= or fewer pairs it takes less."
-        say_how_long(self.plan.model, what, tokens, advice, hours=hours, progress=progress)
+    def say_how_long(self, n: int, progress: bool, search: bool = False, hours: float | None = None) -> None:
+        """Say how long circuits take, if it is over a minute: in a search each edge that is tried is one."""
+        what, advice = f"{n:,} circuits of {len(self):,} pairs", "Fewer circuits, placebos= or pairs take less."
+        if search:
+            what = f"{n:,} edges, each tried on {len(self):,} pairs,"
+            advice = "With budget= or fewer pairs it takes less."
+        say_how_long(self.plan.model, what, n * self._changed.sum(), advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:
         """Return the runs of how many pairs are kept between batches: mostly the changes that each sender makes."""
@@ -311,15 +307,6 @@ HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
 ALL = slice(None)
 
 
-@dataclass(frozen=True, eq=False)
-class ReceiverInputs:
-    """What some receivers of a layer read: a row for each that an edge of a circuit enters, receiver by receiver."""
-
-    circuit: Indices
-    receiver: Indices
-    inputs: Float[Tensor, "row position d_model"]
-
-
 class CircuitWalk:
     """Runs circuits on one example: its rows begin at the first position that differs from what lies outside."""
 
@@ -461,8 +448,8 @@ class _Batch:
         kept = self.walk.rows.kept
         states = self.outside.entering[-1][kept].expand(self.n_circuits, -1, -1).clone()
         logits = len(self.graph.receivers) - 1
-        mixed = self._mixed(range(logits, logits + 1), self.outside.entering[-1], kept)
-        states[to_device(mixed.circuit, states.device)] = mixed.inputs
+        circuit, _, inputs = self._mixed(range(logits, logits + 1), self.outside.entering[-1], kept)
+        states[to_device(circuit, states.device)] = inputs
         return states
 
     def _heads(self, layer: int) -> None:
@@ -473,15 +460,15 @@ class _Batch:
         if not len(rows):
             return
         projection = self.walk.projection(layer)
-        mixed = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
-        place = np.searchsorted(rows, mixed.circuit)
+        circuit, receiver, inputs = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
+        place = np.searchsorted(rows, circuit)
         # A head that no edge enters reads what is carried outside; the others are written over below.
         given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
-        bounds = np.searchsorted(self.graph.receivers.kind[mixed.receiver], range(len(KINDS) + 1))
+        bounds = np.searchsorted(self.graph.receivers.kind[receiver], range(len(KINDS) + 1))
         for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
-            heads = self.graph.receivers.head[mixed.receiver[mine]]
+            heads = self.graph.receivers.head[receiver[mine]]
             if len(heads):
-                made = projection.of(kind, mixed.inputs[mine], torch.from_numpy(heads)).to(given[kind])
+                made = projection.of(kind, inputs[mine], torch.from_numpy(heads)).to(given[kind])
                 given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
         # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
         z = projection.receivers.heads_of(given)
@@ -495,12 +482,11 @@ class _Batch:
         rows = np.flatnonzero(heard.any(1))
         if not len(rows):
             return
-        outside, blocks = self.outside.middle[layer], self.walk.rows
-        kept = self.walk.rows.leaving(layer)
+        outside, kept = self.outside.middle[layer], self.walk.rows.leaving(layer)
         inputs = outside[kept].expand(len(rows), -1, -1).clone()
-        mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
-        inputs[to_device(np.searchsorted(rows, mixed.circuit), inputs.device)] = mixed.inputs
-        changes = blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        circuit, _, mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
+        inputs[to_device(np.searchsorted(rows, circuit), inputs.device)] = mixed
+        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
         # In the last layer the MLP ran where it is read; elsewhere nobody asks for its change.
         if not isinstance(kept, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, kept, changes)
@@ -511,10 +497,13 @@ class _Batch:
         n_receivers = self.graph.n_heads + 2 * self.graph.n_kv_heads + 1
         return range(layer * n_receivers, (layer + 1) * n_receivers)
 
-    def _mixed(self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL) -> ReceiverInputs:
-        """Return what some receivers read in each circuit that has edges into them; at some positions, or at all.
+    def _mixed(
+        self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL
+    ) -> tuple[Indices, Indices, Float[Tensor, "row position d_model"]]:
+        """Return what some receivers read where an edge enters them, receiver by receiver, at some positions or at all.
 
-        The edges of a circuit are in the order of their receivers, so those into neighbours are together.
+        A row is of one circuit and one receiver, which come first. The edges of a circuit are in the order of their
+        receivers, so those into neighbours are together.
         """
         outside = outside[kept]
         parts = [self._entering(one, receivers) for one in range(self.n_circuits)]
@@ -536,7 +525,7 @@ class _Batch:
             carried[row, slot] = 1
             now = self.now[one, :reach][:, kept].flatten(1)
             _product(to_device(carried, now.device).to(now), now, inputs.flatten(1), mine)
-        return ReceiverInputs(circuits[order], entered[order], inputs.add_(outside))
+        return circuits[order], entered[order], inputs.add_(outside)
 
     def _entering(self, circuit: int, receivers: range) -> tuple[Indices, Indices, Indices]:
         """Return the receivers that edges of a circuit enter, and of each edge the place of its receiver, and slot."""

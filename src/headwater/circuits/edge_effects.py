@@ -40,13 +40,12 @@ from headwater.circuits.pairs import (
     places_in,
     plan_of,
     runs_of,
-    runs_of_senders,
     say_how_long,
     source_in,
 )
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
-from headwater.models.hooked import HookedModel, check_model
+from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
@@ -133,29 +132,28 @@ def edges(
         ModelError: the model's blocks cannot be called one by one, or its heads do not add up to what attention adds.
         NumericsError: a run gives NaN or infinity.
     """
-    check_model(model)
+    batch_size = check_call(model, batch_size)
     by = checked_name("method", default_method(model) if method is None else method, METHODS)
     checked_name("through", through, THROUGH)
     if through != "direct" and by in ("eap", "eap-ig"):
         raise InputError(f"method={by!r} has gradients of direct edges alone: use 'screened' with through='mlps'.")
     hours = None if hours is None else checked_number("hours", hours, above=0.0)
-    batch_size = check_call(model, batch_size)
-    how = How(
-        by, through, checked_count("verify", verify), checked_count("steps", steps, most=1000), checked_seed(seed),
-        checked_name("quadrature", quadrature, QUADRATURES), direction == "noise",
-    )  # fmt: skip
+    verify, steps = checked_count("verify", verify), checked_count("steps", steps, most=1000)
+    seed = checked_seed(seed)
+    checked_name("quadrature", quadrature, QUADRATURES)
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
-    source = source_in(plan, values, dataset, how.seed)
+    source = source_in(plan, values, dataset, seed)
     # Gradients on the way between two embeddings: there have to be two.
     if by == "eap-ig" and source.inputs.kind in ("zero", "mean"):
         raise InputError(
             f"method='eap-ig' goes from the embeddings of one run to those of another, and values="
             f"{source.inputs.kind!r} are of no run. Use 'exact', 'screened' or 'eap'."
         )
-    request = EdgeRequest(plan, source, graph, chosen, places_in(plan, over, positions), how)
-    numbers = (5 if how.ranks_twice else 3) * 4 * int(np.prod(request.size))
+    places = places_in(plan, over, positions)
+    request = EdgeRequest(plan, source, graph, chosen, places, by, through, verify, steps, seed, quadrature)
+    numbers = (5 if request.ranks_twice else 3) * 4 * int(np.prod(request.size))
     what = f"What {len(chosen):,} edges of {len(plan.pair.base):,} pairs come to"
     refuse_too_large(what, numbers, torch.device("cpu"), "Give fewer pairs, fewer senders= or receivers=.")
     _say_how_long(request, hours, progress)
@@ -163,33 +161,58 @@ def edges(
         "senders": None if senders is None else sorted({graph.senders.name(i) for i in graph.sender[chosen]}),
         "receivers": None if receivers is None else sorted({graph.receivers.name(i) for i in graph.receiver[chosen]}),
         "over": over,
-        **request.places.options,
-        **how.options,
+        **places.options,
+        **request.options,
         **options_of(plan, source),
     }
 
-    drawn_by = how.seed if by == "screened" else None
+    drawn_by = seed if by == "screened" else None
     return run_or_resume(
         EdgeEffects, "edges", model, options, request.measure, out=out, seed=drawn_by, progress=progress
     )
 
 
-@dataclass(frozen=True)
-class How:
-    """How effects are found."""
+def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
+    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
+    plan, method, graph, n_edges = request.plan, request.method, request.graph, len(request.chosen)
+    what, advice = f"{n_edges:,} edges of {len(plan.pair.base):,} pairs", "Fewer pairs or shorter prompts take less."
+    stage, sender = graph.stage[request.chosen], graph.sender[request.chosen]
+    exact, runs, whole = runs_of(graph, stage) * len(request.places), 0.0, 0
+    if method == "exact":
+        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
+    if method in ("sublayer", "screened"):
+        # All senders go through each later layer in which an edge ends.
+        through = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
+        runs = through / graph.n_layers * len(request.places)
+    if method == "screened":
+        runs += exact * min(1.0, (request.verify + DRAWN) / n_edges)
+        advice = "With a smaller verify= it takes less."
+    if method != "exact":
+        what = f"Estimates of {what}"
+        whole = 1 + len(request.shares) * (1 + len(plan.metrics))
+    tokens = runs * changed_tokens(plan, request.source.since).sum() + whole * sum(map(len, plan.pair.base))
+    say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
 
+
+@dataclass(frozen=True, eq=False)
+class EdgeRequest:
+    """Which edges of which pairs, resolved to tokens and numbers, and how their effects are found."""
+
+    plan: Plan
+    source: Replacement
+    graph: Graph
+    chosen: Indices
+    places: Places
     method: str
     through: str
     verify: int
     steps: int
     seed: int
     quadrature: str
-    from_clean: bool
-    """Whether the run that is edited is the clean one."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What of it decides the result."""
+        """What of the method decides the result."""
         own: dict[str, dict[str, Any]] = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
         if self.quadrature != QUADRATURES[0]:
             own["eap-ig"]["quadrature"] = self.quadrature
@@ -207,38 +230,8 @@ class How:
         if self.method != "eap-ig":
             return (0.0,)
         # Hanna et al.'s code goes from the corrupted side, k / steps of the way: which end counts depends on the run.
-        first = 0.5 if self.quadrature == QUADRATURES[0] else 0.0 if self.from_clean else 1.0
+        first = 0.5 if self.quadrature == QUADRATURES[0] else 0.0 if self.plan.pair.direction == "noise" else 1.0
         return tuple((step + first) / self.steps for step in range(self.steps))
-
-
-def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
-    """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
-    plan, how, graph, n_edges = request.plan, request.how, request.graph, len(request.chosen)
-    what, advice = f"{n_edges:,} edges of {len(plan.pair.base):,} pairs", "Fewer pairs or shorter prompts take less."
-    exact, runs, whole = runs_of(graph, graph.stage[request.chosen]) * len(request.places), 0.0, 0
-    if how.method == "exact":
-        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
-    if how.method in ("sublayer", "screened"):
-        runs = runs_of_senders(graph, request.chosen) * len(request.places)
-    if how.method == "screened":
-        runs, advice = runs + exact * min(1.0, (how.verify + DRAWN) / n_edges), "With a smaller verify= it takes less."
-    if how.method != "exact":
-        what = f"Estimates of {what}"
-        whole = 1 + len(how.shares) * (1 + len(plan.metrics))
-    tokens = runs * changed_tokens(plan, request.source.since).sum() + whole * sum(map(len, plan.pair.base))
-    say_how_long(plan.model, what, tokens, advice, hours=hours, progress=progress)
-
-
-@dataclass(frozen=True, eq=False)
-class EdgeRequest:
-    """Which edges of which pairs, resolved to tokens and numbers."""
-
-    plan: Plan
-    source: Replacement
-    graph: Graph
-    chosen: Indices
-    places: Places
-    how: How
 
     @property
     def size(self) -> tuple[int, int, int, int]:
@@ -247,28 +240,28 @@ class EdgeRequest:
 
     def measure(self, run: Run) -> EdgeEffects:
         """Measure all, an example and a receiver's layer in a piece, and lay it out."""
-        how, n_examples, n_edges = self.how, self.size[0], self.size[2]
-        sloped = how.shares == (0.0,) and how.method != "exact"
+        method, n_examples, n_edges = self.method, self.size[0], self.size[2]
+        sloped = self.shares == (0.0,) and method != "exact"
         pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint, sloped)
         estimates, sampled = torch.full(self.size, torch.nan), torch.zeros(n_edges, dtype=torch.bool)
-        recomputed = torch.full((n_edges,), how.method == "exact")
-        baselines = pairs.baselines(run, recomputed=how.method in ("exact", "screened"))
-        if how.method != "exact":
+        recomputed = torch.full((n_edges,), method == "exact")
+        baselines = pairs.baselines(run, recomputed=method in ("exact", "screened"))
+        if method != "exact":
             with run.bar("estimates", "pair", n_examples) as bar:
                 pieces = list(run.pieces("estimates", range(n_examples), partial(self._estimates, pairs), bar))
                 estimates = torch.stack([piece["estimates"] for piece in pieces]).float()
-        if how.method == "screened":
+        if method == "screened":
             kinds = self.graph.receivers.kind[self.graph.receiver[self.chosen]]
             # First-order estimates are ranked beside the sublayer's as if they were further metrics.
             ranked_by = torch.stack([torch.cat(list(piece.values()), -1) for piece in pieces])
             strengths = strength(np.nan_to_num(ranked_by.double().numpy()))
-            strongest, drawn = strongest_and_drawn(strengths, kinds, how.verify, how.seed)
+            strongest, drawn = strongest_and_drawn(strengths, kinds, self.verify, self.seed)
             sampled, recomputed = torch.from_numpy(drawn), torch.from_numpy(strongest | drawn)
         return EdgeEffects(
             run.record,
             self._effects(run, pairs, recomputed),
             estimates,
-            torch.stack([piece["baselines"] for piece in baselines]),
+            baselines,
             torch.from_numpy(self.chosen),
             sampled,
             tuple(metric.name for metric in self.plan.metrics),
@@ -298,28 +291,28 @@ class EdgeRequest:
             runs = pairs.runs(example)
             effects, stage = places.zeros(example, len(edges), len(self.plan.metrics)), int(self.graph.stage[edges[0]])
             for number, place in places.of(runs):
-                effects[number] = pairs.exact(runs, place, self.how.through).effects(stage, edges)
+                effects[number] = pairs.exact(runs, place, self.through).effects(stage, edges)
         return {"effects": effects}
 
     def _estimates(self, pairs: Pairs, example: int) -> dict[str, Tensor]:
         """Return the estimates of all edges of a pair, `position edge metric`, and for a screen those of `eap` too."""
-        edges, how, places = self.chosen, self.how, self.places
+        edges, places = self.chosen, self.places
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)
             estimates = places.zeros(example, len(edges), len(self.plan.metrics))
             numbered = list(places.of(runs))
             # Nothing read feels any sender here: no gradient is needed to say 0.
             if not numbered:
-                return {"estimates": estimates} | ({"first order": estimates.clone()} if how.ranks_twice else {})
-            slopes, first_order = Slopes(runs, how.shares), estimates.clone()
-            if how.method in ("eap", "eap-ig") or how.ranks_twice:
+                return {"estimates": estimates} | ({"first order": estimates.clone()} if self.ranks_twice else {})
+            slopes, first_order = Slopes(runs, self.shares), estimates.clone()
+            if self.method in ("eap", "eap-ig") or self.ranks_twice:
                 numbers, at = map(list, zip(*numbered, strict=True))
                 first_order[numbers] = gradient_scores(slopes, at, edges)
-            if how.method in ("eap", "eap-ig"):
+            if self.method in ("eap", "eap-ig"):
                 return {"estimates": first_order}
             for number, place in numbered:
-                exact = pairs.exact(runs, place, self.how.through)
+                exact = pairs.exact(runs, place, self.through)
                 for stage in np.unique(self.graph.stage[edges]):
                     of_layer = np.flatnonzero(self.graph.stage[edges] == stage)
                     estimates[number, of_layer] = sublayer_scores(slopes, exact, int(stage), edges[of_layer])
-        return {"estimates": estimates} | ({"first order": first_order} if how.ranks_twice else {})
+        return {"estimates": estimates} | ({"first order": first_order} if self.ranks_twice else {})

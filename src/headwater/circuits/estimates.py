@@ -43,7 +43,6 @@ from headwater.circuits.exact import Exact, Receivers
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import InputError, NumericsError
 from headwater.kernels.devices import to_device
-from headwater.models.blocks import Blocks
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import hook_name
@@ -94,9 +93,7 @@ SMALLEST = 1e-6
 class Slopes:
     """One or several runs of a pair with a graph, and the gradients of each metric in them.
 
-    Args:
-        runs: the pair.
-        shares: how far each run is on the way from the base run's embeddings (0) to the other's (1).
+    `shares` say how far each run is on the way from the base run's embeddings (0) to the other's (1).
 
     Raises:
         InputError: a metric has no gradient, or one that is 0 everywhere.
@@ -117,19 +114,15 @@ class Slopes:
 
     def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
         """Return the gradient of a metric at a site of a layer, at the positions that are recomputed."""
-        return self.by_metric[m][hook_name(site, layer)][self._rows, self.runs.start : self.runs.stop]
+        # The rows of this pair: the other run may be after the base run.
+        return self.by_metric[m][hook_name(site, layer)][: len(self.shares), self.runs.start : self.runs.stop]
 
     def input_of(self, layer: int, mlp: bool) -> Float[Tensor, "step position d_model"]:
         """Return what a layer's attention, or its MLP, reads, before its norm."""
         entering = self.recorded[hook_name("resid_pre", layer)]
         if mlp and not self.runs.wave.blocks.parallel:
             entering = entering + self.recorded[hook_name("attn_out", layer)]
-        return entering[self._rows, self.runs.start : self.runs.stop].detach()
-
-    @property
-    def _rows(self) -> slice:
-        """The rows of what is kept that are of this pair: the other run may be after the base run."""
-        return slice(len(self.shares))
+        return entering[: len(self.shares), self.runs.start : self.runs.stop].detach()
 
     def _logits_recorded(self, recorded: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
         """The logits of the base run as it was recorded, with its graph, which serves once."""
@@ -234,14 +227,10 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
         # A HookedTransformer has no hook there: the gradient is pulled back through the MLP itself.
         has_hook = hook_name("mlp_in", layer) in slopes.recorded
         gradient = slopes.at(m, "mlp_in" if has_hook else "mlp_out", layer)[None]
-        made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(_added_by_mlp, blocks, layer)
+        made = partial(blocks.normed, layer, mlp=True) if has_hook else partial(blocks.feed_forward, layer)
         yield slice(first, first + 1), _pulled_back(slopes.input_of(layer, mlp=True), gradient, made)
         first += 1
     yield slice(first, first + 1), slopes.at(m, "resid_post", runs.graph.n_layers - 1).mean(0)[None]
-
-
-def _added_by_mlp(blocks: Blocks, layer: int, rows: Float[Tensor, "row position d_model"]) -> Tensor:
-    return blocks.feed_forward(layer, rows.flatten(0, 1)).view_as(rows)
 
 
 def _pulled_back(
@@ -313,6 +302,6 @@ def _written_by_mlp(
     read, recorded = rows.read_by_mlp(layer), rows.base("mlp_out", layer)
     along_gradient = torch.zeros(len(exact.changes), len(slope), device=slope.device)
     for some in senders.split(rows.at_once):
-        written = rows.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
+        written = rows.blocks.feed_forward(layer, read + exact.reaching(layer)[1][some]) - recorded
         along_gradient[some] = torch.einsum("spd,mpd->sm", written.to(slope), slope).float()
     return along_gradient

@@ -101,20 +101,18 @@ class EdgeRows:
         call = self.recording.calls[layer]
         return self.blocks.attention(layer, residual, positions, mask, shared, kept, call=call)
 
-    def feed_forward(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
-        """Return what a layer's MLP adds to rows."""
-        return self.blocks.feed_forward(layer, residual.flatten(0, 1)).view_as(residual)
-
     def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
         """Return rows where they leave a layer, attention's part given there; the MLP's as recorded where parallel."""
         middle = residual[:, self.leaving(layer)] + attended
-        return middle + (self.left("mlp_out", layer) if self.blocks.parallel else self.feed_forward(layer, middle))
+        if self.blocks.parallel:
+            return middle + self.left("mlp_out", layer)
+        return middle + self.blocks.feed_forward(layer, middle)
 
     def through(self, layer: int, residual: Float[Tensor, "row position d_model"]) -> Tensor:
         """Return rows that enter a layer as they leave it: after the last at the positions that are read."""
         attended, residual = self.attention(layer, residual), residual[:, self.leaving(layer)]
         middle = residual + attended
-        return middle + self.feed_forward(layer, residual if self.blocks.parallel else middle)
+        return middle + self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
 
     def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
         """Send rows that enter a layer through all that are left; return their last states at the positions read."""
@@ -373,7 +371,7 @@ class Exact:
         rows, leaving = self.rows, self.rows.leaving(layer)
         read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
         middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
-        return middle + rows.feed_forward(layer, read[:, leaving])
+        return middle + rows.blocks.feed_forward(layer, read[:, leaving])
 
 
 ThroughName: TypeAlias = Literal["direct", "mlps"]
@@ -381,14 +379,7 @@ THROUGH = get_args(ThroughName)
 
 
 class ResidualChange:
-    """The changes of some sets of senders, layer by layer, at the positions that are recomputed.
-
-    Args:
-        rows: the base run.
-        changes: Δ of every sender.
-        sets: which senders are exchanged together; a set is a row.
-        through: `direct` or `mlps`.
-    """
+    """The changes of some sets of senders, exchanged together, layer by layer at the positions that are recomputed."""
 
     def __init__(
         self,
@@ -429,7 +420,7 @@ class ResidualChange:
             after, entering = after.clone(), rows.read_by_mlp(layer)
             for part in changed.nonzero()[:, 0].split(rows.at_once):
                 some = to_device(part, after.device)
-                after[some] += rows.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
+                after[some] += rows.blocks.feed_forward(layer, entering + read[some]) - rows.base("mlp_out", layer)
         self._before, self._layer = self._add(after, mlp, mlp + 1), layer + 1
 
     def _in_front_of_mlp(self) -> Float[Tensor, "set position d_model"]:

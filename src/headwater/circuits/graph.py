@@ -107,7 +107,8 @@ class Graph:
         is_mlp = place % width == self.n_heads
         kind = np.where(is_mlp, 2, 1)
         head = np.where(is_mlp, -1, place % width)
-        return Nodes(SENDERS, _led(0, kind), _led(-1, place // width), _led(-1, head))
+        # The embedding comes before those of the layers.
+        return Nodes(SENDERS, np.insert(kind, 0, 0), np.insert(place // width, 0, -1), np.insert(head, 0, -1))
 
     @cached_property
     def receivers(self) -> Nodes:
@@ -168,17 +169,13 @@ class Graph:
 
     def driven(self, receiver: int, together: bool = False) -> Indices:
         """Return the senders that what a receiver reads comes out at: none for the logits."""
-        nodes = self.receivers
-        kind, layer, head = (int(column[receiver]) for column in (nodes.kind, nodes.layer, nodes.head))
-        first = self.first_head(layer)
-        if kind == 4:
+        reads = _heads_that_read(self.n_heads, self.n_kv_heads, together)
+        layer, place = divmod(receiver, len(reads) + 1)
+        if layer == self.n_layers:
             return np.zeros(0, dtype=np.int64)
-        if kind == 3:
-            return np.array([first + self.n_heads])
-        if together:
-            return first + np.arange(self.n_heads)
-        shared = 1 if kind == 0 else self.n_heads // self.n_kv_heads
-        return first + np.arange(head * shared, (head + 1) * shared)
+        # After the q, k and v of a layer comes its MLP, as after its heads.
+        driven = np.flatnonzero(reads[place]) if place < len(reads) else np.array([self.n_heads])
+        return self.first_head(layer) + driven
 
     def edge(self, sender: int, receiver: int) -> int:
         """Return the number of the edge from a sender to a receiver."""
@@ -237,27 +234,25 @@ class Graph:
 
     def find(self, nodes: Nodes, names: Iterable[object]) -> Indices:
         """Return the nodes of these names (`models.part_names`), ascending; of a head as a receiver its q, k and v."""
-        is_named = np.zeros(len(nodes), dtype=bool)
-        for name in names:
-            is_named |= self._named(nodes, name)
-        return np.flatnonzero(is_named)
-
-    def _named(self, nodes: Nodes, name: Any) -> NDArray[np.bool_]:
-        kind, layer, head, _ = part_named(name, self)
         chosen = np.zeros(len(nodes), dtype=bool)
-        for one in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
-            if one not in nodes.kinds:
-                what, other = ("sender", "receiver") if nodes.kinds == SENDERS else ("receiver", "sender")
-                some = {"sender": '"embed", "head 0.1", "mlp 0"', "receiver": '"q 1.0", "head 1.0", "mlp 0", "logits"'}
-                raise InputError(
-                    f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some[what]}."
-                )
-            # Named as a head, its k and v are those of the group it shares.
-            of = head if head is None or kind != "head" or one not in "kv" else head * self.n_kv_heads // self.n_heads
-            which = nodes.kind == nodes.kinds.index(one)
-            which &= True if layer is None else nodes.layer == layer
-            chosen |= which if of is None else which & (nodes.head == of)
-        return chosen
+        for name in names:
+            kind, layer, head, _ = part_named(name, self)
+            for one in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
+                if one not in nodes.kinds:
+                    what, other, some = "sender", "receiver", '"embed", "head 0.1", "mlp 0"'
+                    if nodes.kinds == RECEIVERS:
+                        what, other, some = "receiver", "sender", '"q 1.0", "head 1.0", "mlp 0", "logits"'
+                    raise InputError(
+                        f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some}."
+                    )
+                of = head
+                if head is not None and kind == "head" and one in "kv":
+                    # Named as a head, its k and v are those of the group it shares.
+                    of = head * self.n_kv_heads // self.n_heads
+                which = nodes.kind == nodes.kinds.index(one)
+                which &= True if layer is None else nodes.layer == layer
+                chosen |= which if of is None else which & (nodes.head == of)
+        return np.flatnonzero(chosen)
 
     def refuse_order(self, sender: str, receiver: str) -> NoReturn:
         """Refuse a sender that comes after its receiver."""
@@ -285,11 +280,6 @@ def present(numbers: Indices) -> object:
     return pd.arrays.IntegerArray(np.where(numbers < 0, 0, numbers).astype(np.int64), numbers < 0)
 
 
-def _led(first: int, rest: Indices) -> Indices:
-    """Put the embedding's number before those of the layers."""
-    return np.concatenate([[first], rest])
-
-
 def on_a_path(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
     """Return which of some edges are on a path from the embedding to the logits."""
     return reached(graph, edges, together)[graph.sender[edges]] & leads_to_logits(graph, edges, together)
@@ -300,10 +290,10 @@ def reached(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.nda
     is_reached = np.zeros(len(graph.senders), dtype=bool)
     is_reached[0] = True
     # In the order in which they are read: each step needs only what earlier ones reached.
-    for mine, receivers, senders in _by_node(graph, edges):
-        arrived = np.zeros(receivers.stop - receivers.start, dtype=bool)
-        arrived[graph.receiver[mine][is_reached[graph.sender[mine]]] - receivers.start] = True
-        is_reached[senders.start : senders.stop] = arrived @ _drives(graph, receivers, together)
+    for mine, first, senders, drives in _by_node(graph, edges, together):
+        arrived = np.zeros(len(drives), dtype=bool)
+        arrived[graph.receiver[mine][is_reached[graph.sender[mine]]] - first] = True
+        is_reached[senders] = arrived @ drives
     return is_reached
 
 
@@ -311,34 +301,32 @@ def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Boo
     """Return which of some edges, ascending, end in a receiver from which some of them lead to the logits."""
     heard = np.zeros(len(graph.senders), dtype=bool)
     leads = []
-    for mine, receivers, senders in reversed(list(_by_node(graph, edges))):
-        useful = _drives(graph, receivers, together) @ heard[senders.start : senders.stop]
+    for mine, first, senders, drives in reversed(list(_by_node(graph, edges, together))):
         # The logits are what is to be reached; they drive no sender.
-        if receivers.stop == len(graph.receivers):
-            useful = np.ones(1, dtype=bool)
-        kept = useful[graph.receiver[mine] - receivers.start]
+        useful = drives @ heard[senders] if drives.size else np.ones(1, dtype=bool)
+        kept = useful[graph.receiver[mine] - first]
         leads.append(kept)
         heard[graph.sender[mine[kept]]] = True
     return np.concatenate(leads[::-1])
 
 
-def _by_node(graph: Graph, edges: Indices) -> Iterator[tuple[Indices, range, range]]:
+def _by_node(
+    graph: Graph, edges: Indices, together: bool
+) -> Iterator[tuple[Indices, int, slice, Bool[np.ndarray, "receiver sender"]]]:
     """Part edges, ascending, by when they are read: each layer's attention, then its MLP, and last the logits.
 
     Yields:
-        The edges, the receivers that read at that time, and the senders at which what they read comes out.
+        The edges, the first receiver that reads at that time, the senders at which what is read comes out, and at which
+        of these that of each receiver does.
     """
-    n_heads, n_read = graph.n_heads, graph.n_heads + 2 * graph.n_kv_heads
-    receiver = graph.receiver[edges]
-    for layer in range(graph.n_layers + 1):
-        first, comes_out = layer * (n_read + 1), graph.first_head(layer)
-        parts = [(range(first, first + n_read), range(comes_out, comes_out + n_heads))]
-        parts += [(range(first + n_read, first + n_read + 1), range(comes_out + n_heads, comes_out + n_heads + 1))]
-        if layer == graph.n_layers:
-            parts = [(range(first, first + 1), range(comes_out, comes_out))]
-        for receivers, senders in parts:
-            start, stop = np.searchsorted(receiver, [receivers.start, receivers.stop])
-            yield edges[start:stop], receivers, senders
+    heads = _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
+    one, logits = np.ones((1, 1), dtype=bool), np.ones((1, 0), dtype=bool)
+    receiver, first, comes_out = graph.receiver[edges], 0, 1
+    for drives in (*[heads, one] * graph.n_layers, logits):
+        n_receivers, n_senders = drives.shape
+        start, stop = np.searchsorted(receiver, [first, first + n_receivers])
+        yield edges[start:stop], first, slice(comes_out, comes_out + n_senders), drives
+        first, comes_out = first + n_receivers, comes_out + n_senders
 
 
 @lru_cache(maxsize=8)
@@ -347,10 +335,3 @@ def _heads_that_read(n_heads: int, n_kv_heads: int, together: bool) -> Bool[np.n
     kv = np.eye(n_kv_heads, dtype=bool).repeat(n_heads // n_kv_heads, 1)
     reads = np.concatenate([np.eye(n_heads, dtype=bool), kv, kv])
     return np.ones_like(reads) if together else reads
-
-
-def _drives(graph: Graph, receivers: range, together: bool = False) -> Bool[np.ndarray, "receiver sender"]:
-    """Return which senders what each of a layer's q, k and v (or its MLP, or the logits) reads comes out at."""
-    if len(receivers) > 1:
-        return _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
-    return np.ones((1, int(receivers.stop < len(graph.receivers))), dtype=bool)

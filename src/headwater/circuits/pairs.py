@@ -21,7 +21,7 @@ circuit for all layers: half to twice of what is computed, and more of circuits 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Exchanged, Place, refuse_other_kinds
@@ -37,7 +38,7 @@ from headwater.circuits.exact import Exact, ResidualChange, refuse_heads_that_me
 from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import Prompt, Where
+from headwater.models.positions import Where
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable
@@ -45,7 +46,6 @@ from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
 from headwater.patching.prompts import (
     DIRECTIONS,
-    AlignedSpan,
     PromptPair,
     Prompts,
     aligned_positions,
@@ -110,8 +110,14 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
         by_role = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(pairs)]
-        for i, of_pair in enumerate(by_role):
-            _refuse_moved(of_pair, *pairs[i], i)
+        for i, (base, other) in enumerate(pairs):
+            for role, span in by_role[i].items():
+                if span.base != span.other and other is not None:
+                    raise InputError(
+                        f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {i} and "
+                        f"{list(span.other)} of the other. What senders add is exchanged position by position: give "
+                        f"pairs in which roles are at the same positions.\n{side_by_side(base, other)}"
+                    )
         return Places(tuple(tuple(span.base for span in one.values()) for one in by_role), tuple(where), chosen=True)
     chosen: list[tuple[int, ...] | None] = [None] * n
     if where is not None:
@@ -123,16 +129,6 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
         for one, kept in zip(chosen, plan.positions, strict=True)
     ]
     return Places(tuple(apart), apart=True, chosen=where is not None)
-
-
-def _refuse_moved(by_role: Mapping[str, AlignedSpan], base: Prompt, other: Prompt | None, example: int) -> None:
-    for role, span in by_role.items():
-        if span.base != span.other and other is not None:
-            raise InputError(
-                f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {example} and {list(span.other)} "
-                f"of the other. What senders add is exchanged position by position: give pairs in which roles are at "
-                f"the same positions.\n{side_by_side(base, other)}"
-            )
 
 
 LARGE = 1_000_000_000
@@ -153,13 +149,6 @@ def changed_tokens(plan: Plan, since: Callable[[int], int]) -> Indices:
 def runs_of(graph: Graph, stages: Indices) -> float:
     """Return how many whole runs rows are that join at some layers (last: the logits) and run from its middle on."""
     return float(np.maximum(graph.n_layers - 0.5 - stages, 0).sum()) / graph.n_layers
-
-
-def runs_of_senders(graph: Graph, edges: Indices) -> float:
-    """Return how many whole runs are all senders sent through each later layer in which an edge ends."""
-    stage, sender = graph.stage[edges], graph.sender[edges]
-    runs = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
-    return runs / graph.n_layers
 
 
 OTHER_RUN = "other run"
@@ -243,15 +232,13 @@ class Pairs:
             exact.reaching = ResidualChange(exact.rows, exact.changes, each, through).at
         return exact
 
-    def baselines(self, run: Run, recomputed: bool = True) -> Sequence[dict[str, Tensor]]:
+    def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:
         """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
 
-        Args:
-            run: the analysis.
-            recomputed: whether runs are changed and made again: rounding is what rows without a change show then, else
-                the precision of the two metrics.
+        Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
         """
-        return list(run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed)))
+        pieces = run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed))
+        return torch.stack([piece["baselines"] for piece in pieces])
 
     def _baselines(self, example: int, recomputed: bool) -> dict[str, Tensor]:
         with torch.no_grad(), self.plan.model.lock:
@@ -280,13 +267,7 @@ def say_how_long(
 ) -> None:
     """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
 
-    Args:
-        model: on whose device.
-        what: what is requested, such as "32,491 edges of 3 pairs".
-        tokens: so many as whole runs of the model have that compute as much.
-        advice: what would be less.
-        hours: what the caller allows.
-        progress: whether anything is said.
+    `tokens` are so many as whole runs of the model have that compute as much; `advice` says what would be less.
     """
     # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
     work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())

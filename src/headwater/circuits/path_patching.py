@@ -54,7 +54,7 @@ from headwater.circuits.pairs import (
     say_how_long,
     source_in,
 )
-from headwater.circuits.result import ByMetric
+from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device
 from headwater.models.edits import replace_hook
@@ -126,8 +126,6 @@ def _listed(option: str, name: str, some: Any) -> list[Any]:
     return found
 
 
-GLANCE = 20
-"""Paths in a summary."""
 WAYS = {"direct": "directly", "mlps": "directly and through MLPs, other heads frozen"}
 """How each `through` is said."""
 
@@ -259,12 +257,9 @@ def tabulated(
         columns["role"] = np.array(places.roles, dtype=object)[place]
     elif places.apart:
         columns["position"] = place
-    clean, corrupted, floor = baselines.numpy()[example, m].T
     effect = effects.numpy()[example, place, sender, receiver, m]
-    gap = clean - corrupted if options["direction"] == "denoise" else corrupted - clean
-    normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
-    columns |= {"metric": named[m], "effect": effect, "normalized_effect": normalized}
-    return pd.DataFrame(columns | {"clean": clean, "corrupted": corrupted, "floor": floor})
+    columns |= {"metric": named[m], "effect": effect}
+    return pd.DataFrame(columns | beside_baselines(effect, baselines.numpy()[example, m], str(options["direction"])))
 
 
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
@@ -335,18 +330,22 @@ def path_patch(
     graph = Graph.of(model.shape)
     sent = ends_named(graph, graph.senders, "senders", senders)
     received = ends_named(graph, graph.receivers, "receivers", receivers)
-    if not any(has_path(graph, s, r) for s in sent.values() for r in received.values()):
+    ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
+    if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
     plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
     source = source_in(plan, values, dataset, seed)
-    request = PathRequest(plan, source, graph, sent, received, through, places_in(plan, over, positions))
-    _say_how_long(request, progress)
+    places = places_in(plan, over, positions)
+    request = PathRequest(plan, source, graph, sent, received, through, places)
+    tokens = runs_of(graph, np.array(ends)) * len(places) * changed_tokens(plan, source.since).sum()
+    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
+    say_how_long(model, what, tokens, "Fewer senders=, receivers= or pairs take less.", progress=progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},
         "through": through,
         "over": over,
-        **request.places.options,
+        **places.options,
         **options_of(plan, source),
     }
 
@@ -370,7 +369,7 @@ class PathRequest:
         pairs = Pairs(self.plan, self.graph, self.source, run.record.fingerprint)
         layers = [first_layer(self.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
-        baselines = torch.stack([piece["baselines"] for piece in pairs.baselines(run)])
+        baselines = pairs.baselines(run)
         items = [(example, stage) for example in range(len(pairs)) for stage in stages]
         size = (len(pairs), len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
         effects = torch.full(size, torch.nan, dtype=torch.float64)
@@ -401,21 +400,6 @@ class PathRequest:
         return {"effects": found}
 
 
-def _say_how_long(request: PathRequest, progress: bool) -> None:
-    """Say how long paths take, if it is over a minute."""
-    plan, graph = request.plan, request.graph
-    ends = [
-        first_layer(graph, received)
-        for received in request.receivers.values()
-        for sent in request.senders.values()
-        if has_path(graph, sent, received)
-    ]
-    tokens = runs_of(graph, np.array(ends)) * len(request.places) * changed_tokens(plan, request.source.since).sum()
-    what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
-    advice = "Fewer senders=, receivers= or pairs take less."
-    say_how_long(plan.model, what, tokens, advice, progress=progress)
-
-
 # The exact effect of exchanging what some senders tell some receivers, directly or through the MLPs between them.
 #
 # effect(S → R) = metric(base run in which every r in R gives what it gives of x_r + δ_r) - metric(base run)
@@ -441,12 +425,8 @@ def first_layer(graph: Graph, receivers: Indices) -> int:
     return int(np.where(layers < 0, graph.n_layers, layers).min())
 
 
-@dataclass(frozen=True)
-class Made:
-    """What the receivers of a layer make of their changed inputs, by set of senders."""
-
-    heads: dict[str, Float[Tensor, "set position head d_head"]]
-    mlp: Float[Tensor, "set position d_model"] | None
+Made: TypeAlias = dict[str, Tensor]
+"""What the receivers of a layer make of their changed inputs, by kind, `set position ...`: a set of senders a row."""
 
 
 class Paths:
@@ -492,7 +472,7 @@ class Paths:
         return effects
 
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
-        """Return by layer what its receivers make of what reaches them; of the last, the changes that logits read."""
+        """Return by layer what its receivers make of what reaches them; for the logits, the changes that they read."""
         nodes = self.graph.receivers
         wanted = np.unique(np.concatenate(receivers))
         layers = np.where(nodes.layer[wanted] < 0, self.rows.n_layers, nodes.layer[wanted])
@@ -508,9 +488,13 @@ class Paths:
                     with receivers_here.hooked():
                         heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
                 if MLP in kinds:
-                    mlps.append(self.rows.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
-            mlp = torch.cat(mlps) if mlps else into_heads if LOGITS in kinds else None
-            by_layer[layer] = Made({k: torch.cat([one[k] for one in heads]) for k in KINDS} if heads else {}, mlp)
+                    mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
+            made: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
+            if mlps:
+                made["mlp"] = torch.cat(mlps)
+            if LOGITS in kinds:
+                made["logits"] = into_heads
+            by_layer[layer] = made
         return by_layer
 
     def _last(
@@ -521,10 +505,8 @@ class Paths:
         which = to_device(torch.tensor(sets), rows.runs.model.device)
         first = first_layer(self.graph, receivers)
         if first == rows.n_layers:
-            change = made[first].mlp
-            assert change is not None
             # No layer is left to run: the change is in front of the final norm.
-            return (rows.base("resid_post", first - 1) + change[which])[:, rows.kept]
+            return (rows.base("resid_post", first - 1) + made[first]["logits"][which])[:, rows.kept]
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
             own = receivers[nodes.layer[receivers] == layer]
@@ -536,11 +518,9 @@ class Paths:
             middle = residual + attended
             if (nodes.kind[own] == MLP).any():
                 # In place of what the MLP makes of this run: it read what reached it along the path alone.
-                added = made[layer].mlp
-                assert added is not None
-                residual = middle + added[which][:, leaving]
+                residual = middle + made[layer]["mlp"][which][:, leaving]
             else:
-                residual = middle + rows.feed_forward(layer, residual if rows.blocks.parallel else middle)
+                residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
         return residual
 
     @contextlib.contextmanager
@@ -549,7 +529,7 @@ class Paths:
         nodes, hooks = self.graph.receivers, []
         for number, kind in enumerate(KINDS):
             if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
-                written = partial(_exchanged, heads=heads, given=made[layer].heads[kind][which])
+                written = partial(_exchanged, heads=heads, given=made[layer][kind][which])
                 hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
         with self.runs.model.hooks(hooks):
             yield

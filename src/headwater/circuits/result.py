@@ -66,6 +66,18 @@ class ByMetric(Surface):
 
 
 Numbers = NDArray[np.float64]
+
+
+def beside_baselines(
+    effect: Float[np.ndarray, " row"], baselines: Float[np.ndarray, "row 3"], direction: str
+) -> dict[str, Any]:
+    """Return the columns after `effect`: it as a part of the gap between the two runs, NaN where these are equal."""
+    clean, corrupted, floor = baselines.T
+    gap = clean - corrupted if direction == "denoise" else corrupted - clean
+    normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
+    return {"normalized_effect": normalized, "clean": clean, "corrupted": corrupted, "floor": floor}
+
+
 GLANCE = 20
 """Edges in a summary."""
 ROW_BYTES = 260
@@ -126,14 +138,11 @@ class EdgeEffects(ByMetric, Result):
         what = f"The table of {len(cell):,} edges, examples and metrics"
         advice = "Use .top(n), or the tensors .effects and .estimates."
         refuse_too_large(what, len(cell) * ROW_BYTES, torch.device("cpu"), advice)
-        clean, corrupted, floor = self.baselines.numpy()[example, m].T
-        gap = clean - corrupted if self.run.options["direction"] == "denoise" else corrupted - clean
         effect, estimate = (self._flat(name)[example, cell, m] for name in ("effects", "estimates"))
-        normalized = np.divide(effect, gap, out=np.full_like(effect, np.nan), where=np.abs(gap) > 1e-9)
-        numbers_of = {"effect": effect, "estimate": estimate, "normalized_effect": normalized}
-        baselines = {"clean": clean, "corrupted": corrupted, "floor": floor}
-        named = {"metric": np.array(self.metrics, dtype=object)[m]}
-        return pd.DataFrame({"example": example} | self._named(cell) | named | numbers_of | baselines)
+        columns: dict[str, Any] = {"example": example, **self._named(cell)}
+        columns |= {"metric": np.array(self.metrics, dtype=object)[m], "effect": effect, "estimate": estimate}
+        direction = str(self.run.options["direction"])
+        return pd.DataFrame(columns | beside_baselines(effect, self.baselines.numpy()[example, m], direction))
 
     def top(self, n: int = GLANCE, *, metric: str | None = None) -> pd.DataFrame:
         """Return the edges whose mean over examples is largest in size.

@@ -85,25 +85,6 @@ class Rule:
         return (-self.sign * effect if self.sign else abs(effect)) < self.threshold
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
-    """What a search did, by edge."""
-
-    decision: Int8[np.ndarray, " edge"]
-    """Which of `DECISIONS`."""
-    effect: Float[np.ndarray, " edge"]
-    """The effect that decided it; NaN where none was measured, 0 where an edge leads nowhere."""
-    value: Float[np.ndarray, " edge"]
-    """The metric of the circuit that was left then; NaN where an edge was not tried."""
-    runs: int
-    """How many circuits were run, the first guesses that came out wrong included."""
-
-    @property
-    def inside(self) -> Indices:
-        """The edges that are left, ascending."""
-        return np.flatnonzero((self.decision == KEPT) | (self.decision == NOT_TRIED))
-
-
 class _Left:
     """The circuit that is left, and which senders have an edge in it that leads to the logits."""
 
@@ -118,10 +99,9 @@ class _Left:
 
     def leads(self, receiver: int) -> bool:
         """Whether a receiver leads to the logits, all edges out of its node being decided."""
-        nodes = self.graph.receivers
-        if nodes.kind[receiver] == nodes.kinds.index("logits"):
-            return True
-        return bool(self.heard[self.graph.driven(receiver, self.together)].any())
+        driven = self.graph.driven(receiver, self.together)
+        # The logits are what is to be reached; they drive no sender.
+        return not len(driven) or bool(self.heard[driven].any())
 
     def decide(self, edge: int, stays: bool) -> None:
         """Keep an edge that leads to the logits, or take it out."""
@@ -136,7 +116,14 @@ class _Left:
 
 
 class Greedy:
-    """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided."""
+    """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided.
+
+    Attributes:
+        decision: by edge, which of `DECISIONS`.
+        effect: by edge, the effect that decided it; NaN where none was measured, 0 where it leads nowhere.
+        value: by edge, the metric of the circuit that was left then; NaN where it was not tried.
+        runs: how many circuits were run, the first guesses that came out wrong included.
+    """
 
     def __init__(
         self,
@@ -151,12 +138,17 @@ class Greedy:
         inside = np.isin(np.arange(graph.n_edges), self.start)
         self.left = _Left(graph, rule.together, inside)
         self.guessed_in: Bool[np.ndarray, " edge"] = np.zeros(graph.n_edges, dtype=bool)
-        self.decision = np.where(inside, NOT_TRIED, LEFT_OUT).astype(np.int8)
+        self.decision: Int8[np.ndarray, " edge"] = np.where(inside, NOT_TRIED, LEFT_OUT).astype(np.int8)
         self.effect, self.value = np.full((2, graph.n_edges), np.nan)
         self.next, self.runs, self.tried = graph.n_edges - 1, 0, 0
 
-    def search(self) -> Trace:
-        """Try all edges, or as many as the budget allows."""
+    @property
+    def inside(self) -> Indices:
+        """The edges that are left, ascending."""
+        return np.flatnonzero((self.decision == KEPT) | (self.decision == NOT_TRIED))
+
+    def search(self) -> Greedy:
+        """Try all edges, or as many as the budget allows; return the search itself."""
         self.now = float(self.evaluate([self.start])[0])
         self.runs, width = 1, FIRST
         while self.next >= 0 and (batch := self._ahead(width)):
@@ -166,7 +158,7 @@ class Greedy:
             # Twice as many as were decided: guesses that come out right make larger batches, wrong ones smaller.
             width = min(MOST, max(LEAST, 2 * self._settle(batch, values)))
             self.decided(self.graph.n_edges - 1 - self.next)
-        return Trace(self.decision, self.effect, self.value, self.runs)
+        return self
 
     def _ahead(self, width: int) -> list[tuple[int, Indices | None]]:
         """Return the next edges, each with the circuit without it if all guesses are right; None: it leads nowhere."""
@@ -403,7 +395,7 @@ def find_circuit(
         raise InputError("start= has no edges: there is nothing to search.")
     screens = begun is None and tries < graph.n_edges
     # Before the screen, which is a search's price once more.
-    outcome.say_how_long_a_search(tries, hours, progress)
+    outcome.say_how_long(tries, progress, search=True, hours=hours)
     options = {"threshold": threshold, "by": by, "budget": budget, "placebos": placebos, **outcome.options}
     options |= {"discovery": {FOUND: []}, "start": None if begun is None else digest(begun.names)}
 
@@ -416,15 +408,15 @@ def find_circuit(
         first = None if begun is None else begun.edges
         if screens:
             first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
-        trace = searched(outcome, run, first)
-        inside = made(graph, trace.inside)
-        alone = ran(outcome, Lineup.of({FOUND: inside}, placebos, seed), run.part("alone"))
-        return CircuitSearch(tabulated(graph, trace), run.record, alone.table, alone.shapes, alone.sizes, trace.runs)
+        done = searched(outcome, run, first)
+        lineup = Lineup.of({FOUND: made(graph, done.inside)}, placebos, seed)
+        alone = ran(outcome, lineup, run.part("alone"))
+        return CircuitSearch(tabulated(done), run.record, alone.table, alone.shapes, alone.sizes, done.runs)
 
     return run_or_resume(CircuitSearch, "find_circuit", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:
+def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Greedy:
     """Search with the options of a run, whose record says them, from all edges or from some."""
     keep = outcome.pairs_to_keep(WALKS)
     options, runner = run.record.options, CircuitRunner(outcome, run.record.fingerprint, keep)
@@ -447,9 +439,9 @@ def searched(outcome: Outcome, run: Run, start: Indices | None = None) -> Trace:
         return Greedy(runner.graph, rule, evaluate, lambda decided: bar.update(decided - bar.n), start).search()
 
 
-def tabulated(graph: Graph, trace: Trace) -> pd.DataFrame:
-    """Lay a trace out as the rows of a search, in the order in which edges were tried."""
-    edges = np.arange(graph.n_edges)[::-1]
+def tabulated(done: Greedy) -> pd.DataFrame:
+    """Lay a search out as rows, in the order in which edges were tried."""
+    graph, edges = done.graph, np.arange(done.graph.n_edges)[::-1]
     columns = {"edge": [graph.name(edge) for edge in edges]} | graph.columns(edges)
-    decision = np.array(DECISIONS, dtype=object)[trace.decision[edges]]
-    return pd.DataFrame(columns | {"decision": decision, "effect": trace.effect[edges], "value": trace.value[edges]})
+    decision = np.array(DECISIONS, dtype=object)[done.decision[edges]]
+    return pd.DataFrame(columns | {"decision": decision, "effect": done.effect[edges], "value": done.value[edges]})

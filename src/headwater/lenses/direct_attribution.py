@@ -44,7 +44,7 @@ from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import Norm, attention_post_norm, final_norm, unembedding_head
-from headwater.models.weights import LoadedWeights
+from headwater.models.weights import HeadWeights, LoadedWeights
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
@@ -392,12 +392,7 @@ class Contributions:
         if layer not in self.attended:
             before, middle = (recorded[SITES[site].hook_name(layer)] for site in ("resid_pre", "resid_mid"))
             return [_dot(middle - before, direction)[:, None], mlp[:, None]]
-        factors = self.weights.layer(layer)
-        z = recorded[SITES["z"].hook_name(layer)].to(factors.W_O)
-        summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
-        if factors.b_O is not None:
-            summed = summed + factors.b_O
-        along = self._along(layer, summed, direction)
+        factors, z, along = self._read_along(layer, recorded, direction)
         post_norm = attention_post_norm(self.model, layer)
         heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
         constant = z.new_zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
@@ -405,20 +400,23 @@ class Contributions:
             constant = constant + _dot(post_norm.bias, direction).to(constant)
         return [heads.double(), constant.double()[:, None], mlp[:, None]]
 
-    def _along(self, layer: int, summed: Tensor, direction: Tensor) -> Float[Tensor, "row d_model"]:
-        """The direction in front of the norm after the attention, where there is one, at its recorded scale."""
-        post_norm = attention_post_norm(self.model, layer)
-        along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
-        return residual_scale(self.model) * along.to(summed)
-
-    def _of_sources(self, layer: int, recorded: dict[str, Tensor], direction: Tensor) -> Float[Tensor, "row head key"]:
-        """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
-        factors = self.weights.layer(layer)
-        z, pattern, v = (recorded[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("z", "pattern", "v"))
+    def _read_along(
+        self, layer: int, recorded: dict[str, Tensor], direction: Tensor
+    ) -> tuple[HeadWeights, Float[Tensor, "row head d_head"], Float[Tensor, "row d_model"]]:
+        """A layer's factors, its z, and the direction in front of the norm after attention at its recorded scale."""
+        factors, post_norm = self.weights.layer(layer), attention_post_norm(self.model, layer)
+        z = recorded[SITES["z"].hook_name(layer)].to(factors.W_O)
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
             summed = summed + factors.b_O
-        read = torch.einsum("hkd,rd->rhk", factors.W_O, self._along(layer, summed, direction))
+        along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
+        return factors, z, residual_scale(self.model) * along.to(summed)
+
+    def _of_sources(self, layer: int, recorded: dict[str, Tensor], direction: Tensor) -> Float[Tensor, "row head key"]:
+        """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
+        factors, z, along = self._read_along(layer, recorded, direction)
+        pattern, v = (recorded[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("pattern", "v"))
+        read = torch.einsum("hkd,rd->rhk", factors.W_O, along)
         # The hook of v has key-value heads.
         values = v.repeat_interleave(z.shape[1] // v.shape[2], dim=2)
         shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())

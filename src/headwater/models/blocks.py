@@ -225,18 +225,19 @@ class Blocks:
         has_own_norm = has_part(block, "ln2") or not self.parallel
         return _through(block, "ln2" if mlp and has_own_norm else "ln1", residual)
 
-    def feed_forward(self, layer: int, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_model"]:
+    def feed_forward(self, layer: int, residual: Float[Tensor, "*row d_model"]) -> Float[Tensor, "*row d_model"]:
         """What a layer's MLP adds, given the residual stream it reads (before its norm); 0 where it has none."""
         block = self._blocks[layer]
         if not has_part(block, "mlp"):
             return torch.zeros_like(residual)
-        normed = self.normed(layer, residual[None], mlp=True)
+        rows = residual.flatten(0, -2)
+        normed = self.normed(layer, rows[None], mlp=True)
         if _lies_in_block(block):
             out = block.mlp.out(block.original_component.activation_fn(getattr(block.mlp, "in")(normed)))
         else:
             out = block.mlp(normed)
         out = out[0] if isinstance(out, tuple) else out
-        return self._added(block, "ln2_post", out.view(1, *residual.shape))[0]
+        return self._added(block, "ln2_post", out.view(1, *rows.shape))[0].view_as(residual)
 
     def logits(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row d_vocab"]:
         """Final norm, unembedding, scale and soft cap of the residual stream after the last block."""
