@@ -1,7 +1,7 @@
 """Suite `cache`: activations of a batch kept by `model.cache`, beside TransformerLens's `run_with_cache`.
 
 Question: how long does it take, and how much does it keep, to have what an experiment reads? Twice: the residual stream
-behind every layer and every attention pattern; and the residual stream at each text's last token alone.
+after every layer and every attention pattern; and the residual stream at each text's last token alone.
 
 The model has GPT-2's 124M shape and random weights unless `--model` names one. The peer is `run_with_cache` on the same
 model object with a filter of just those activations; for the last token it slices afterwards, as its users do. nnsight,

@@ -5,7 +5,7 @@ lie in files, of real tokens alone? The lengths follow a skewed law (most texts 
 fills the context of the suite.
 
 The peer is the loop that is written for it with TransformerLens: batches in the order given, padded on the right with
-their mask, `run_with_cache` with a filter of just those activations that stops behind the last layer asked for where
+their mask, `run_with_cache` with a filter of just those activations that stops after the last layer requested where
 that is not the model's last, the real tokens of each batch saved as safetensors. Both write float32. The texts of a CPU
 run are fewer (`TEXTS`): both sides take time in proportion to them, and memory is reported.
 """

@@ -63,9 +63,9 @@ def run(machine: Machine, device: str, model: HookedModel | None = None) -> Iter
     dictionary, layer = features_of(model), model.shape.n_layers // 2
     whole = {"sites": "resid_post", "layers": layer, "over": ("layer", "position")}
     by_feature = {"sites": dictionary.only(range(8)), "over": ("layer", "feature", "position")}
-    behind = Job(machine, device, model, places={layer + 1: range(LENGTH)})  # what a layer gives, the next one reads
+    after = Job(machine, device, model, places={layer + 1: range(LENGTH)})  # what a layer gives, the next one reads
     yield compared(
-        behind, "8 features and every position, resid_post", lambda: sweep(**by_feature), lambda: sweep(**whole)
+        after, "8 features and every position, resid_post", lambda: sweep(**by_feature), lambda: sweep(**whole)
     )
     yield written(machine, model, clean)
 

@@ -2,7 +2,7 @@
 
 Question: what does it cost to let a model write through headwater, where nothing watches it?
 
-The two have the same weights and write the same number of tokens behind the same prompts, which must be the same
+The two have the same weights and write the same number of tokens after the same prompts, which must be the same
 tokens. Transformers attends in one pass, as it does by default. They take turns; the best of several is reported, since
 what is short is disturbed easily. The first row is the embedded model's, whose steps are so short that only overhead
 counts; the others have GPT-2's 124M shape and random weights. With `--model` all rows are of that model.
@@ -58,7 +58,7 @@ def _row(machine: Machine, device: str, model: HookedModel, what: str, rows: int
     count = sum(parameter.numel() for parameter in twin.parameters())
     work = Work(2 * count * rows * (PROMPT + NEW), 4 * count * NEW, done=rows * NEW, unit="tokens")
     return Row(
-        name=f"generation: {NEW} tokens behind {rows} prompts of {PROMPT}, {what}",
+        name=f"generation: {NEW} new tokens, batch {rows}, prompts of {PROMPT}, {what}",
         peer="generate of transformers, attention in one pass",
         floor_s=machine.floor_of(work),
         work=work,

@@ -49,7 +49,7 @@ LLAMA3_8B = LikelihoodShape(
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hidden states behind the final norm, W_U and the tokens that came."""
+    """Hidden states after the final norm, W_U and the tokens that came."""
 
     hidden: Tensor
     head: UnembeddingHead

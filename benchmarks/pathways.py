@@ -56,7 +56,7 @@ class Arithmetic:
         return max(operations / rate, self.weights / (self.machine.bandwidth * STREAMED), asked)
 
     def answers(self, examples: int, prompt: int = arithmetic.PROMPT) -> float:
-        """Seconds of new tokens behind prompts."""
+        """Seconds of new tokens after prompts."""
         rows = min(arithmetic.BATCH, examples)
         first = self.a_pass(rows * prompt, arithmetic.HOST)
         return examples / rows * (first + (arithmetic.NEW - 1) * self.a_pass(rows, arithmetic.HOST_STEP))
