@@ -15,6 +15,7 @@ from headwater.errors import InputError
 from headwater.figures.pathway_curves import VALUES
 from headwater.figures.style import figure_of
 from headwater.runs.result import INLINE
+from headwater.views.attention import weights_of
 from headwater.views.page import packed
 from tests import chance
 from tests.tiny import embedded, tiny_model
@@ -85,7 +86,7 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
     spec = spec_in(viewed("attention"))
     assert [one["name"].split(":")[0] for one in spec["texts"]] == ["0", "1"]
     for example, text in enumerate(spec["texts"]):
-        rows, columns = np.tril_indices(len(text["tokens"]))
+        columns, rows = np.triu_indices(len(text["tokens"]))
         shown = (unpacked(text["pattern"]) / 255.0) ** 2
         for place, layer in enumerate(spec["layers"]):
             exact = attended().example("pattern", layer, example).numpy()[:, rows, columns]
@@ -93,6 +94,19 @@ def test_the_page_of_a_cache_holds_its_patterns_to_the_stated_error():
     chosen = spec_in(attended().view(example=[1], layers=[3]))
     assert chosen["layers"] == [3]
     assert chosen["texts"][0]["tokens"] == spec["texts"][1]["tokens"]
+
+
+def test_of_a_long_text_weights_that_are_far_below_even_attention_are_left_out_of_the_page():
+    tokens = 200
+    sharp = np.exp(3 * chance.rng().normal(size=(1, 2, tokens, tokens)))
+    sharp[0, 1] = 1  # even attention is seen
+    pattern = np.tril(sharp) / np.tril(sharp).sum(-1, keepdims=True)
+    columns, rows = np.triu_indices(tokens)
+    exact, shown = pattern[..., rows, columns], (unpacked(weights_of(pattern)["pattern"]) / 255.0) ** 2
+    assert np.abs(shown - exact).max() <= 0.004
+    assert (shown[0, 1] > 0).all()
+    left_out = np.bincount(rows, np.where(shown[0, 0] == 0, exact[0, 0], 0))
+    assert 0 < left_out.max() <= 1 / 8
 
 
 def test_of_many_texts_a_page_takes_as_many_as_stay_small():

@@ -1,14 +1,15 @@
 // Attention patterns of texts, one at a time: a thumbnail for each head, one enlarged, and the text itself, in which a
-// token shows what it reads and who reads it. Weights are kept as the square roots of 8 bits: off by at most 0.004.
+// token shows what it reads and who reads it. Weights are kept as the square roots of 8 bits, off by at most 0.004, key
+// by key: of a causal pattern those that are not 0.
 hw.start(async (spec, root) => {
   const { layers, heads, texts } = spec, count = layers.length * heads.length, hasNorms = Boolean(texts[0].norms);
   let [weighted, reads, picked, hovered] = [false, true, [0, 0], null];
   let asked, text, tokens, T, causal, roots, norms, per, strip; // of the text that is shown
   const number = ([l, h]) => l * heads.length + h, name = ([l, h]) => `${layers[l]}.${heads[h]}`;
-  const raw = (head, query, key) => (causal && key > query ? 0 : (roots[head * per + (causal ? (query * (query + 1)) / 2 + key : query * T + key)] / 255) ** 2);
+  const raw = (head, query, key) => (causal && key > query ? 0 : (roots[head * per + (causal ? (key * (2 * T - 1 - key)) / 2 : key * T) + query] / 255) ** 2);
   const weight = (head, query, key) => raw(head, query, key) * (weighted ? norms[head * T + key] : 1);
   const share = (head, query, key) => weight(head, query, key) / image(head).scale;
-  const eachEntry = (act) => { let i = 0; for (let q = 0; q < T; q++) for (let k = 0; k < (causal ? q + 1 : T); k++) act(i++, q, k); };
+  const eachEntry = (act) => { let i = 0; for (let k = 0; k < T; k++) for (let q = causal ? k : 0; q < T; q++) act(i++, q, k); };
 
   // Of each head its thumbnail, in which every pixel is the largest weight below it, so that thin diagonals stay, and
   // the largest weight times norm, to which its colours are scaled.
