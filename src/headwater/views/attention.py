@@ -1,8 +1,8 @@
 """The view of a cache: the attention patterns of texts, head by head, each with its text to point at.
 
 Weights travel as the square roots of 8-bit numbers, `a ≈ (q / 255)²`: off by at most 0.004. In a long text most weights
-are small: those below `SMALLEST` of what even attention would give each key are 0 in the page, which makes it a third
-smaller and leaves out 0.017 of a query's attention (Gemma 3 270M, 241 tokens). With `values=model` a head's weight can
+are small: those below `SMALLEST` of what even attention would give each key are 0 in the page, which halves it and
+leaves out 0.03 of a query's attention (Gemma 3 270M, 241 tokens). With `values=model` a head's weight can
 be multiplied by the length of what the key writes through it, `|v_j W_O|` (Kobayashi et al., EMNLP 2020).
 """
 
@@ -26,7 +26,7 @@ from headwater.views.page import interactive, packed, picture, short_of
 
 LONGEST = 2048
 """Tokens of a text whose patterns are drawn."""
-SMALLEST, MANY = 1 / 8, 32
+SMALLEST, MANY = 1 / 4, 64
 """Of even attention, the weight that is still sent; of a query with fewer keys, as for so many: no more than 0.004."""
 SMALL = 2**20
 """Weights in a page, of all its texts together, where nobody chose the texts; of one text there may be more."""
