@@ -1,5 +1,7 @@
 """What this machine can do, measured now: the floors that no program here can go below."""
 
+import contextlib
+import ctypes
 import gc
 import multiprocessing
 import platform
@@ -113,8 +115,8 @@ def synchronize(device: str) -> None:
 def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
     """Return how far memory rises above where it stood while `work` runs; None where the system does not tell.
 
-    On a CPU this is the process's resident memory (Linux), so what `work` reuses of memory freed before is not seen:
-    measure first, in a process that has done nothing large.
+    On a CPU this is the process's resident memory (Linux). Memory freed before goes back first where the C library can
+    (glibc); what `work` still reuses of it is not seen, so measure in a process that has done nothing large.
     """
     gc.collect()
     if on_gpu(device):
@@ -123,6 +125,8 @@ def peak_bytes(work: Callable[[], object], device: str = "cpu") -> int | None:
         work()
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         CLEAR_PEAK.write_text("5")
         before = _status("VmRSS")
