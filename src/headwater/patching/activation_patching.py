@@ -170,15 +170,7 @@ def patch(
     if together is not None:
         where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
         where |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
-        where |= {"keys": None if is_all(keys) else keys}
-        if given := [name for name, value in where.items() if value is not None]:
-            raise InputError(
-                f"together= and {given[0]}= were both given: a node says its site, layer and place itself."
-            )
-        if method != METHODS[0]:
-            raise InputError(
-                f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up."
-            )
+        _refuse_beside_nodes(where | {"keys": None if is_all(keys) else keys}, method)
         pair = read_prompt_pair(model, clean, corrupted, direction)
         nodes = read_nodes(model, together, pair.prompts)
         of_nodes = sites_named(list(dict.fromkeys(node.site for node in nodes)), model)
@@ -216,37 +208,21 @@ def patch(
         raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
 
     steps = spec.steps(chosen_sites, pair, edited, attended)
-    for number, site in enumerate(chosen_sites if method == "exact" else ()):
-        # A run for each feature, of which most do nothing.
-        count = site.width(model.shape, 1) if site.has_units else 0
-        if count > MOST_FEATURES and len(steps[0][number]["feature"]) == count:
-            n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
-            # A run begins at the dictionary's layer: what is below it is recorded.
-            above = model.shape.n_layers - min(site.layers(model.shape))
-            raise InputError(
-                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
-                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
-                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
-                "forward and one backward for all."
-            )
+    if method == "exact":
+        _refuse_too_many_features(model, chosen_sites, steps)
     # Counted before the cells are made: their list alone can be more than the memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
     cells = spec.cells(chosen_sites, pair, steps, replacement, matched)
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
 
-    at: list[tuple[int, ...] | str] = []
-    for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
-        covers = [step.covers for step in of_prompt[0]["position"]]
-        covered = sorted({position for one in covers for position in one or ()})
-        at.append("all" if None in covers or len(covered) == len(prompt) else tuple(covered))
     of_heads = [site for site in chosen_sites if site.has_heads]
     options = {
         "sites": [site.described for site in chosen_sites],
         "over": {site.name: spec.axes(site) for site in chosen_sites},
         "window": {site.name: spec.windows(site) for site in chosen_sites},
         "layers": resolve_indices(layers, model.shape.n_layers, "layer"),
-        "positions": at,
+        "positions": _positions_covered(steps, pair),
         "heads": {site.name: resolve_indices(head_numbers, site.n_heads(model.shape), "head") for site in of_heads},
         "from_layer": spec.source_layers if from_layer is not None else None,
         "method": method,
@@ -269,6 +245,40 @@ class AxisStep:
 
 Steps: TypeAlias = Mapping[str, list[AxisStep]]
 """By axis."""
+
+
+def _refuse_beside_nodes(options: Mapping[str, object], method: str) -> None:
+    """Refuse, beside `together`, options that say what a node says itself; those that were not given are None."""
+    if given := [name for name, value in options.items() if value is not None]:
+        raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
+    if method != METHODS[0]:
+        raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
+
+
+def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: Sequence[Sequence[Steps]]) -> None:
+    """Refuse a run for each feature of a large dictionary, of which most do nothing."""
+    for number, site in enumerate(sites):
+        count = site.width(model.shape, 1) if site.has_units else 0
+        if count > MOST_FEATURES and len(steps[0][number]["feature"]) == count:
+            n_cells = sum(math.prod(map(len, of_prompt[number].values())) for of_prompt in steps)
+            # A run begins at the dictionary's layer: what is below it is recorded.
+            above = model.shape.n_layers - min(site.layers(model.shape))
+            raise InputError(
+                f"Sweeping all {count:,} features of {site.name} exactly would be {n_cells:,} runs of up to {above} "
+                f"layers; at most {MOST_FEATURES:,} features are swept unless they are chosen. Choose them by number, "
+                "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
+                "forward and one backward for all."
+            )
+
+
+def _positions_covered(steps: Sequence[Sequence[Steps]], pair: PromptPair) -> list[tuple[int, ...] | str]:
+    """Return which positions of each prompt are edited, as the record has them."""
+    found: list[tuple[int, ...] | str] = []
+    for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
+        covers = [step.covers for step in of_prompt[0]["position"]]
+        covered = sorted({position for one in covers for position in one or ()})
+        found.append("all" if None in covers or len(covered) == len(prompt) else tuple(covered))
+    return found
 
 
 @dataclass(frozen=True)
