@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import pandas as pd
@@ -263,14 +263,20 @@ ROWS = 1024
 
 
 def say_how_long(
-    model: HookedModel, what: str, tokens: float, advice: str, *, hours: float | None = None, progress: bool = True
+    model: HookedModel,
+    what: str,
+    tokens: SupportsFloat,
+    advice: str,
+    *,
+    hours: float | None = None,
+    progress: bool = True,
 ) -> None:
     """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
 
     `tokens` are so many as whole runs of the model have that compute as much; `advice` says what would be less.
     """
     # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
-    work = 2.0 * tokens * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    work = 2.0 * float(tokens) * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     if hours is None and (work < WORTH_TIMING or not progress):
         return
     needed = work / rate(model)
