@@ -110,13 +110,13 @@ class Tour:
         sentences = result.report()
         conclusion = [sentences.pop()] if step.concludes else []
         lead, further = leading(sentences, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
-        own = result.view() if step.view is None and result.is_explored else None
+        view = step.view(self.seen, result) if step.view else result.view() if result.is_explored else None
         return Section(
             step.title,
             step.asks,
             number=step.number(result) if step.number else None,
             is_on_top=step.is_on_top,
-            view=own if step.view is None else step.view(self.seen, result),
+            view=view,
             beside=None if step.beside is None else (step.beside[0], step.beside[1](self.seen, result)),
             lead=conclusion + lead,
             further=further,

@@ -2,8 +2,8 @@
 
 Weights travel as the square roots of 8-bit numbers, `a ≈ (q / 255)²`: off by at most 0.004. In a long text most weights
 are small: those below `SMALLEST` of what even attention would give each key are 0 in the page, which halves it and
-leaves out 0.03 of a query's attention (Gemma 3 270M, 241 tokens). With `values=model` a head's weight can
-be multiplied by the length of what the key writes through it, `|v_j W_O|` (Kobayashi et al., EMNLP 2020).
+leaves out 0.03 of a query's attention (Gemma 3 270M, 241 tokens). With `values=model` a head's weight can be multiplied
+by the length of what the key writes through it, `|v_j W_O|` (Kobayashi et al., EMNLP 2020).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headwater.views.page import interactive, packed, picture, short_of
 LONGEST = 2048
 """Tokens of a text whose patterns are drawn."""
 SMALLEST, MANY = 1 / 4, 64
-"""Of even attention, the weight that is still sent; of a query with fewer keys, as for so many: no more than 0.004."""
+"""Weights below this part of even attention are sent as 0; of a query with fewer than `MANY` keys those below 0.004."""
 SMALL = 2**20
 """Weights in a page, of all its texts together, where nobody chose the texts; of one text there may be more."""
 

@@ -119,8 +119,7 @@ def picture(result: Result) -> View:
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
     height = f"<script>{asset('height.js')}</script>"
-    caption = f"{type(result).__name__} of {result.run.model}"
-    body = report + picture_in(figure, caption) + table_of(result.summary()) + height
+    body = report + picture_in(figure, caption_of(result)) + table_of(result.summary()) + height
     return View(page_of(repr(result), body, result.run, POLICY), picture=None if isinstance(figure, str) else figure)
 
 
@@ -170,6 +169,11 @@ POLICY = (
 """What a page with a script may load: nothing."""
 
 
+def caption_of(result: Result) -> str:
+    """Return what is below a result's figure."""
+    return f"{type(result).__name__} of {result.run.model}"
+
+
 def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
     """Return numbers as JSON: base64 of their little-endian bytes, deflated where that makes them smaller."""
     kind = np.dtype(f"<{encoding}")
@@ -199,8 +203,7 @@ def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str,
     """
     report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
     below = f'{report}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
-    figure = drawn(result), f"{type(result).__name__} of {result.run.model}"
-    return page_around(spec, scripts, figure, below, height)
+    return page_around(spec, scripts, (drawn(result), caption_of(result)), below, height)
 
 
 def page_around(
