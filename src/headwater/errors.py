@@ -1,10 +1,9 @@
 """The exceptions of headwater. Every message says what was asked, what was found, and what to do."""
 
-import contextlib
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path, PurePath
 
@@ -87,17 +86,6 @@ def one_line(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type when it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-@contextlib.contextmanager
-def failures_named(what: str) -> Iterator[None]:
-    """Raise what a function of the user's raises as an `InputError` that begins with what failed."""
-    try:
-        yield
-    except HeadwaterError:
-        raise
-    except Exception as error:
-        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def did_you_mean(given: object, valid: Iterable[str], *, or_all: bool = True) -> str:

@@ -490,7 +490,7 @@ def _check_translators(lens: Mapping[Any, Any]) -> None:
 
 
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
-    with failures_named("The lens"):
+    with failures_named("The lens failed"):
         found = lens(residual.float(), layer)
     if not isinstance(found, Tensor) or found.shape != residual.shape:
         what = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"

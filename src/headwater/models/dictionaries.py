@@ -287,7 +287,7 @@ class Features(Site):
             features = self._encoded(standard)
         except InputError as error:
             raise InputError(f"The dictionary {self.name} does not take {what} as rows: {error}") from None
-        with failures_named(f"decode of {self.name}, given features {tuple(features.shape)},"):
+        with failures_named(f"decode of {self.name}, given features {tuple(features.shape)}, failed"):
             rebuilt = self.decoder(features)
         if not isinstance(rebuilt, Tensor) or rebuilt.shape != rows.shape:
             found = tuple(rebuilt.shape) if isinstance(rebuilt, Tensor) else f"a {type(rebuilt).__name__}"
@@ -318,7 +318,7 @@ class Features(Site):
         return standard, mean + shift, scale
 
     def _encoded(self, rows: Tensor) -> Float[Tensor, "row feature"]:
-        with failures_named(f"encode of {self.name}, given rows {tuple(rows.shape)},"):
+        with failures_named(f"encode of {self.name}, given rows {tuple(rows.shape)}, failed"):
             features = self.encoder(rows)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(rows):
             found = tuple(features.shape) if isinstance(features, Tensor) else f"a {type(features).__name__}"

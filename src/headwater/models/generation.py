@@ -230,7 +230,7 @@ def generate(
 
     def tell(number: int, whole: bool) -> None:
         if stream is not None and (piece := texts[number].certain(whole)):
-            with failures_named("stream"):
+            with failures_named("stream failed"):
                 stream(number, piece)
 
     def wrote(row: int, step: int, token: int, first: int) -> bool:

@@ -62,15 +62,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def failures_named(what: str) -> Iterator[None]:
-    """Say which of the functions that a caller gave fails, and how; what it raised is chained."""
+def failures_named(what: str, *, in_a_run: bool = True) -> Iterator[None]:
+    """Say which of the functions that a caller gave failed, and how; what it raised is chained.
+
+    Memory that runs out in a run of the model is not the function's failure: the run is made again in halves.
+    """
     try:
         yield
     except Exception as error:
-        if isinstance(error, HeadwaterError) or is_out_of_memory(error):
+        if isinstance(error, HeadwaterError) or (in_a_run and is_out_of_memory(error)):
             raise
         message = " ".join(str(error).split()) or "no message"
-        raise InputError(f"{what} failed: {type(error).__name__}: {message}") from error
+        raise InputError(f"{what}: {type(error).__name__}: {message}") from error
 
 
 def in_halves(items: Any, work: Callable[[Any], Value]) -> list[Value]:

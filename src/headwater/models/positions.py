@@ -74,7 +74,7 @@ class Characters:
         text, offsets = _text_of(prompt, shown(self))
         start, stop = self.start, self.stop
         if callable(start):
-            with failures_named("The function that names characters"):
+            with failures_named("The function that names characters failed"):
                 found = start(text)
                 start, stop = found.span() if isinstance(found, re.Match) else found
         try:
@@ -213,7 +213,7 @@ def positions_of(
     if isinstance(where, LastTokenOf):
         return positions_of(where.where, prompt, 0, 1, side)[-1:]
     if callable(where):
-        with failures_named("The function that names positions"):
+        with failures_named("The function that names positions failed"):
             where = where(prompt.strings)
     positions = _positions(where, prompt)
     outside = [position for position in positions if not 0 <= position < len(prompt)]

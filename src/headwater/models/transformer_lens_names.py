@@ -352,7 +352,7 @@ class TransformerLensNames(Model):
     def _named(self, names: object) -> list[str]:
         known = self.raw.hook_dict
         if names is None or callable(names):
-            with failures_named("The filter of names"):
+            with failures_named("The filter of names failed"):
                 shown_names = [name for name in known if names is None or bool(names(name))]
             shown_names = [name for name in shown_names if self._is_shown(name)]
             if not shown_names:

@@ -167,7 +167,7 @@ class Function(_Changing):
 
     def _called(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         kind = (activation.shape, activation.dtype, activation.device)
-        with failures_named(f"{self._named}, called as function(activation, other, place),"):
+        with failures_named(f"{self._named}, called as function(activation, other, place), failed"):
             written = self.function(activation, other, rows)
         if isinstance(written, Tensor) and (written.shape, written.dtype, written.device) == kind:
             return written

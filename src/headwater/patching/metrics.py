@@ -70,7 +70,8 @@ class Metric:
         """
         # A softmax in bfloat16 would round probabilities to three digits.
         inputs = [values.float(), *answers] + ([clean.float()] if self.against_clean and clean is not None else [])
-        with failures_named(f"The metric {self.name!r}, called with {len(inputs)} tensor{'s' * (len(inputs) > 1)},"):
+        what = f"The metric {self.name!r}, called with {len(inputs)} tensor{'s' * (len(inputs) > 1)}, failed"
+        with failures_named(what):
             measured = self.function(*inputs)
         if not isinstance(measured, Tensor) or measured.shape != values.shape[:1]:
             found = tuple(measured.shape) if isinstance(measured, Tensor) else type(measured).__name__

@@ -18,8 +18,9 @@ from typing import TypeAlias
 
 import pandas as pd
 
-from headwater.errors import InputError, failures_named
+from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
+from headwater.models.memory import failures_named
 from headwater.options import shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
 from headwater.questions.sources import Questions
@@ -104,7 +105,8 @@ def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
     """Ask an extractor about one example."""
-    with failures_named(f"The extractor failed on the question {question!r} and the answer {answer!r}"):
+    what = f"The extractor failed on the question {question!r} and the answer {answer!r}"
+    with failures_named(what, in_a_run=False):
         found = extractor(question, answer)
     return exact_words(found, question, answer)
 

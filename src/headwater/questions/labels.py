@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.errors import InputError, did_you_mean, failures_named
+from headwater.errors import InputError, did_you_mean
+from headwater.models.memory import failures_named
 from headwater.options import checked_name, shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
 from headwater.questions.words import MARKS, Span, Word, normalised_words
@@ -111,7 +112,8 @@ def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -
     if isinstance(label, str):
         found = match(answer, accepted, label)
         return Verdict(found is not None, found.alias if found else "")
-    with failures_named(f"The judge failed on the question {question!r} and the answer {answer!r}"):
+    what = f"The judge failed on the question {question!r} and the answer {answer!r}"
+    with failures_named(what, in_a_run=False):
         judged = label(question, accepted, answer)
     if judged is not None and not isinstance(judged, bool | np.bool_):
         raise InputError(
@@ -290,6 +292,6 @@ def _score(scorer: Scorer, question: str, accepted: Sequence[str], answer: str |
     """Ask for a score; an answer that is missing has none."""
     if answer is None:
         return math.nan
-    with failures_named(f"The judge failed on the question {question!r}"):
+    with failures_named(f"The judge failed on the question {question!r}", in_a_run=False):
         score = scorer(question, accepted, answer)
     return checked_score(score, f"The judge's answer to {question!r}")
