@@ -19,8 +19,8 @@ import matplotlib.pyplot as plt
 import headwater as hw
 
 model = hw.load("smollm2")
-# Twelve pairs and 200 draws by default. In `out` each finished piece is kept: interrupted, the call goes on from there.
-found = hw.evidence(model, "country_to_capital", pairs=8, draws=50, out="../runs/capital")
+# In `out` each finished piece is kept: interrupted, the call goes on from there.
+found = hw.evidence(model, "country_to_capital", out="../runs/capital")
 assert isinstance(found, hw.Evidence)  # of one relation; of several it is an hw.EvidenceSuite
 found.templates[["kind", "pairs", "difference", "low", "high", "accuracy", "chosen"]].round(2)
 
