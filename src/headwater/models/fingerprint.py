@@ -169,13 +169,11 @@ def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str
     read = parameter_reader(model, huggingface, family, shape_of(config))
     fused = family.fused.name if family.fused is not None and huggingface is not model else None
     memory, expected = list[range](), set[str]()
-    for group in conversion.groups:
-        expected.update(group.parameters)
-        names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
-        found = {name: read(name) for name in names}
+    for made, stored in conversion.groups:
+        expected.update(made)
+        found = {name: read(name) for name in made if name in parameters or (fused and f".{fused}." in name)}
         memory += map(_bytes_of, found.values())
-        is_as_stored = group.parameters == tuple(group.tensors)
-        yield from (found if is_as_stored else conversion.taken_apart(found)).items()
+        yield from (found if made == list(stored) else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
@@ -318,16 +316,11 @@ HOOKS = {
 WITHIN = (*HOOKS, "_modules", "_parameters")
 
 
-def _is_passing(name: str, one: object) -> bool:
-    """Whether a module keeps something of what it last computed."""
-    return isinstance(one, Tensor) and name[0] == "_"
-
-
 class SameObjects:
-    """The objects that dictionaries hold now, but for what `passes`."""
+    """The objects that dictionaries hold now, but for tensors under names that begin with "_", unless `all_count`."""
 
-    def __init__(self, dictionaries: Iterable[Mapping[str, Any]], passes: Callable[[str, object], bool] = _is_passing):
-        listed, self._passes = list(dictionaries), passes
+    def __init__(self, dictionaries: Iterable[Mapping[str, Any]], all_count: bool = False):
+        listed, self._all_count = list(dictionaries), all_count
         self._empty = [one for one in listed if not one]
         # The objects and not their ids: an id is given to another object once its own is gone.
         self._held = [(one, tuple(one), self._lasting(one)) for one in listed if one]
@@ -340,8 +333,9 @@ class SameObjects:
         )
 
     def _lasting(self, held: Mapping[str, Any]) -> list[object]:
-        """What a dictionary holds, None in place of what passes."""
-        return [None if self._passes(name, one) else one for name, one in held.items()]
+        """What a dictionary holds, None in place of what does not count."""
+        passes = not self._all_count
+        return [None if passes and isinstance(one, Tensor) and name[0] == "_" else one for name, one in held.items()]
 
 
 class SameModules:
@@ -367,26 +361,21 @@ class SameTensors:
 
     def named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         """Return what `named_parameters` and `named_buffers` yield now."""
-        if not (all(map(is_, self._now(), self._dictionaries)) and self._held.are_there()):
+        now = chain.from_iterable(map(_TENSORS, self._modules))
+        if not (all(map(is_, now, self._dictionaries)) and self._held.are_there()):
             self._walk()
         return self._parameters, self._buffers
 
     def _walk(self) -> None:
         self._modules = list(self._root.modules())
-        self._dictionaries = list(self._now())
-        self._held = SameObjects(self._dictionaries, passes=lambda name, one: False)
+        self._dictionaries = list(chain.from_iterable(map(_TENSORS, self._modules)))
+        self._held = SameObjects(self._dictionaries, all_count=True)
         self._parameters: list[tuple[str, Tensor]] = list(self._root.named_parameters())
         self._buffers = list(self._root.named_buffers())
 
-    def _now(self) -> Iterator[Mapping[str, object]]:
-        return chain.from_iterable(map(_TENSORS, self._modules))
-
 
 _TENSORS = attrgetter("_modules", "_parameters", "_buffers")
-
-
 Function: TypeAlias = Callable[..., Any]
-
 LIBRARIES = frozenset(
     ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
 )
@@ -420,7 +409,7 @@ class KnownModules:
     def __init__(self, raw: object):
         self._raw = raw
         self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
-        self._forwards = {held.kind: _forward(held.kind) for held in self._before.values()}
+        self._forwards = {held.kind: getattr(held.kind, "forward", None) for held in self._before.values()}
         self._loaded: SameModules | None = None
 
     def as_loaded(self) -> SameModules | None:
@@ -429,7 +418,7 @@ class KnownModules:
         Returns:
             what they hold, the same object as last time where they hold the same objects; None where they hold more.
         """
-        if any(_forward(kind) is not forward for kind, forward in self._forwards.items()) or any(_everywhere()):
+        if self._other_forwards() or any(_everywhere()):
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
@@ -448,7 +437,7 @@ class KnownModules:
         if self.as_loaded() is not None:
             return []
         values, unnamed = list[str](), list(_everywhere())
-        unnamed += [f"a forward of the class {k.__name__}" for k, f in self._forwards.items() if _forward(k) is not f]
+        unnamed += [f"a forward of the class {kind.__name__}" for kind in self._other_forwards()]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
             now, before = _held(module), gone.pop(path, None)
@@ -467,6 +456,10 @@ class KnownModules:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
             return [*values, {UNKNOWN: f"{', '.join(unnamed[:SHOWN])}{more}"}]
         return values
+
+    def _other_forwards(self) -> list[type]:
+        """Return the classes whose `forward` is another than it was."""
+        return [kind for kind, forward in self._forwards.items() if getattr(kind, "forward", None) is not forward]
 
 
 def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -565,10 +558,6 @@ def _everywhere() -> Iterator[str]:
     for key, what in HOOKS.items():
         if any(not _sources(hook) <= LIBRARIES for hook in getattr(torch_modules, f"_global{key}").values()):
             yield f"a {what} on all modules of torch"
-
-
-def _forward(kind: type) -> object:
-    return getattr(kind, "forward", None)
 
 
 def _sources(*functions: object) -> set[str]:

@@ -335,9 +335,9 @@ class LoadedWeights(WeightSource):
 
     def _look(self, named: Mapping[str, Tensor]) -> None:
         """Look for NaN and infinity in those that were not looked at before, in all at once."""
-        new = {name: tensor for name, tensor in named.items() if name not in self._sound}
-        check_finite(new)
-        self._sound.update(new)
+        if new := {name: tensor for name, tensor in named.items() if name not in self._sound}:
+            check_finite(new)
+            self._sound.update(new)
 
     def _no_factors(self, layer: int, reason: str) -> ModelError:
         return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
