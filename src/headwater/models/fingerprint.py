@@ -125,12 +125,17 @@ class KnownWeights:
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now."""
-        parameters, buffers = self._named()
-        config = _config_of(self._raw, self._shape)
+        (parameters, buffers), raw = self._named(), self._raw
+        # Where headwater reads no files of its kind, TransformerLens's config says what a model computes.
+        is_foreign = not hasattr(raw, "original_model") or family_named(self._shape.architecture) is None
+        config = raw.cfg if is_foreign else raw.original_model.config
         seen = _looks([*parameters, *buffers]), type(config), str(vars(config))
         if seen != self._seen:
             changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(one)]
-            self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
+            config = config if is_foreign else text_config(config)
+            tensors: Iterable[tuple[str, Tensor]] = sorted(parameters) if is_foreign else _tensors_of(raw, config)
+            total = sum(parameter.numel() for parameter in getattr(raw, "original_model", raw).parameters())
+            self._fingerprint = fingerprint(self._shape, config, chain(tensors, sorted(changed)), total)
             self._seen = seen
         return self._fingerprint
 
@@ -140,34 +145,11 @@ class KnownWeights:
         return parameters, [(name, buffer) for name, buffer in buffers if id(buffer) not in anew]
 
 
-def _config_of(model: Any, shape: ModelShape | None) -> Any:
-    """The config that says what a model computes: TransformerLens's where headwater reads no files of its kind."""
-    huggingface = getattr(model, "original_model", model)
-    is_foreign = shape is not None and (huggingface is model or family_named(shape.architecture) is None)
-    return model.cfg if is_foreign else huggingface.config
-
-
-def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
-    """The fingerprint of a transformers model, or of a TransformerBridge around one; with `shape` of any model.
-
-    Sizes are read from the config where they are not given. `extra` are tensors that count beside the parameters.
-    """
-    huggingface, config = getattr(model, "original_model", model), _config_of(model, shape)
-    if shape is not None and config is getattr(model, "cfg", None):
-        tensors = iter(sorted(model.named_parameters()))
-    else:
-        config = text_config(config)
-        shape, tensors = shape or shape_of(config), _tensors_of(model, huggingface, config)
-    total = sum(parameter.numel() for parameter in huggingface.parameters())
-    return fingerprint(shape, config, chain(tensors, sorted(extra)), total)
-
-
-def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that a checkpoint holds, then those that only this model has, such as an adapter's."""
+def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a bridge that a checkpoint holds, then those that only it has, such as an adapter's."""
     family, conversion = family_of(config), Conversion(config)
-    parameters = _parameters(huggingface)
-    read = parameter_reader(model, huggingface, family, shape_of(config))
-    fused = family.fused.name if family.fused is not None and huggingface is not model else None
+    parameters, read = _parameters(raw.original_model), parameter_reader(raw, family, shape_of(config))
+    fused = None if family.fused is None else family.fused.name
     memory, expected = list[range](), set[str]()
     for made, stored in conversion.groups:
         expected.update(made)
@@ -190,7 +172,7 @@ def _bytes_of(tensor: Tensor) -> range:
 
 
 def _parameters(huggingface: Any) -> dict[str, Tensor]:
-    """The parameters of a transformers model by their checkpoint names; a bridge's wrappers show in none of them."""
+    """The parameters of a bridge's model by their checkpoint names; its wrappers show in none of them."""
     prefix = f"{huggingface.base_model_prefix}."
     return {
         name.replace("_original_component.", "").removeprefix(prefix): parameter
@@ -198,19 +180,18 @@ def _parameters(huggingface: Any) -> dict[str, Tensor]:
     }
 
 
-def parameter_reader(model: Any, huggingface: Any, family: Family, shape: ModelShape) -> Callable[[str], Tensor]:
-    """Read parameters by their checkpoint names from a transformers model or from a bridge around one.
+def parameter_reader(raw: Any, family: Family, shape: ModelShape) -> Callable[[str], Tensor]:
+    """Read parameters by their checkpoint names from a bridge.
 
     Where a bridge has split the joined queries, keys and values of a block (GPT-NeoX, Phi-3), the split ones are what
     it computes with, so they are what is read.
     """
-    parameters = _parameters(huggingface)
-    fused = family.fused if huggingface is not model else None
+    parameters, fused = _parameters(raw.original_model), family.fused
 
     def read(name: str) -> Tensor:
         if fused is None or f".{fused.name}." not in name:
             return parameters[name]
-        attention = model.blocks[int(name.split(".")[1])].attn
+        attention = raw.blocks[int(name.split(".")[1])].attn
         kind = "b" if name.endswith("bias") else "W"
         return join_heads([getattr(attention, f"{kind}_{part}") for part in "QKV"], fused, shape)
 
