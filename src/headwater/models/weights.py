@@ -235,12 +235,14 @@ class LoadedWeights(_Weights):
         """The gain of the norm in front of the unembedding."""
         if (norm := getattr(self.model.raw, "ln_final", None)) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
-        return self._gain(norm, "ln_final")
+        return self._gain(self._norm(norm, "ln_final"))
 
     def attention_post_gain(self, layer: int) -> Float[Tensor, " d_model"] | None:
         """The gain of the norm after a layer's attention, None where there is none."""
         block = self.model.raw.blocks[layer]
-        return self._gain(block.ln1_post, f"blocks.{layer}.ln1_post") if hasattr(block, "ln1_post") else None
+        if not hasattr(block, "ln1_post"):
+            return None
+        return self._gain(self._norm(block.ln1_post, f"blocks.{layer}.ln1_post"))
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
@@ -264,7 +266,7 @@ class LoadedWeights(_Weights):
         norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
         self._look({f"{at}.attn.{name}": factor for name, factor in stored.items() if factor is not None} | norm)
         factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
-        factors["norm_gain"] = self._gain_of(norm)
+        factors["norm_gain"] = self._gain(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
         # A HookedTransformer computes with these very tensors; under a bridge they are read out of modules by name.
@@ -311,19 +313,15 @@ class LoadedWeights(_Weights):
         pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
         return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
-    def _gain(self, norm: Any, name: str) -> Tensor:
-        named = self._norm(norm, name)
-        self._look(named)
-        return self._gain_of(named)
-
     def _norm(self, norm: Any, name: str) -> dict[str, Tensor]:
         """What a norm multiplies by, by name. A HookedTransformer calls it w, or has folded it into what follows."""
         part = "weight" if getattr(norm, "weight", None) is not None else "w"
         gain = getattr(norm, part, None)
         return {} if gain is None else {f"{name}.{part}": gain.detach()}
 
-    def _gain_of(self, named: Mapping[str, Tensor]) -> Tensor:
+    def _gain(self, named: Mapping[str, Tensor]) -> Tensor:
         """The gain of a norm; ones where there is none (OLMo 2, EXAONE 4). In w of a HookedTransformer Gemma's 1 is."""
+        self._look(named)
         if not named:
             return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
         [(name, tensor)] = named.items()
