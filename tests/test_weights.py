@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from headwater.errors import InputError, ModelError
 from headwater.models import checkpoint as checkpoint_module
 from headwater.models.effective_embedding import KINDS
-from headwater.models.fingerprint import fingerprint_of_model
 from headwater.models.loading import load
 from headwater.models.weights import HeadWeights, open_weights
 from tests.tiny import FEW, tiny_model, tiny_tokenizer
@@ -292,23 +291,29 @@ def test_reading_a_loaded_model_copies_no_head_factor_and_leaves_the_model_as_it
 @pytest.mark.parametrize("family", ["neox", "gpt2", "llama"])
 def test_a_changed_value_head_changes_the_fingerprint_of_a_model_in_memory(checkpoint, family):
     model = load(checkpoint(family))
-    before = fingerprint_of_model(model.raw)
+    before = model.fingerprint
     with torch.no_grad():
         model.raw.blocks[2].attn.W_V[1, 3, 2] += 0.5
-    assert fingerprint_of_model(model.raw) != before
+    assert model.fingerprint != before
 
 
 def test_the_fingerprint_changes_with_one_weight_and_with_the_config_but_not_with_the_dtype_that_holds_it(tmp_path):
+    def saved(model):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return open_weights(folder).fingerprint
+
     model = tiny_model("qwen3", seed=5, dtype=torch.bfloat16)
-    first = fingerprint_of_model(model)
-    assert fingerprint_of_model(model.to(torch.float32)) == first
+    first = saved(model)
+    assert saved(model.to(torch.float32)) == first
     model.config.rms_norm_eps *= 10
-    assert fingerprint_of_model(model) != first
+    assert saved(model) != first
     model.config.rms_norm_eps /= 10
-    assert fingerprint_of_model(model) == first
+    assert saved(model) == first
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] += 0.01
-    assert fingerprint_of_model(model) != first
+    assert saved(model) != first
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3"])

@@ -183,7 +183,7 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
     family = family_named(model.shape.architecture)
     if family is None or family.fused is None or not all(SPLIT.search(name) for name in apart):
         return False
-    parts = parameter_reader(model.raw, model.raw.original_model, family, model.shape)
+    parts = parameter_reader(model.raw, family, model.shape)
     prefix, fused = f"{bare.base_model_prefix}.", f".{family.fused.name}."  # type: ignore[operator]
     named: Mapping[str, Tensor] = {name.removeprefix(prefix): p for name, p in bare.named_parameters()}
     return all(torch.equal(parts(name), parameter) for name, parameter in named.items() if fused in name)

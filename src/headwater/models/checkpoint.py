@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -206,12 +206,12 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
         shape = shape_of(config)
         if shape.d_model > WIDEST:  # a model of such sizes cannot even be outlined
             embedding = names[f"{family_of(config).embedding}.weight"]
-            _refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
+            refuse_another_shape(embedding, *stored[embedding], (shape.d_vocab, shape.d_model))
         expected = expected_tensors(config)
     for name, size in expected.items():
         if name not in names:
             raise ModelError(lacking(folder, name, f" (expected shape {size})"))
-        _refuse_another_shape(names[name], *stored[names[name]], size)
+        refuse_another_shape(names[name], *stored[names[name]], size)
     # What is expected comes from the config: blocks beyond its layers would be left out silently.
     beyond = family_of(config).block(config.num_hidden_layers)
     if extra := [full_name for name, full_name in names.items() if name.startswith(beyond)]:
@@ -219,18 +219,15 @@ def open_checkpoint(folder: Path, trust_remote_code: bool = False) -> Checkpoint
             f"The config in {folder} says {config.num_hidden_layers} layers, but {stored[extra[0]][0]} holds "
             f"{extra[0]!r}; config.json and weights do not belong together."
         )
-    if (unused := without_use(names, [*expected, UNEMBEDDING])) is not None:
-        raise ModelError(
-            f"Tensor {names[unused]!r} in {stored[names[unused]][0]} is used by no module that the config describes; "
-            "config.json and weights do not belong together."
-        )
+    refuse_unused(names, [*expected, UNEMBEDDING], lambda name: (names[name], stored[names[name]][0]))
     names = {name: full_name for name, full_name in names.items() if name in expected or name == UNEMBEDDING}
     files = {name: stored[full_name][0] for name, full_name in names.items()}
     scales = {full_name: file for full_name, (file, _) in stored.items() if full_name.endswith(SCALE)}
     return Checkpoint(folder, config, names, files | scales, block)
 
 
-def _refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def refuse_another_shape(name: str, file: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Refuse a tensor of another shape than the config's."""
     if shape != expected:
         raise ModelError(
             f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected}; config.json and weights do "
@@ -247,8 +244,8 @@ def lacking(folder: Path, name: str, about: str = "") -> str:
     return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
 
 
-def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
-    """Return a weight that was found and that a model of the expected ones would drop; None if there is none.
+def refuse_unused(found: Iterable[str], expected: Collection[str], place_of: Callable[[str], tuple[str, Path]]) -> None:
+    """Refuse a weight that was found, under some name in some file, and that a model of the expected ones would drop.
 
     That is the weight or bias of a module which has others, but not this one, as of a projection without bias by its
     config; and, among the modules of a layer, the weight of one that is not there, as of a norm of queries. What else
@@ -261,8 +258,11 @@ def without_use(found: Iterable[str], expected: Collection[str]) -> str | None:
         place = module.rpartition(".")[0]
         of_a_layer = place in inside and any(part.isdecimal() for part in place.split("."))
         if (module in modules and own in ("weight", "bias")) or (of_a_layer and own == "weight"):
-            return name
-    return None
+            full_name, file = place_of(name)
+            raise ModelError(
+                f"Tensor {full_name!r} in {file} is used by no module that the config describes; config.json and "
+                "weights do not belong together."
+            )
 
 
 def stored_tensors(folder: Path, n_layers: int, float8: bool = False) -> dict[str, tuple[Path, tuple[int, ...]]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -32,22 +31,11 @@ from headwater.models.families import FusedQKV, ModelShape, family_of, text_conf
 
 Read: TypeAlias = Callable[[str], Tensor]
 """Reads one tensor of a checkpoint by its name relative to the base model."""
+TensorGroup: TypeAlias = tuple[list[str], dict[str, tuple[int, ...]]]
+"""The names of some parameters, sorted; and the shapes, by name, of the tensors that they alone are made of."""
 UNEMBEDDING = "lm_head.weight"
 UNEMBEDDING_NAMES = (UNEMBEDDING, "embed_out.weight")
 """What checkpoints call the unembedding, wherever its prefix ends. A head's bias (Phi) is not part of W_U."""
-
-
-@dataclass(frozen=True)
-class TensorGroup:
-    """Parameters of a model, and the tensors of a checkpoint that these, and no others, are made of.
-
-    Attributes:
-        parameters: names, sorted.
-        tensors: shapes by name, in the order of the names.
-    """
-
-    parameters: tuple[str, ...]
-    tensors: dict[str, tuple[int, ...]]
 
 
 class Conversion:
@@ -73,7 +61,7 @@ class Conversion:
         if config.tie_word_embeddings:
             del parameters[UNEMBEDDING]
         self.groups = _grouped(parameters, self.taken_apart(parameters))
-        self.tensors = {name: shape for group in self.groups for name, shape in group.tensors.items()}
+        self.tensors = {name: shape for _, tensors in self.groups for name, shape in tensors.items()}
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that the parameters of a group are stored as, in the order of their names."""
@@ -89,16 +77,16 @@ class Conversion:
 
 def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[TensorGroup]:
     """Put what is stored otherwise than as a parameter each together, block by block."""
-    groups, others = {}, {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
+    groups: dict[str, TensorGroup] = {}
+    others = {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
     for kind, here, there in (("parameters", parameters, stored), ("tensors", stored, parameters)):
         for name in sorted(here):
             if name in there and here[name].shape == there[name].shape:
-                groups[name] = TensorGroup((name,), {name: tuple(here[name].shape)})
+                groups[name] = [name], {name: tuple(here[name].shape)}
             else:
                 others[kind].setdefault(".".join(name.split(".")[:2]), []).append(name)
     for block, names in others["parameters"].items():
-        tensors = {name: tuple(stored[name].shape) for name in others["tensors"].get(block, ())}
-        groups[block] = TensorGroup(tuple(names), tensors)
+        groups[block] = names, {name: tuple(stored[name].shape) for name in others["tensors"].get(block, ())}
     return [groups[name] for name in sorted(groups)]
 
 

@@ -34,6 +34,7 @@ from headwater.calls import checked_call
 from headwater.data.rows import check_readable
 from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
+from headwater.models.bridge_check import is_finite
 from headwater.models.checkpoint import hub_name
 from headwater.models.memory import failures_named
 from headwater.models.sites import SITES, Site, place_named
@@ -331,8 +332,7 @@ class Features(Site):
         return features
 
     def _refuse_not_finite(self, found: Tensor, what: str) -> None:
-        # In float64 the sum of finite float32 numbers does not overflow, so the second pass runs for errors alone.
-        if not bool(found.sum(dtype=torch.float64).isfinite()) and not bool(found.isfinite().all()):
+        if not is_finite(found):
             raise InputError(f"{what} of {self.name} gives NaN or infinity of finite numbers: look at its weights.")
 
     def _refuse_beyond(self, features: Sequence[int]) -> None:
@@ -692,7 +692,7 @@ def _checked(
             raise InputError(f"{path / WEIGHTS} has no {name}, which a {architecture} autoencoder needs.")
         if tuple(tensors[name].shape) != size:
             raise InputError(f"{path / WEIGHTS}: {name} is {tuple(tensors[name].shape)}, where W_enc makes it {size}.")
-        if not bool(tensors[name].isfinite().all()):
+        if not is_finite(tensors[name]):
             raise InputError(f"{path / WEIGHTS}: {name} holds NaN or infinity.")
     for key, size_found in (("d_in", d), ("d_sae", n)):
         if config.get(key, size_found) != size_found:

@@ -125,12 +125,17 @@ class KnownWeights:
 
     def fingerprint(self) -> str:
         """The fingerprint of the weights as they are now."""
-        parameters, buffers = self._named()
-        config = _config_of(self._raw, self._shape)
+        (parameters, buffers), raw = self._named(), self._raw
+        # Where headwater reads no files of its kind, TransformerLens's config says what a model computes.
+        is_foreign = not hasattr(raw, "original_model") or family_named(self._shape.architecture) is None
+        config = raw.cfg if is_foreign else raw.original_model.config
         seen = _looks([*parameters, *buffers]), type(config), str(vars(config))
         if seen != self._seen:
             changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(one)]
-            self._fingerprint = fingerprint_of_model(self._raw, self._shape, changed)
+            config = config if is_foreign else text_config(config)
+            tensors: Iterable[tuple[str, Tensor]] = sorted(parameters) if is_foreign else _tensors_of(raw, config)
+            total = sum(parameter.numel() for parameter in getattr(raw, "original_model", raw).parameters())
+            self._fingerprint = fingerprint(self._shape, config, chain(tensors, sorted(changed)), total)
             self._seen = seen
         return self._fingerprint
 
@@ -140,42 +145,17 @@ class KnownWeights:
         return parameters, [(name, buffer) for name, buffer in buffers if id(buffer) not in anew]
 
 
-def _config_of(model: Any, shape: ModelShape | None) -> Any:
-    """The config that says what a model computes: TransformerLens's where headwater reads no files of its kind."""
-    huggingface = getattr(model, "original_model", model)
-    is_foreign = shape is not None and (huggingface is model or family_named(shape.architecture) is None)
-    return model.cfg if is_foreign else huggingface.config
-
-
-def fingerprint_of_model(model: Any, shape: ModelShape | None = None, extra: Sequence[tuple[str, Tensor]] = ()) -> str:
-    """The fingerprint of a transformers model, or of a TransformerBridge around one; with `shape` of any model.
-
-    Sizes are read from the config where they are not given. `extra` are tensors that count beside the parameters.
-    """
-    huggingface, config = getattr(model, "original_model", model), _config_of(model, shape)
-    if shape is not None and config is getattr(model, "cfg", None):
-        tensors = iter(sorted(model.named_parameters()))
-    else:
-        config = text_config(config)
-        shape, tensors = shape or shape_of(config), _tensors_of(model, huggingface, config)
-    total = sum(parameter.numel() for parameter in huggingface.parameters())
-    return fingerprint(shape, config, chain(tensors, sorted(extra)), total)
-
-
-def _tensors_of(model: Any, huggingface: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that a checkpoint holds, then those that only this model has, such as an adapter's."""
+def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a bridge that a checkpoint holds, then those that only it has, such as an adapter's."""
     family, conversion = family_of(config), Conversion(config)
-    parameters = _parameters(huggingface)
-    read = parameter_reader(model, huggingface, family, shape_of(config))
-    fused = family.fused.name if family.fused is not None and huggingface is not model else None
+    parameters, read = _parameters(raw.original_model), parameter_reader(raw, family, shape_of(config))
+    fused = None if family.fused is None else family.fused.name
     memory, expected = list[range](), set[str]()
-    for group in conversion.groups:
-        expected.update(group.parameters)
-        names = [name for name in group.parameters if name in parameters or (fused and f".{fused}." in name)]
-        found = {name: read(name) for name in names}
+    for made, stored in conversion.groups:
+        expected.update(made)
+        found = {name: read(name) for name in made if name in parameters or (fused and f".{fused}." in name)}
         memory += map(_bytes_of, found.values())
-        is_as_stored = group.parameters == tuple(group.tensors)
-        yield from (found if is_as_stored else conversion.taken_apart(found)).items()
+        yield from (found if made == list(stored) else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
@@ -192,7 +172,7 @@ def _bytes_of(tensor: Tensor) -> range:
 
 
 def _parameters(huggingface: Any) -> dict[str, Tensor]:
-    """The parameters of a transformers model by their checkpoint names; a bridge's wrappers show in none of them."""
+    """The parameters of a bridge's model by their checkpoint names; its wrappers show in none of them."""
     prefix = f"{huggingface.base_model_prefix}."
     return {
         name.replace("_original_component.", "").removeprefix(prefix): parameter
@@ -200,19 +180,18 @@ def _parameters(huggingface: Any) -> dict[str, Tensor]:
     }
 
 
-def parameter_reader(model: Any, huggingface: Any, family: Family, shape: ModelShape) -> Callable[[str], Tensor]:
-    """Read parameters by their checkpoint names from a transformers model or from a bridge around one.
+def parameter_reader(raw: Any, family: Family, shape: ModelShape) -> Callable[[str], Tensor]:
+    """Read parameters by their checkpoint names from a bridge.
 
     Where a bridge has split the joined queries, keys and values of a block (GPT-NeoX, Phi-3), the split ones are what
     it computes with, so they are what is read.
     """
-    parameters = _parameters(huggingface)
-    fused = family.fused if huggingface is not model else None
+    parameters, fused = _parameters(raw.original_model), family.fused
 
     def read(name: str) -> Tensor:
         if fused is None or f".{fused.name}." not in name:
             return parameters[name]
-        attention = model.blocks[int(name.split(".")[1])].attn
+        attention = raw.blocks[int(name.split(".")[1])].attn
         kind = "b" if name.endswith("bias") else "W"
         return join_heads([getattr(attention, f"{kind}_{part}") for part in "QKV"], fused, shape)
 
@@ -318,16 +297,11 @@ HOOKS = {
 WITHIN = (*HOOKS, "_modules", "_parameters")
 
 
-def _is_passing(name: str, one: object) -> bool:
-    """Whether a module keeps something of what it last computed."""
-    return isinstance(one, Tensor) and name[0] == "_"
-
-
 class SameObjects:
-    """The objects that dictionaries hold now, but for what `passes`."""
+    """The objects that dictionaries hold now, but for tensors under names that begin with "_", unless `all_count`."""
 
-    def __init__(self, dictionaries: Iterable[Mapping[str, Any]], passes: Callable[[str, object], bool] = _is_passing):
-        listed, self._passes = list(dictionaries), passes
+    def __init__(self, dictionaries: Iterable[Mapping[str, Any]], all_count: bool = False):
+        listed, self._all_count = list(dictionaries), all_count
         self._empty = [one for one in listed if not one]
         # The objects and not their ids: an id is given to another object once its own is gone.
         self._held = [(one, tuple(one), self._lasting(one)) for one in listed if one]
@@ -340,8 +314,9 @@ class SameObjects:
         )
 
     def _lasting(self, held: Mapping[str, Any]) -> list[object]:
-        """What a dictionary holds, None in place of what passes."""
-        return [None if self._passes(name, one) else one for name, one in held.items()]
+        """What a dictionary holds, None in place of what does not count."""
+        passes = not self._all_count
+        return [None if passes and isinstance(one, Tensor) and name[0] == "_" else one for name, one in held.items()]
 
 
 class SameModules:
@@ -367,26 +342,21 @@ class SameTensors:
 
     def named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         """Return what `named_parameters` and `named_buffers` yield now."""
-        if not (all(map(is_, self._now(), self._dictionaries)) and self._held.are_there()):
+        now = chain.from_iterable(map(_TENSORS, self._modules))
+        if not (all(map(is_, now, self._dictionaries)) and self._held.are_there()):
             self._walk()
         return self._parameters, self._buffers
 
     def _walk(self) -> None:
         self._modules = list(self._root.modules())
-        self._dictionaries = list(self._now())
-        self._held = SameObjects(self._dictionaries, passes=lambda name, one: False)
+        self._dictionaries = list(chain.from_iterable(map(_TENSORS, self._modules)))
+        self._held = SameObjects(self._dictionaries, all_count=True)
         self._parameters: list[tuple[str, Tensor]] = list(self._root.named_parameters())
         self._buffers = list(self._root.named_buffers())
 
-    def _now(self) -> Iterator[Mapping[str, object]]:
-        return chain.from_iterable(map(_TENSORS, self._modules))
-
 
 _TENSORS = attrgetter("_modules", "_parameters", "_buffers")
-
-
 Function: TypeAlias = Callable[..., Any]
-
 LIBRARIES = frozenset(
     ["accelerate", "builtins", "headwater", "peft", "torch", "transformer_lens", "transformers", "transformers_modules"]
 )
@@ -420,7 +390,7 @@ class KnownModules:
     def __init__(self, raw: object):
         self._raw = raw
         self._before = {path: _belonging(_held(module)) for path, module in _modules(raw)}
-        self._forwards = {held.kind: _forward(held.kind) for held in self._before.values()}
+        self._forwards = {held.kind: getattr(held.kind, "forward", None) for held in self._before.values()}
         self._loaded: SameModules | None = None
 
     def as_loaded(self) -> SameModules | None:
@@ -429,7 +399,7 @@ class KnownModules:
         Returns:
             what they hold, the same object as last time where they hold the same objects; None where they hold more.
         """
-        if any(_forward(kind) is not forward for kind, forward in self._forwards.items()) or any(_everywhere()):
+        if self._other_forwards() or any(_everywhere()):
             return None
         if self._loaded is None or not self._loaded.are_as_they_were():
             modules = dict(_modules(self._raw))
@@ -448,7 +418,7 @@ class KnownModules:
         if self.as_loaded() is not None:
             return []
         values, unnamed = list[str](), list(_everywhere())
-        unnamed += [f"a forward of the class {k.__name__}" for k, f in self._forwards.items() if _forward(k) is not f]
+        unnamed += [f"a forward of the class {kind.__name__}" for kind in self._other_forwards()]
         gone = dict(self._before)
         for path, module in _modules(self._raw):
             now, before = _held(module), gone.pop(path, None)
@@ -467,6 +437,10 @@ class KnownModules:
             more = f" and {len(unnamed) - SHOWN} more" if len(unnamed) > SHOWN else ""
             return [*values, {UNKNOWN: f"{', '.join(unnamed[:SHOWN])}{more}"}]
         return values
+
+    def _other_forwards(self) -> list[type]:
+        """Return the classes whose `forward` is another than it was."""
+        return [kind for kind, forward in self._forwards.items() if getattr(kind, "forward", None) is not forward]
 
 
 def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -565,10 +539,6 @@ def _everywhere() -> Iterator[str]:
     for key, what in HOOKS.items():
         if any(not _sources(hook) <= LIBRARIES for hook in getattr(torch_modules, f"_global{key}").values()):
             yield f"a {what} on all modules of torch"
-
-
-def _forward(kind: type) -> object:
-    return getattr(kind, "forward", None)
 
 
 def _sources(*functions: object) -> set[str]:

@@ -450,12 +450,11 @@ def checked_sampling(
     do_sample: object, temperature: object, top_p: object, top_k: object, d_vocab: int
 ) -> Sampling | None:
     """Return how tokens are drawn; None for the most probable ones, which temperature 0 also takes."""
-    options = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    do_sample = checked_flag("do_sample", do_sample)
     if isinstance(temperature, Real) and temperature == 0 and not isinstance(temperature, bool):
-        checked_flag("do_sample", do_sample)
         return None
-    if not checked_flag("do_sample", do_sample):
-        for name, value in options.items():
+    if not do_sample:
+        for name, value in {"temperature": temperature, "top_p": top_p, "top_k": top_k}.items():
             if value is not None:
                 raise InputError(
                     f"{name}={shown(value)} changes nothing while the most probable token is taken: give "

@@ -41,12 +41,13 @@ from headwater.models.checkpoint import (
     load_tokenizer,
     open_checkpoint,
     read_config,
+    refuse_another_shape,
     refuse_to_run,
+    refuse_unused,
     revision_of,
     stored_tensors,
     tensor_shapes,
     weight_files,
-    without_use,
 )
 from headwater.models.conversion import Conversion, SkipWeightInit, quiet_transformers, split_heads
 from headwater.models.families import FAMILIES, ModelShape, family_of, shape_of, text_config
@@ -442,7 +443,7 @@ def _read_gguf(path: Path, dtype: torch.dtype, where: str | dict[str, torch.devi
 
 
 def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> str:
-    """Why transformers could not read a checkpoint: a tensor of another shape than the config's, or what it says."""
+    """Refuse a tensor of another shape than the config's; else return why transformers could not read a checkpoint."""
     try:
         with torch.device("meta"):
             expected = {name: tuple(parameter.shape) for name, parameter in kind.from_config(config).named_parameters()}
@@ -450,11 +451,7 @@ def _unreadable(folder: Path, kind: Any, config: object, error: Exception) -> st
         return f"The model of {folder} cannot be loaded: by its config it cannot be built, {one_line(reason)}"
     for file in weight_files(folder):
         for name, shape in tensor_shapes(file).items():
-            if shape != expected.get(name, shape):
-                return (
-                    f"Tensor {name!r} in {file} has shape {shape}, but the config says {expected[name]}; config.json "
-                    "and weights do not belong together."
-                )
+            refuse_another_shape(name, file, shape, expected.get(name, shape))
     if isinstance(error, KeyError) and (folder / INDEX).is_file():
         return f"{folder / INDEX} has no {error}, which transformers asks for; save the checkpoint again."
     return f"The weights in {folder} cannot be loaded: {one_line(error)}"
@@ -471,11 +468,7 @@ def _check_report(folder: Path, report: dict[str, Any], n_layers: int, parameter
                 f"The config in {folder} says {n_layers} layers, but {_file_of(folder, name)} holds {name!r}; "
                 "config.json and weights do not belong together."
             )
-    if (unused := without_use(report["unexpected_keys"], parameters)) is not None:
-        raise ModelError(
-            f"Tensor {unused!r} in {_file_of(folder, unused)} is used by no module that the config describes; "
-            "config.json and weights do not belong together."
-        )
+    refuse_unused(report["unexpected_keys"], parameters, lambda name: (name, _file_of(folder, name)))
 
 
 def _file_of(folder: Path, name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
@@ -108,8 +107,8 @@ class HeadWeights(OVWeights):
     b_O: Float[Tensor, " d_model"] | None
 
 
-class WeightSource(ABC):
-    """Where an analysis of parameters reads them.
+class _Weights:
+    """What reading parameters from memory and from files have in common.
 
     Attributes:
         name: the folder or hub name.
@@ -131,50 +130,6 @@ class WeightSource(ABC):
     def __repr__(self) -> str:
         about = ", ".join(filter(None, (self.revision, self.shape.architecture)))
         return f"{type(self).__name__}({self.name!r}, {about}, {self.dtype} as {self.given_dtype})"
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Hash of config and weights, the same however they were opened."""
-
-    @property
-    @abstractmethod
-    def tokenizer_digest(self) -> str:
-        """Hash of the tokenizer."""
-
-    @property
-    def interventions(self) -> Mapping[str, object]:
-        """What acts in the model beside them, by the option that records it: nothing, but on a model in memory."""
-        return {}
-
-    @property
-    @abstractmethod
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-
-    @abstractmethod
-    def layer(self, layer: int) -> HeadWeights:
-        """The factors of one layer's heads; nothing of it is kept here."""
-
-    @abstractmethod
-    def ov(self, layer: int) -> OVWeights:
-        """W_V and W_O of one layer's heads; queries and keys are not read where they are stored separately."""
-
-    @abstractmethod
-    def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
-
-    @abstractmethod
-    def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
-        """W_U, without the bias that Phi's head has."""
-
-    @abstractmethod
-    def final_norm_gain(self) -> Float[Tensor, " d_model"]:
-        """The gain of the norm in front of the unembedding."""
-
-    @abstractmethod
-    def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """What later heads read for each token: "raw", "mlp0", "embed+mlp0" or "layer0" (see `effective`)."""
 
     def _given(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.given_dtype)
@@ -210,7 +165,7 @@ def check_finite(named: Mapping[str, Tensor]) -> None:
             )
 
 
-class LoadedWeights(WeightSource):
+class LoadedWeights(_Weights):
     """The parameters of a model in memory, as the model itself computes with them; views of them wherever possible.
 
     What is read of a layer's heads is checked when it is read first, and then is taken to stay as it is. Where the
@@ -230,7 +185,7 @@ class LoadedWeights(WeightSource):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of config and weights."""
+        """Hash of config and weights, the same however they were opened."""
         return self.model.fingerprint
 
     @property
@@ -269,27 +224,29 @@ class LoadedWeights(WeightSource):
 
     @torch.inference_mode()
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E as the residual stream receives it."""
+        """W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
         return self._checked(self._embed(torch.arange(self.shape.d_vocab)), "embed.W_E")
 
     def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
-        """W_U."""
+        """W_U, without the bias that Phi's head has."""
         return self._checked(self.model.raw.unembed.W_U, "unembed.W_U")
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
         """The gain of the norm in front of the unembedding."""
         if (norm := getattr(self.model.raw, "ln_final", None)) is None:
             raise ModelError(f"{self.shape.architecture} has no norm in front of its unembedding here.")
-        return self._gain(norm, "ln_final")
+        return self._gain(self._norm(norm, "ln_final"))
 
     def attention_post_gain(self, layer: int) -> Float[Tensor, " d_model"] | None:
         """The gain of the norm after a layer's attention, None where there is none."""
         block = self.model.raw.blocks[layer]
-        return self._gain(block.ln1_post, f"blocks.{layer}.ln1_post") if hasattr(block, "ln1_post") else None
+        if not hasattr(block, "ln1_post"):
+            return None
+        return self._gain(self._norm(block.ln1_post, f"blocks.{layer}.ln1_post"))
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """What later heads read for each token."""
+        """What later heads read for each token, by the name of an effective embedding: "raw", "mlp0", ..."""
         check_request(tokens, kind, self.shape.d_vocab)
         compute: Callable[[Tensor], Tensor] = {
             "raw": self._embed,
@@ -309,11 +266,11 @@ class LoadedWeights(WeightSource):
         norm = self._norm(getattr(self.model.raw.blocks[layer], "ln1", None), f"{at}.ln1")
         self._look({f"{at}.attn.{name}": factor for name, factor in stored.items() if factor is not None} | norm)
         factors = {name: None if factor is None else self._given(factor) for name, factor in stored.items()}
-        factors["norm_gain"] = self._gain_of(norm)
+        factors["norm_gain"] = self._gain(norm)
         if missing := next((name for name in ("W_V", "W_O") if factors[name] is None), None):
             raise self._no_factors(layer, f"TransformerLens shows no {missing}")
         # A HookedTransformer computes with these very tensors; under a bridge they are read out of modules by name.
-        if is_bridge(self.model.raw) and f"{at}: heads" not in self._sound:
+        if f"{at}: heads" not in self._sound and is_bridge(self.model.raw):
             self._heads_seen.check(layer, factors)
             self._sound.add(f"{at}: heads")
         return factors
@@ -335,9 +292,9 @@ class LoadedWeights(WeightSource):
 
     def _look(self, named: Mapping[str, Tensor]) -> None:
         """Look for NaN and infinity in those that were not looked at before, in all at once."""
-        new = {name: tensor for name, tensor in named.items() if name not in self._sound}
-        check_finite(new)
-        self._sound.update(new)
+        if new := {name: tensor for name, tensor in named.items() if name not in self._sound}:
+            check_finite(new)
+            self._sound.update(new)
 
     def _no_factors(self, layer: int, reason: str) -> ModelError:
         return ModelError(f"{self.shape.architecture} has no factors of single heads in layer {layer}: {reason}.")
@@ -356,19 +313,15 @@ class LoadedWeights(WeightSource):
         pairs = torch.stack([torch.full_like(tokens, bos_token(self.tokenizer)), tokens], dim=1)
         return self.model.run(unpadded(pairs), stop_at=1)[:, 1]
 
-    def _gain(self, norm: Any, name: str) -> Tensor:
-        named = self._norm(norm, name)
-        self._look(named)
-        return self._gain_of(named)
-
     def _norm(self, norm: Any, name: str) -> dict[str, Tensor]:
         """What a norm multiplies by, by name. A HookedTransformer calls it w, or has folded it into what follows."""
         part = "weight" if getattr(norm, "weight", None) is not None else "w"
         gain = getattr(norm, part, None)
         return {} if gain is None else {f"{name}.{part}": gain.detach()}
 
-    def _gain_of(self, named: Mapping[str, Tensor]) -> Tensor:
+    def _gain(self, named: Mapping[str, Tensor]) -> Tensor:
         """The gain of a norm; ones where there is none (OLMo 2, EXAONE 4). In w of a HookedTransformer Gemma's 1 is."""
+        self._look(named)
         if not named:
             return torch.ones(self.shape.d_model, device=self.device, dtype=self.given_dtype)
         [(name, tensor)] = named.items()
@@ -383,7 +336,7 @@ PINNED_AT_MOST = 2**29
 """Bytes of a tensor that goes to a CUDA device by way of pinned memory, which torch keeps."""
 
 
-class StreamedWeights(WeightSource):
+class StreamedWeights(_Weights):
     """A checkpoint's parameters, read from memory-mapped safetensors when they are asked for and never kept."""
 
     def __init__(
@@ -418,6 +371,11 @@ class StreamedWeights(WeightSource):
     def tokenizer_digest(self) -> str:
         """Hash of the tokenizer."""
         return tokenizer_digest(self._tokenizer)
+
+    @property
+    def interventions(self) -> Mapping[str, object]:
+        """What acts in the model beside them: nothing."""
+        return {}
 
     def layer(self, layer: int) -> HeadWeights:
         """The factors of one layer's heads; a bias that the model lacks is None."""
@@ -469,11 +427,11 @@ class StreamedWeights(WeightSource):
         return self._read(f"{norm}.weight") + self.family.gain_offset
 
     def embedding(self) -> Float[Tensor, "d_vocab d_model"]:
-        """W_E as the residual stream receives it."""
+        """W_E as the residual stream receives it (Gemma: times √d_model), without positions."""
         return self._entering(self._read(self._embedding_name))
 
     def unembedding(self) -> Float[Tensor, "d_model d_vocab"]:
-        """W_U; the embedding transposed where the two are tied."""
+        """W_U, without the bias that Phi's head has; the embedding transposed where the two are tied."""
         return self._read(UNEMBEDDING if UNEMBEDDING in self.checkpoint.names else self._embedding_name).T
 
     def final_norm_gain(self) -> Float[Tensor, " d_model"]:
@@ -484,7 +442,7 @@ class StreamedWeights(WeightSource):
 
     @torch.inference_mode()
     def effective_embedding(self, tokens: Int[Tensor, " source"], kind: str) -> Float[Tensor, "source d_model"]:
-        """What later heads read for each token."""
+        """What later heads read for each token, by the name of an effective embedding: "raw", "mlp0", ..."""
         check_request(tokens, kind, self.shape.d_vocab)
         if reason := self.family.cannot.get(kind):
             raise InputError(f"The effective embedding {kind!r} of {self.name} cannot be read from its files: {reason}")
@@ -526,6 +484,10 @@ class StreamedWeights(WeightSource):
             return embeddings
         gain, bias = (self._stored(f"{norm}.{part}").to(embeddings) for part in ("weight", "bias"))
         return torch.nn.functional.layer_norm(embeddings, gain.shape, gain, bias, config.layer_norm_epsilon)
+
+
+WeightSource: TypeAlias = LoadedWeights | StreamedWeights
+"""Where an analysis of parameters reads them."""
 
 
 @checked_call
