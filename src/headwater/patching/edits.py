@@ -225,11 +225,6 @@ class Variant:
             return min(first, Stage.PATTERN)
         return first
 
-    @property
-    def stop_layer(self) -> int:
-        """The layer after the last edit."""
-        return max((edit.layers.stop for edit in self.edits), default=0)
-
     @cached_property
     def first_change(self) -> int:
         """The first position whose state an edit can change."""
@@ -240,11 +235,6 @@ class Variant:
         """Where the recomputed positions begin: at the first change, or at the first position read if earlier."""
         # Positions between the first read and the first change are recomputed too: a row is one stretch of tokens.
         return 0 if self.whole is not None else min(self.first_change, self.kept[0])
-
-    @property
-    def stop_position(self) -> int:
-        """Where the recomputed positions end: after the last that is read, or that one of these reads."""
-        return self.kept[-1] + 1 if self.whole is None else self.whole
 
     @cached_property
     def can_change_output(self) -> bool:
@@ -275,21 +265,8 @@ class Variants:
     @property
     def can_change_output(self) -> Bool[np.ndarray, " _"]:
         """By run: whether what is read can differ from what it is without the edits."""
-        can = self.each(lambda change: change.can_change_output).astype(bool)
+        can = np.array([change.can_change_output for change in self.changes], dtype=bool)[self.which]
         return can if self.noop is None else can & ~self.noop
-
-    def each(self, number: Callable[[Variant], int]) -> Indices:
-        """Return a number of each run's change, by run."""
-        return np.array([number(change) for change in self.changes], dtype=np.int64)[self.which]
-
-
-def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "_ kept"], Bool[np.ndarray, "_ kept"]]:
-    """Return the positions that are read of each change, the last one again where others read more; and which count."""
-    most = max((len(change.kept) for change in changes), default=0)
-    # Padded by repeating, so that an index of padding is a valid one.
-    positions = np.array([(*change.kept, *change.kept[-1:] * (most - len(change.kept))) for change in changes])
-    counts = np.array([len(change.kept) for change in changes])
-    return positions, np.arange(most) < counts[:, None]
 
 
 def refuse_too_many_cells(n_cells: int) -> None:
