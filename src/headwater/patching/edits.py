@@ -94,11 +94,6 @@ class Edit:
         assert self.severed is not None
         return self.severed
 
-    @property
-    def stage(self) -> Stage | None:
-        """How far into the block the edit acts; None where the site does not say."""
-        return self.site.stage if self.writes else Stage.ATTENTION
-
     def source_of(self, layer: int) -> int:
         """Return the layer whose values are written at a layer."""
         return layer if self.source_layer is None else self.source_layer
@@ -219,7 +214,9 @@ class Variant:
         if self.start:
             return Stage.BLOCK_INPUT
         # Later layers are computed anyway; only the stages of the first one say what can be taken as recorded.
-        stages = {edit.stage for edit in self.edits if edit.layers.start == self.first_layer and edit.stage is not None}
+        edits = [edit for edit in self.edits if edit.layers.start == self.first_layer]
+        acting = [edit.site.stage if edit.writes else Stage.ATTENTION for edit in edits]
+        stages = {stage for stage in acting if stage is not None}  # None where the site does not say
         first = min(stages)
         if Stage.NEURONS in stages and first < Stage.NEURONS:  # within both parts of the block: both are computed
             return min(first, Stage.PATTERN)

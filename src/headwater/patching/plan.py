@@ -364,7 +364,6 @@ def read_run(
     logits: Float[Tensor, "example kept d_vocab"] | None = None,
 ) -> Reads:
     """Read whole runs of a group's examples at some positions; without logits, everything else that is read."""
-    columns = columns_of(positions).tolist()
     read: Reads = {}
     for site, layer in group.readings:
         if site != LOGITS:
@@ -372,6 +371,7 @@ def read_run(
             at = to_device_many([torch.tensor(kept) for kept in positions], activation.device)
             read[site, layer] = [activation[i, own] for i, own in enumerate(at)]
         elif logits is not None:
+            columns = columns_of(positions).tolist()
             places = [torch.tensor([columns.index(p) for p in kept]) for kept in positions]
             read[site, layer] = [logits[i, own] for i, own in enumerate(to_device_many(places, logits.device))]
     return read

@@ -152,7 +152,8 @@ class Tile:
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
         """Lay rows end to end again."""
-        return rows.flatten(0, 1) if self._is_full else rows.flatten(0, 1)[self._places_padded]
+        tokens = rows.flatten(0, 1)
+        return tokens if self._is_full else tokens[self._each_token(np.arange(len(self.rows)) * self.width)]
 
     def recorded(self, activation: Tensor) -> Tensor:
         """Take what a recorded activation, `example position ...`, holds at each token."""
@@ -172,11 +173,6 @@ class Tile:
             of_example = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
             shared.append(before[self.examples] if others else of_example)
         return SharedPrefix(*shared)
-
-    @cached_property
-    def _places_padded(self) -> Int[Tensor, " token"]:
-        """Where each token lies among the places of padded rows."""
-        return self._each_token(np.arange(len(self.rows)) * self.width)
 
     @cached_property
     def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
