@@ -184,27 +184,18 @@ def patch(
     if sites is None:
         raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
 
-    # An iterator would be empty at the second look.
-    over, from_layer, chosen_sites = materialize(over), materialize(from_layer), sites_named(sites, model)
-    layers, head_numbers = layers_and_heads(
-        materialize(layers), materialize(heads), model.shape, kv_site_of(chosen_sites)
-    )
-    spec = SweepSpec(model, chosen_sites, over, layers, positions, head_numbers, keys, window, spans, from_layer)
-    by_role = None if over == () else spec.by_role["position"]
+    chosen_sites = sites_named(sites, model)
+    spec = SweepSpec(model, chosen_sites, over, layers, positions, heads, keys, window, spans, from_layer)
+    by_role = None if spec.over == () else spec.by_role["position"]
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
-    names = ", ".join(site.name for site in chosen_sites)
-    if heads is not None and not any(site.has_heads for site in chosen_sites):
-        raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
-    if not (is_all(keys) or any(site.has_keys for site in chosen_sites)):
-        raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
 
     # What is edited of each prompt, and what that is in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
     matched = pair.matched(edited, chosen_sites, attended if spec.by_role["key"] else None)
     replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
-    if from_layer is not None and not replacement.takes_other_run:
+    if spec.from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
-        raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
+        raise InputError(f"from_layer={shown(spec.from_layer)} was given, but values={kind!r} come from no layer.")
 
     steps = spec.steps(pair, edited, attended)
     if method == "exact":
@@ -220,10 +211,10 @@ def patch(
         "sites": [site.described for site in chosen_sites],
         "over": spec.axes,
         "window": spec.windows,
-        "layers": resolve_indices(layers, model.shape.n_layers, "layer"),
+        "layers": resolve_indices(spec.layers, model.shape.n_layers, "layer"),
         "positions": _positions_covered(steps, pair),
-        "heads": {site.name: resolve_indices(head_numbers, site.n_heads(model.shape), "head") for site in of_heads},
-        "from_layer": spec.source_layers if from_layer is not None else None,
+        "heads": {site.name: resolve_indices(spec.heads, site.n_heads(model.shape), "head") for site in of_heads},
+        "from_layer": spec.source_layers if spec.from_layer is not None else None,
         "method": method,
     }
     options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role["position"] else {}
@@ -283,7 +274,7 @@ def _positions_covered(steps: Sequence[Sequence[Steps]], pair: PromptPair) -> li
 class SweepSpec:
     """Which cells were requested: the axes that each site runs over, in which windows, and where values come from.
 
-    `layers` and `heads` are those that take part, `spans` says whether the tokens of a role are edited together.
+    The arguments are those of `patch`.
     """
 
     def __init__(
@@ -293,13 +284,21 @@ class SweepSpec:
         over: str | Iterable[str] | None,
         layers: Iterable[int] | int | None,
         positions: Where,
-        heads: Any,
+        heads: Heads,
         keys: Where,
         window: Window,
         spans: SpansName,
         from_layer: Iterable[int] | int | None,
     ):
-        self.model, self.sites, self.layers, self.heads = model, sites, layers, heads
+        # An iterator would be empty at the second look.
+        self.model, self.sites, self.over, self.from_layer = model, sites, materialize(over), materialize(from_layer)
+        numbered = layers_and_heads(materialize(layers), materialize(heads), model.shape, kv_site_of(sites))
+        self.layers, self.heads = numbered
+        names = ", ".join(site.name for site in sites)
+        if heads is not None and not any(site.has_heads for site in sites):
+            raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
+        if not (is_all(keys) or any(site.has_keys for site in sites)):
+            raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
         self.spans = checked_name("spans", spans, SPANS)
         self.by_role = {"position": isinstance(positions, Mapping), "key": isinstance(keys, Mapping)}
         """Whether positions, and keys, are named by role."""
@@ -307,8 +306,8 @@ class SweepSpec:
             raise InputError(f"spans={spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
         self.source_layers: tuple[int | None, ...] = (None,)
         """The layers that values come from, in turn; None is the layer that is written."""
-        if from_layer is not None:
-            self.source_layers = resolve_indices(from_layer, model.shape.n_layers, "layer", "from_layer")
+        if self.from_layer is not None:
+            self.source_layers = resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
         self.axes: dict[str, tuple[str, ...]] = {}
         """By site: the axes that run; roles are distinguished unless `over` leaves positions out."""
         self.windows: dict[str, dict[str, int | str]] = {}
@@ -316,7 +315,7 @@ class SweepSpec:
         for site in sites:
             named = [axis for axis, is_named in self.by_role.items() if is_named and axis in site.swept_axes]
             default = (*site.default_axes, *(axis for axis in named if axis not in site.default_axes))
-            self.axes[site.name] = axes_of(over, default, site.swept_axes, f"The site {site.name}")
+            self.axes[site.name] = axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
             self.windows[site.name] = windows_of(window, self.axes[site.name])
             # Positions and keys by role have no order.
             if axis := next((axis for axis in named if axis in self.windows[site.name]), None):
