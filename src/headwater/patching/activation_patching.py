@@ -292,8 +292,8 @@ class SweepSpec:
     ):
         # An iterator would be empty at the second look.
         self.model, self.sites, self.over, self.from_layer = model, sites, materialize(over), materialize(from_layer)
-        numbered = layers_and_heads(materialize(layers), materialize(heads), model.shape, kv_site_of(sites))
-        self.layers, self.heads = numbered
+        layers, kv_site = materialize(layers), kv_site_of(sites)
+        self.layers, self.heads = layers_and_heads(layers, materialize(heads), model.shape, kv_site)
         names = ", ".join(site.name for site in sites)
         if heads is not None and not any(site.has_heads for site in sites):
             raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")

@@ -127,12 +127,10 @@ class WalkRunner(Runner):
     needs_graph: ClassVar[bool] = False
 
     def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), gradients_at: Sequence[str] = ()):
-        self.plan = plan
-        if reason := cannot_step(plan.model):
+        self.plan, self.group = plan, Group(plan, examples)
+        if reason := cannot_step(plan.model) or not_walked(self.group.edits):
             raise CannotStepError(reason)
-        self.group, self.blocks = Group(plan, examples), Blocks(plan.model)
-        if reason := not_walked(self.group.edits):
-            raise CannotStepError(reason)
+        self.blocks = Blocks(plan.model)
         self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
@@ -336,8 +334,7 @@ class WholeRuns(Runner):
         longest = self._prompts.take([group.lengths.index(length)])
         severed = {layer for edit in group.edits if not edit.writes for layer in edit.layers}
         visible = visible_keys(model, longest, severed) if severed else {}
-        others, other = other_run(group)
-        self.values = values_written(group, others)
+        self.values, other = other_run(group)
         self.readout = Readout(group, base, other, visible)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """How many rows a forward has: as many tokens as a tile of the walk."""
@@ -368,15 +365,15 @@ class WholeRuns(Runner):
             deliver(reading, indices[list(read)], torch.stack(list(read.values())))
 
 
-def other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
-    """Run the other prompt of each pair, and keep what values are made of."""
+def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
+    """Run the other prompt of each pair, if there is one; return what edits write, and what is read of that run."""
     plan = group.plan
     if plan.pair.other is None:
-        return {}, None
+        return values_written(group, {}), None
     names = [*group.read_names, *group.value_names.values()]
     kept, before = columns_of(group.other_kept), group.corrupting("other")
     activations, logits = capture(plan.model, group.batch("other"), names, kept, before)
-    return activations, read_run(group, group.other_kept, activations, logits)
+    return values_written(group, activations), read_run(group, group.other_kept, activations, logits)
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
