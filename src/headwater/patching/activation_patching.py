@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast, get_args
@@ -185,46 +184,37 @@ def patch(
     if sites is None:
         raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
 
-    # An iterator would be empty at the second look.
-    over, from_layer, chosen_sites = materialize(over), materialize(from_layer), sites_named(sites, model)
-    layers, head_numbers = layers_and_heads(
-        materialize(layers), materialize(heads), model.shape, kv_site_of(chosen_sites)
-    )
-    spec = SweepSpec(model, over, layers, positions, head_numbers, window, spans, from_layer, keys)
-    by_role = None if over == () else spec.by_role["position"]
+    chosen_sites = sites_named(sites, model)
+    spec = SweepSpec(model, chosen_sites, over, layers, positions, heads, keys, window, spans, from_layer)
+    by_role = None if spec.over == () else spec.by_role["position"]
     pair = read_prompt_pair(model, clean, corrupted, direction, positions=positions, by_role=by_role)
-    names = ", ".join(site.name for site in chosen_sites)
-    if heads is not None and not any(site.has_heads for site in chosen_sites):
-        raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
-    if not (is_all(keys) or any(site.has_keys for site in chosen_sites)):
-        raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
 
     # What is edited of each prompt, and what that is in the other prompt of its pair.
     edited, attended = pair.spans(positions), pair.spans(keys, in_base=is_all(keys))
     matched = pair.matched(edited, chosen_sites, attended if spec.by_role["key"] else None)
     replacement = build_replacement(model, values, dataset, pair, chosen_sites, seed, positions=positions)
-    if from_layer is not None and not replacement.takes_other_run:
+    if spec.from_layer is not None and not replacement.takes_other_run:
         kind = replacement.inputs.kind
-        raise InputError(f"from_layer={shown(from_layer)} was given, but values={kind!r} come from no layer.")
+        raise InputError(f"from_layer={shown(spec.from_layer)} was given, but values={kind!r} come from no layer.")
 
-    steps = spec.steps(chosen_sites, pair, edited, attended)
+    steps = spec.steps(pair, edited, attended)
     if method == "exact":
         _refuse_too_many_features(model, chosen_sites, steps)
     # Counted before the cells are made: their list alone can be more than the memory.
     n_places = sum(math.prod(map(len, one.values())) for of_prompt in steps for one in of_prompt)
     refuse_too_many_cells(n_places * len(metrics) * (replacement.samples or 1) * len(spec.source_layers) * pair.draws)
-    cells = spec.cells(chosen_sites, pair, steps, replacement, matched)
+    cells = spec.cells(pair, steps, replacement, matched)
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
 
     of_heads = [site for site in chosen_sites if site.has_heads]
     options = {
         "sites": [site.described for site in chosen_sites],
-        "over": {site.name: spec.axes(site) for site in chosen_sites},
-        "window": {site.name: spec.windows(site) for site in chosen_sites},
-        "layers": resolve_indices(layers, model.shape.n_layers, "layer"),
+        "over": spec.axes,
+        "window": spec.windows,
+        "layers": resolve_indices(spec.layers, model.shape.n_layers, "layer"),
         "positions": _positions_covered(steps, pair),
-        "heads": {site.name: resolve_indices(head_numbers, site.n_heads(model.shape), "head") for site in of_heads},
-        "from_layer": spec.source_layers if from_layer is not None else None,
+        "heads": {site.name: resolve_indices(spec.heads, site.n_heads(model.shape), "head") for site in of_heads},
+        "from_layer": spec.source_layers if spec.from_layer is not None else None,
         "method": method,
     }
     options |= {"roles": recorded_roles(edited), "spans": spans} if spec.by_role["position"] else {}
@@ -281,57 +271,58 @@ def _positions_covered(steps: Sequence[Sequence[Steps]], pair: PromptPair) -> li
     return found
 
 
-@dataclass(frozen=True)
 class SweepSpec:
-    """Which cells were requested, of whatever site."""
+    """Which cells were requested: the axes that each site runs over, in which windows, and where values come from.
 
-    model: HookedModel
-    over: str | Iterable[str] | None
-    layers: Iterable[int] | int | None
-    positions: Where
-    heads: Any
-    window: Window
-    spans: SpansName
-    """Whether the tokens of a role are edited together, or each by itself."""
-    from_layer: Iterable[int] | int | None
-    """The layers that values come from; None is the layer that is written."""
-    keys: Where
-    """Of a pattern, the tokens that are attended to."""
+    The arguments are those of `patch`.
+    """
 
-    def __post_init__(self) -> None:
-        checked_name("spans", self.spans, SPANS)
-        if self.spans != SPANS[0] and not any(self.by_role.values()):
-            raise InputError(f"spans={self.spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
-
-    @cached_property
-    def by_role(self) -> dict[str, bool]:
+    def __init__(
+        self,
+        model: HookedModel,
+        sites: Sequence[Site],
+        over: str | Iterable[str] | None,
+        layers: Iterable[int] | int | None,
+        positions: Where,
+        heads: Heads,
+        keys: Where,
+        window: Window,
+        spans: SpansName,
+        from_layer: Iterable[int] | int | None,
+    ):
+        # An iterator would be empty at the second look.
+        self.model, self.sites, self.over, self.from_layer = model, sites, materialize(over), materialize(from_layer)
+        layers, kv_site = materialize(layers), kv_site_of(sites)
+        self.layers, self.heads = layers_and_heads(layers, materialize(heads), model.shape, kv_site)
+        names = ", ".join(site.name for site in sites)
+        if heads is not None and not any(site.has_heads for site in sites):
+            raise InputError(f"heads={shown(heads)} was given, but {names} has no heads.")
+        if not (is_all(keys) or any(site.has_keys for site in sites)):
+            raise InputError(f"keys={shown(keys)} was given, but {names} has no keys.")
+        self.spans = checked_name("spans", spans, SPANS)
+        self.by_role = {"position": isinstance(positions, Mapping), "key": isinstance(keys, Mapping)}
         """Whether positions, and keys, are named by role."""
-        return {"position": isinstance(self.positions, Mapping), "key": isinstance(self.keys, Mapping)}
-
-    @cached_property
-    def source_layers(self) -> tuple[int | None, ...]:
+        if spans != SPANS[0] and not any(self.by_role.values()):
+            raise InputError(f"spans={spans!r} is for positions by role, as in positions={{'subject': ' Rome'}}.")
+        self.source_layers: tuple[int | None, ...] = (None,)
         """The layers that values come from, in turn; None is the layer that is written."""
-        if self.from_layer is None:
-            return (None,)
-        return resolve_indices(self.from_layer, self.model.shape.n_layers, "layer", "from_layer")
-
-    def axes(self, site: Site) -> tuple[str, ...]:
-        """Return the axes that run; roles are distinguished unless `over` leaves positions out."""
-        named = [axis for axis, is_named in self.by_role.items() if is_named and axis in site.swept_axes]
-        default = (*site.default_axes, *(axis for axis in named if axis not in site.default_axes))
-        return axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
-
-    def windows(self, site: Site) -> dict[str, int | str]:
-        """Return the window of each axis that has one; positions and keys by role have no order, and so none."""
-        windows = windows_of(self.window, self.axes(site))
-        for axis, by_role in self.by_role.items():
-            if by_role and axis in windows:
+        if self.from_layer is not None:
+            self.source_layers = resolve_indices(self.from_layer, model.shape.n_layers, "layer", "from_layer")
+        self.axes: dict[str, tuple[str, ...]] = {}
+        """By site: the axes that run; roles are distinguished unless `over` leaves positions out."""
+        self.windows: dict[str, dict[str, int | str]] = {}
+        """By site: the window of each axis that has one."""
+        for site in sites:
+            named = [axis for axis, is_named in self.by_role.items() if is_named and axis in site.swept_axes]
+            default = (*site.default_axes, *(axis for axis in named if axis not in site.default_axes))
+            self.axes[site.name] = axes_of(self.over, default, site.swept_axes, f"The site {site.name}")
+            self.windows[site.name] = windows_of(window, self.axes[site.name])
+            # Positions and keys by role have no order.
+            if axis := next((axis for axis in named if axis in self.windows[site.name]), None):
                 raise InputError(f"A window of {axis}s needs {axis}s in a row; roles have none. Name a span as a role.")
-        return windows
 
     def steps(
         self,
-        sites: Sequence[Site],
         pair: PromptPair,
         edited: Sequence[Mapping[str, AlignedSpan]],
         attended: Sequence[Mapping[str, AlignedSpan]],
@@ -343,8 +334,8 @@ class SweepSpec:
         known: dict[Hashable, Steps] = {}
         by_prompt = []
         for prompt, spans, keys in zip(pair.prompts, edited, attended, strict=True):
-            same = [(site.name, len(prompt), id(spans), id(keys), site.left_out(prompt.ids)) for site in sites]
-            for site, one in zip(sites, same, strict=True):
+            same = [(site.name, len(prompt), id(spans), id(keys), site.left_out(prompt.ids)) for site in self.sites]
+            for site, one in zip(self.sites, same, strict=True):
                 if one not in known:
                     known[one] = self._steps_in(prompt, site, spans, keys)
             by_prompt.append([known[one] for one in same])
@@ -353,7 +344,7 @@ class SweepSpec:
     def _steps_in(
         self, prompt: Prompt, site: Site, spans: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedSpan]
     ) -> Steps:
-        axes, windows, shape = self.axes(site), self.windows(site), self.model.shape
+        axes, windows, shape = self.axes[site.name], self.windows[site.name], self.model.shape
         # A dictionary may leave tokens out, such as the first, on which it was not trained.
         at = seen_positions(site, prompt, sorted({p for span in spans.values() for p in span.base}))
         wanted, has = resolve_indices(self.layers, shape.n_layers, "layer"), site.layers(shape)
@@ -381,7 +372,6 @@ class SweepSpec:
 
     def cells(
         self,
-        sites: Sequence[Site],
         pair: PromptPair,
         steps: Sequence[Sequence[Steps]],
         replacement: Replacement,
@@ -394,7 +384,7 @@ class SweepSpec:
             i = example // pair.draws
             # Tokens before the first difference are known to be equal only where they are at the same positions.
             since = replacement.since(example) if matched[i] is None else 0
-            for site, of_site in zip(sites, steps[i], strict=True):
+            for site, of_site in zip(self.sites, steps[i], strict=True):
                 if (same := (id(of_site), since)) not in known:
                     known[same] = list(self._templates(site, of_site, replacement, since))
                 rows.append((example, known[same]))
@@ -405,7 +395,7 @@ class SweepSpec:
 
         Before the position `since` the values of a layer are those of the run itself.
         """
-        windows, draws = self.windows(site), range(replacement.samples or 1)
+        windows, draws = self.windows[site.name], range(replacement.samples or 1)
         for from_layer, sample, step in product(self.source_layers, draws, grid(steps)):
             covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
             runs = layer_runs(covers["layer"] or ())

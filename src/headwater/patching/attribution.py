@@ -27,7 +27,7 @@ from headwater.models.gradients import refuse_without_gradients
 from headwater.models.sites import SITES, Site, hook_name
 from headwater.patching.edits import LOGITS, CellTable, Edit, Indices
 from headwater.patching.plan import Group, Measured, Plan, Readout, columns_of, read_run
-from headwater.patching.runners import Runner, other_run, state_names, values_written, written_into
+from headwater.patching.runners import Runner, other_run, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
@@ -64,7 +64,7 @@ class AttributionRunner(Runner):
             recorded[name] = activation.view_as(activation)
             return recorded[name]
 
-        names = [*state_names(group), *(group.sites[site].hook_name(layer) for site, layer in places)]
+        names = [*group.read_names, *(group.sites[site].hook_name(layer) for site, layer in places)]
         names += [_carrying(group.sites[site]).hook_name(layer) for site, layer in places]
         # Detached: the graph begins here, at the embeddings, whether or not parameters are frozen.
         begin = replace_hook(lambda activation, hook: activation.detach().requires_grad_(True))
@@ -74,8 +74,7 @@ class AttributionRunner(Runner):
         logits = plan.model.run(group.batch("base"), hooks, keep=columns_of(group.kept), grad=True)
         with torch.enable_grad():
             base = read_run(group, group.kept, recorded, logits)
-        others, other = other_run(group)
-        self.values = values_written(group, others)
+        self.values, other = other_run(group)
         self.readout = Readout(group, base, other, {})
         self._products = [self._product(m, recorded) for m in range(len(plan.metrics))]
 

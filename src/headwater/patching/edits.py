@@ -94,11 +94,6 @@ class Edit:
         assert self.severed is not None
         return self.severed
 
-    @property
-    def stage(self) -> Stage | None:
-        """How far into the block the edit acts; None where the site does not say."""
-        return self.site.stage if self.writes else Stage.ATTENTION
-
     def source_of(self, layer: int) -> int:
         """Return the layer whose values are written at a layer."""
         return layer if self.source_layer is None else self.source_layer
@@ -219,16 +214,13 @@ class Variant:
         if self.start:
             return Stage.BLOCK_INPUT
         # Later layers are computed anyway; only the stages of the first one say what can be taken as recorded.
-        stages = {edit.stage for edit in self.edits if edit.layers.start == self.first_layer and edit.stage is not None}
+        edits = [edit for edit in self.edits if edit.layers.start == self.first_layer]
+        acting = [edit.site.stage if edit.writes else Stage.ATTENTION for edit in edits]
+        stages = {stage for stage in acting if stage is not None}  # None where the site does not say
         first = min(stages)
         if Stage.NEURONS in stages and first < Stage.NEURONS:  # within both parts of the block: both are computed
             return min(first, Stage.PATTERN)
         return first
-
-    @property
-    def stop_layer(self) -> int:
-        """The layer after the last edit."""
-        return max((edit.layers.stop for edit in self.edits), default=0)
 
     @cached_property
     def first_change(self) -> int:
@@ -240,11 +232,6 @@ class Variant:
         """Where the recomputed positions begin: at the first change, or at the first position read if earlier."""
         # Positions between the first read and the first change are recomputed too: a row is one stretch of tokens.
         return 0 if self.whole is not None else min(self.first_change, self.kept[0])
-
-    @property
-    def stop_position(self) -> int:
-        """Where the recomputed positions end: after the last that is read, or that one of these reads."""
-        return self.kept[-1] + 1 if self.whole is None else self.whole
 
     @cached_property
     def can_change_output(self) -> bool:
@@ -275,21 +262,8 @@ class Variants:
     @property
     def can_change_output(self) -> Bool[np.ndarray, " _"]:
         """By run: whether what is read can differ from what it is without the edits."""
-        can = self.each(lambda change: change.can_change_output).astype(bool)
+        can = np.array([change.can_change_output for change in self.changes], dtype=bool)[self.which]
         return can if self.noop is None else can & ~self.noop
-
-    def each(self, number: Callable[[Variant], int]) -> Indices:
-        """Return a number of each run's change, by run."""
-        return np.array([number(change) for change in self.changes], dtype=np.int64)[self.which]
-
-
-def padded_kept(changes: Sequence[Variant]) -> tuple[Int[np.ndarray, "_ kept"], Bool[np.ndarray, "_ kept"]]:
-    """Return the positions that are read of each change, the last one again where others read more; and which count."""
-    most = max((len(change.kept) for change in changes), default=0)
-    # Padded by repeating, so that an index of padding is a valid one.
-    positions = np.array([(*change.kept, *change.kept[-1:] * (most - len(change.kept))) for change in changes])
-    counts = np.array([len(change.kept) for change in changes])
-    return positions, np.arange(most) < counts[:, None]
 
 
 def refuse_too_many_cells(n_cells: int) -> None:

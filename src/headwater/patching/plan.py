@@ -81,18 +81,15 @@ class Plan:
         return tuple(zip(*by_metric, strict=True)) if by_metric else ((),) * len(self.pair.base)
 
     @cached_property
-    def kept(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """By example and metric: the positions it reads in the prompt that is edited."""
-        return tuple(tuple(span.base for span in spans) for spans in self.spans)
-
-    @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """By example: every position that is read, ascending."""
         n, draws = len(self.pair.prompts), self.pair.draws
         by_example = []
-        for i, (prompt, kept) in enumerate(zip(self.pair.base, self.kept, strict=True)):
-            states = positions_of(self.states_at, prompt, i // draws, n) if self.states else ()
-            by_example.append(tuple(sorted({p for at in (*kept, states) for p in at})))
+        for i, (prompt, spans) in enumerate(zip(self.pair.base, self.spans, strict=True)):
+            read = {position for span in spans for position in span.base}
+            if self.states:
+                read.update(positions_of(self.states_at, prompt, i // draws, n))
+            by_example.append(tuple(sorted(read)))
         return tuple(by_example)
 
     @cached_property
@@ -167,7 +164,7 @@ class Plan:
                 "site": metric.site,
                 "layer": metric.layer,
                 "against_clean": metric.against_clean,
-                "at": [kept[number] for kept in self.kept[::draws]],
+                "at": [spans[number].base for spans in self.spans[::draws]],
                 "answers": [ids[::draws].tolist() for ids in self.answers[number]],
             }
             for number, metric in enumerate(self.metrics)
@@ -187,17 +184,17 @@ class Group:
         self.writes = [edit for edit in self.edits if edit.writes]
         self.sites: dict[str, Site] = {edit.site.name: edit.site for edit in self.writes}
         """By name, where edits write."""
-        self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
-
-    @cached_property
-    def places(self) -> set[Place]:
+        self.places = {(edit.site.name, layer) for edit in self.writes for layer in edit.layers}
         """Where edits write."""
-        return {(edit.site.name, layer) for edit in self.writes for layer in edit.layers}
-
-    @cached_property
-    def sources(self) -> set[Place]:
+        self.sources = {(edit.site.name, edit.source_of(layer)) for edit in self.writes for layer in edit.layers}
         """Where the values are taken that edits write."""
-        return {(edit.site.name, edit.source_of(layer)) for edit in self.writes for layer in edit.layers}
+        self.value_names: dict[Place, str] = {}
+        """By place, the activations of the other run that values are made of, by hook name."""
+        if plan.replacement is not None and plan.replacement.takes_other_run:
+            self.value_names = {(site, layer): self.sites[site].hook_name(layer) for site, layer in self.sources}
+        self.readings = sorted({one for template in self.cells.used for one in plan.readings(template.edits)})
+        self.read_names = [SITES[site].hook_name(layer) for site, layer in self.readings if site != LOGITS]
+        """The activations that something reads, by hook name."""
 
     def batch(self, *sides: Side) -> Batch:
         """The examples' prompts of one side, then of the next, each called by its example and, of a pair, its side."""
@@ -367,7 +364,6 @@ def read_run(
     logits: Float[Tensor, "example kept d_vocab"] | None = None,
 ) -> Reads:
     """Read whole runs of a group's examples at some positions; without logits, everything else that is read."""
-    columns = columns_of(positions).tolist()
     read: Reads = {}
     for site, layer in group.readings:
         if site != LOGITS:
@@ -375,6 +371,7 @@ def read_run(
             at = to_device_many([torch.tensor(kept) for kept in positions], activation.device)
             read[site, layer] = [activation[i, own] for i, own in enumerate(at)]
         elif logits is not None:
+            columns = columns_of(positions).tolist()
             places = [torch.tensor([columns.index(p) for p in kept]) for kept in positions]
             read[site, layer] = [logits[i, own] for i, own in enumerate(to_device_many(places, logits.device))]
     return read
@@ -399,7 +396,15 @@ class Readout:
         self.base, self.other, self._visible, self._answer_tokens = base, other, visible, answers
         # Metrics against the clean run (KL) compare with it whichever side is edited.
         self._clean = base if self.plan.pair.base_is_clean else other
-        self._places = [self._places_of(m) for m in range(len(self.plan.metrics))]
+        self._places: list[tuple[Int[np.ndarray, "example position"], Indices]] = []
+        """By metric: where its positions are among those kept for all metrics, by example, and how many they are."""
+        for m in range(len(self.plan.metrics)):
+            own = [self.plan.spans[i][m].base for i in self.examples]
+            counts = np.array([len(positions) for positions in own])
+            places = np.zeros((len(own), max(counts, default=0)), dtype=np.int64)
+            for i, positions in enumerate(own):
+                places[i, : len(positions)] = [group.kept[i].index(position) for position in positions]
+            self._places.append((places, counts))
         # The base run of an attribution has a graph, which baselines do not need and would keep.
         with torch.no_grad():
             self._of_base = self._baseline(base)
@@ -495,15 +500,6 @@ class Readout:
         # Columns follow the answers of the metrics of logits in turn, as `Plan.only_answers` stacks them.
         before = sum(len(ids) for ids, metric in pairs if metric.site == LOGITS)
         return [torch.full((len(owners),), before + k, device=device) for k in range(len(answers))]
-
-    def _places_of(self, m: int) -> tuple[Int[np.ndarray, "example position"], Indices]:
-        """By example: where one metric's positions are among those kept for all metrics, and how many they are."""
-        kept = [self.plan.kept[i][m] for i in self.examples]
-        counts = np.array([len(positions) for positions in kept])
-        places = np.zeros((len(kept), max(counts, default=0)), dtype=np.int64)
-        for i, positions in enumerate(kept):
-            places[i, : len(positions)] = [self.group.kept[i].index(position) for position in positions]
-        return places, counts
 
     def _metric_positions(self, m: int, read: Tensor, owners: Indices) -> Tensor:
         """Of the positions kept for all metrics, take one metric's, of examples that have as many of them."""

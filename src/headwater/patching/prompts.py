@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -268,51 +268,38 @@ DIRECTIONS = get_args(DirectionName)
 Side: TypeAlias = Literal["base", "other"]
 
 
-@dataclass(frozen=True, eq=False)
 class PromptPair:
     """The runs of a sweep: those of the clean prompts, and of the corrupted ones if there are any.
 
     An example is one pair: a prompt of the caller's or, with noise, one of its draws.
+
+    Args:
+        clean: the clean prompts.
+        corrupted: the other prompt of each.
+        direction: `denoise` edits the corrupted runs, `noise` the clean ones.
+        corruption: noise that makes the corrupted runs of the clean prompts; else these have texts of their own.
     """
 
-    clean: tuple[Prompt, ...]
-    corrupted: tuple[Prompt, ...] | None = None
-    direction: DirectionName | str = "noise"
-    """`denoise` edits the corrupted runs, `noise` the clean ones."""
-    corruption: Corruption | None = None
-    """Noise that makes the corrupted runs of the clean prompts; else these have texts of their own."""
-
-    @property
-    def draws(self) -> int:
+    def __init__(
+        self,
+        clean: tuple[Prompt, ...],
+        corrupted: tuple[Prompt, ...] | None = None,
+        direction: DirectionName | str = "noise",
+        corruption: Corruption | None = None,
+    ):
+        self.clean, self.corrupted, self.direction, self.corruption = clean, corrupted, direction, corruption
+        self.draws = 1 if corruption is None else corruption.samples
         """How many corrupted runs, each a pair, every clean prompt has."""
-        return 1 if self.corruption is None else self.corruption.samples
-
-    @property
-    def base_is_clean(self) -> bool:
+        self.base_is_clean = direction == "noise" or corrupted is None
         """Whether the clean runs are edited."""
-        return self.direction == "noise" or self.corrupted is None
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
+        self.prompts = clean if self.base_is_clean or corrupted is None else corrupted
         """The prompts whose runs are edited, each once."""
-        return self.clean if self.base_is_clean or self.corrupted is None else self.corrupted
-
-    @property
-    def others(self) -> tuple[Prompt, ...] | None:
+        self.others = None if corruption is not None else corrupted if self.base_is_clean else clean
         """The other prompt of each pair, where it is another text."""
-        if self.corrupted is None or self.corruption is not None:
-            return None
-        return self.corrupted if self.base_is_clean else self.clean
-
-    @cached_property
-    def base(self) -> tuple[Prompt, ...]:
+        self.base = tuple(prompt for prompt in self.prompts for _ in range(self.draws))
         """By example: the prompt whose run is edited."""
-        return tuple(prompt for prompt in self.prompts for _ in range(self.draws))
-
-    @cached_property
-    def other(self) -> tuple[Prompt, ...] | None:
+        self.other = self.others if corruption is None else self.base
         """By example: the other prompt; of noise the same text, which is another run."""
-        return self.others if self.corruption is None else self.base
 
     def is_clean(self, side: Side) -> bool:
         """Whether a side is the clean runs."""

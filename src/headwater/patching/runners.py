@@ -127,19 +127,17 @@ class WalkRunner(Runner):
     needs_graph: ClassVar[bool] = False
 
     def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), gradients_at: Sequence[str] = ()):
-        self.plan = plan
-        if reason := cannot_step(plan.model):
+        self.plan, self.group = plan, Group(plan, examples)
+        if reason := cannot_step(plan.model) or not_walked(self.group.edits):
             raise CannotStepError(reason)
-        self.group, self.blocks = Group(plan, examples), Blocks(plan.model)
-        if reason := not_walked(self.group.edits):
-            raise CannotStepError(reason)
+        self.blocks = Blocks(plan.model)
         self._tile = plan.batch_size * max(self.group.lengths) if plan.batch_size else None
         self._answers: Tensor | None = None
         if (answers := plan.only_answers) is not None:
             self._answers = to_device(answers[examples.start : examples.stop], plan.model.device)
         # Both sides are one batch: weights are read once for the two runs.
         self._sides: tuple[Side, ...] = ("base",) if plan.pair.other is None else ("base", "other")
-        names = [*state_names(self.group), *self._joined_names(), *_value_names(self.group).values(), *also]
+        names = [*self.group.read_names, *self._joined_names(), *self.group.value_names.values(), *also]
         batch = self.group.batch(*self._sides)
         # Before the steps are checked: it names the layer where something is not finite, the check would blame steps.
         self._record(batch, names, gradients_at)
@@ -329,15 +327,14 @@ class WholeRuns(Runner):
         group, model = self.group, plan.model
         self._prompts = group.batch("base")
         before = group.corrupting("base")
-        captured = capture(model, self._prompts, state_names(group), columns_of(group.kept), before)
+        captured = capture(model, self._prompts, group.read_names, columns_of(group.kept), before)
         base = read_run(group, group.kept, *captured)
         # Which keys a query sees depends on its position: the longest prompt has every query there is.
         length = max(group.lengths)
         longest = self._prompts.take([group.lengths.index(length)])
         severed = {layer for edit in group.edits if not edit.writes for layer in edit.layers}
         visible = visible_keys(model, longest, severed) if severed else {}
-        others, other = other_run(group)
-        self.values = values_written(group, others)
+        self.values, other = other_run(group)
         self.readout = Readout(group, base, other, visible)
         self.at_once = plan.batch_size or max(1, tile_tokens(model, length) // length)
         """How many rows a forward has: as many tokens as a tile of the walk."""
@@ -349,7 +346,7 @@ class WholeRuns(Runner):
         """
         alike: dict[tuple[object, ...], list[int]] = {}
         keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
-        for index in np.flatnonzero(variants.each(lambda change: change.can_change_output)).tolist():
+        for index in np.flatnonzero(variants.can_change_output).tolist():
             alike.setdefault(keys[variants.which[index]], []).append(index)
         for indices in alike.values():
             # Rows of one length side by side need no padding.
@@ -368,28 +365,15 @@ class WholeRuns(Runner):
             deliver(reading, indices[list(read)], torch.stack(list(read.values())))
 
 
-def state_names(group: Group) -> list[str]:
-    """Name the activations that something reads."""
-    return [SITES[site].hook_name(layer) for site, layer in group.readings if site != LOGITS]
-
-
-def _value_names(group: Group) -> dict[Place, str]:
-    """Name the other run's activations that values are made of."""
-    source = group.plan.replacement
-    if source is None or not source.takes_other_run:
-        return {}
-    return {(site, layer): group.sites[site].hook_name(layer) for site, layer in group.sources}
-
-
-def other_run(group: Group) -> tuple[Mapping[str, Tensor], Reads | None]:
-    """Run the other prompt of each pair, and keep what values are made of."""
+def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
+    """Run the other prompt of each pair, if there is one; return what edits write, and what is read of that run."""
     plan = group.plan
     if plan.pair.other is None:
-        return {}, None
-    names = [*state_names(group), *_value_names(group).values()]
+        return values_written(group, {}), None
+    names = [*group.read_names, *group.value_names.values()]
     kept, before = columns_of(group.other_kept), group.corrupting("other")
     activations, logits = capture(plan.model, group.batch("other"), names, kept, before)
-    return activations, read_run(group, group.other_kept, activations, logits)
+    return values_written(group, activations), read_run(group, group.other_kept, activations, logits)
 
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
@@ -397,10 +381,10 @@ def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementVal
     plan = group.plan
     if plan.replacement is None:
         return ReplacementValues({})
-    names, sites = _value_names(group), group.sites
+    sites = group.sites
     other = {
         place: sites[place[0]].read(group.aligned_with_base(others[name], sites[place[0]]))
-        for place, name in names.items()
+        for place, name in group.value_names.items()
     }
     wanted = ValueRequest(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
     return compute_values(plan.replacement, wanted, group.lengths)

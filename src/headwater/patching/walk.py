@@ -21,6 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -44,7 +45,6 @@ from headwater.patching.edits import (
     ReplacementValues,
     TokenSpanEdit,
     Variants,
-    padded_kept,
     write_patterns,
     write_tokens,
 )
@@ -109,6 +109,10 @@ class Tile:
         """Where each row's tokens begin among those of the tile, and how many there are."""
         self.width = int(rows.length.max())
         """The tokens of the longest row."""
+        self.prefix_length = int(rows.start.max())
+        """How many recorded keys are before the rows' own."""
+        self._is_full = self.n_tokens == len(rows) * self.width
+        """Whether no place is padding."""
         # Three arrays in one copy: each copy to a device is a launch of its own.
         known = np.stack([rows.start, rows.length, rows.example])
         self.starts, self.lengths, self.examples = to_device(known, device)
@@ -137,16 +141,6 @@ class Tile:
         before = torch.where(before < self.starts[:, None], before, -1)
         return torch.cat([before, torch.where(self.is_token, self.positions, -1)], 1)
 
-    @property
-    def prefix_length(self) -> int:
-        """How many recorded keys are before the rows' own."""
-        return int(self.rows.start.max())
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether no place is padding."""
-        return self.n_tokens == len(self.rows) * self.width
-
     def padded(self, tokens: Float[Tensor, "token d"]) -> Float[Tensor, "row position d"]:
         """Lay tokens out as rows of one length."""
         # A view: rows of one length are laid out without a copy.
@@ -158,7 +152,8 @@ class Tile:
 
     def packed(self, rows: Float[Tensor, "row position d"]) -> Float[Tensor, "token d"]:
         """Lay rows end to end again."""
-        return rows.flatten(0, 1) if self._is_full else rows.flatten(0, 1)[self._places_padded]
+        tokens = rows.flatten(0, 1)
+        return tokens if self._is_full else tokens[self._each_token(np.arange(len(self.rows)) * self.width)]
 
     def recorded(self, activation: Tensor) -> Tensor:
         """Take what a recorded activation, `example position ...`, holds at each token."""
@@ -178,11 +173,6 @@ class Tile:
             of_example = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
             shared.append(before[self.examples] if others else of_example)
         return SharedPrefix(*shared)
-
-    @cached_property
-    def _places_padded(self) -> Int[Tensor, " token"]:
-        """Where each token lies among the places of padded rows."""
-        return self._each_token(np.arange(len(self.rows)) * self.width)
 
     @cached_property
     def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
@@ -271,20 +261,23 @@ class FoldedRows:
 
 def rows_of(variants: Variants) -> RowTable:
     """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
-    followed = variants.trunk
-    felt, stop = variants.can_change_output, variants.each(lambda one: one.stop_layer)
-    read = variants.each(lambda one: max((layer for _, layer in one.readings), default=-1))
+    followed, felt = variants.trunk, variants.can_change_output
+    numbers = []
+    for change in variants.changes:
+        joins = (change.first_layer, int(change.stage)) if change.can_change_output else (0, 0)
+        after_last_edit = max((edit.layers.stop for edit in change.edits), default=0)
+        deepest_read = max((layer for _, layer in change.readings), default=-1)
+        # Recomputed up to the last position that is read; where attention looks ahead, that one reads the whole prompt.
+        stop_position = change.kept[-1] + 1 if change.whole is None else change.whole
+        numbers.append((*joins, after_last_edit, deepest_read, change.first_position, stop_position))
+    layer, stage, leave, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
     # A variant that reads nothing after its last edit never needs a row: its trunk has what it reads.
-    leaves = (followed >= 0) & (stop < stop[followed]) & (read >= stop)
+    leaves = (followed >= 0) & (leave < leave[followed]) & (read >= leave)
     index = np.flatnonzero(felt & ((followed < 0) | leaves))
     alone = followed[index] < 0
-    layer = np.where(
-        alone, variants.each(lambda one: one.first_layer if one.can_change_output else 0)[index], stop[index]
-    )
-    entered = variants.each(lambda one: int(one.stage) if one.can_change_output else 0)[index]
-    stage = np.where(alone, entered, int(Stage.BLOCK_INPUT))
-    start = variants.each(lambda one: one.first_position)[index]
-    length = variants.each(lambda one: one.stop_position)[index] - start
+    layer = np.where(alone, layer[index], leave[index])
+    stage = np.where(alone, stage[index], int(Stage.BLOCK_INPUT))
+    start, length = start[index], (end - start)[index]
     # By layer, so that all rows that have joined are one slice.
     order = np.lexsort((index, start, stage, layer))
     index, length = index[order], length[order]
@@ -468,8 +461,17 @@ class Walk:
         self.rows = self.joining[:0]
         self._row = np.full(len(variants), -1)
         """By variant: its row, once it joined; -1 before, and where it has none."""
-        self._kept = padded_kept(changes)
-        self._busy: dict[Stage, list[Site]] = {}
+        most, counts = max((len(one.kept) for one in changes), default=0), np.array([len(one.kept) for one in changes])
+        # Padded by repeating, so that an index of padding is a valid one.
+        positions = np.array([(*one.kept, *one.kept[-1:] * (most - len(one.kept))) for one in changes])
+        self._kept = positions, np.arange(most) < counts[:, None]
+        """By change: the positions read, the last one again where others read more; and which of them count."""
+        self._busy: dict[tuple[Stage, int], list[Site]] = {}
+        """By stage and layer: the sites outside attention and MLP that are written or read."""
+        places = {*self.writers, *self.readers}
+        for site, layer in product(self.sites.values(), self.layers):
+            if site.within is None and site.stage is not None and (site.name, layer) in places:
+                self._busy.setdefault((site.stage, layer), []).append(site)
         self._tile: tuple[int, Tile] | None = None
         self._hooked: dict[str, set[int]] = {"attention": set(), "mlp": set()}
         """The layers within whose attention or MLP something is edited."""
@@ -487,7 +489,6 @@ class Walk:
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
-                self._busy = self._busy_at(layer)
                 # The size is read for each tile: it shrinks where memory runs out in the middle of a layer.
                 for rows in tiled(self.rows, self._alike(layer), self._folds(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
@@ -523,15 +524,6 @@ class Walk:
     def _taken(self, stage: int) -> tuple[Stage, ...]:
         """What a row takes as it was recorded of the layer that it enters at a stage."""
         return taken_as_recorded(Stage(stage), self.blocks.parallel)
-
-    def _busy_at(self, layer: int) -> dict[Stage, list[Site]]:
-        """The sites of a layer, outside attention and MLP, that are written or read, by stage."""
-        places = {*self.writers, *self.readers}
-        busy: dict[Stage, list[Site]] = {}
-        for site in self.sites.values():
-            if site.within is None and site.stage is not None and (site.name, layer) in places:
-                busy.setdefault(site.stage, []).append(site)
-        return busy
 
     def _step(self, layer: int, rows: RowTable) -> None:
         """Take the rows of one tile through one block; the residual stream is written last, and only then."""
@@ -664,7 +656,7 @@ class Walk:
 
     def _at(self, stage: Stage, layer: int, tile: Tile, activation: Tensor) -> Tensor:
         """Make the edits at a stage between sublayers, then deliver what is read there."""
-        for site in self._busy.get(stage, ()):
+        for site in self._busy.get((stage, layer), ()):
             # Edits first: what is read at a site is what the edited run has there.
             if (site.name, layer) in self.writers:
                 write_tokens(activation, self._stretches(site, layer, tile), self.values, site, layer)

@@ -371,7 +371,7 @@ class RecordedPair:
     @property
     def kept(self) -> tuple[int, ...]:
         """The positions of the edited prompt that the metric reads."""
-        return self.plan.kept[0][0]
+        return self.plan.spans[0][0].base
 
     @property
     def unedited(self) -> tuple[float, float]:
