@@ -97,69 +97,65 @@ class ScoredNodes(NamedTuple):
         return [str(name) for name in self.nodes if name not in ("id", "layer", *DESCRIBED)]
 
 
-@dataclasses.dataclass(frozen=True)
-class FrameScoring:
-    """How nodes are scored."""
+def scored_nodes(
+    run: Run,
+    model: HookedModel,
+    nodes: pd.DataFrame,
+    frames: Sequence[Frame | None],
+    span: str,
+    layers: list[int],
+    lens: Lens,
+    shares: list[float],
+    batch_size: int,
+    *,
+    shuffled_by: int | None = None,
+) -> ScoredNodes:
+    """Score each different text of the nodes once, and give its scores to the nodes that have it.
 
-    run: Run
-    model: HookedModel
-    frames: Sequence[Frame | None]
-    """Of every node."""
-    span: str
-    layers: list[int]
-    lens: Lens
-    shares: list[float]
-    batch_size: int
-
-    def score(self, nodes: pd.DataFrame) -> ScoredNodes:
-        """Score the nodes as they are."""
-        return self._score(nodes, nodes["question"].tolist(), self._answers(nodes), "statistics")
-
-    def score_shuffled(self, nodes: pd.DataFrame, seed: int) -> ScoredNodes:
-        """Score the nodes with the words of each question, and those of each answer, in another order."""
-        rng = np.random.default_rng(seed)
+    `frames` has the frame of every node. With a seed, `shuffled_by`, the words of each question, and those of each
+    answer, are in another order.
+    """
+    questions = nodes["question"].tolist()
+    is_own = span == "model_answer"
+    answers = nodes["model_answer"].tolist() if is_own else [accepted[0] for accepted in nodes["answers"]]
+    if shuffled_by is not None:
+        rng = np.random.default_rng(shuffled_by)
         # Each text once, in the order of the nodes: a question of two graphs is shuffled in one way.
-        texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
+        texts = [*dict.fromkeys(questions), *dict.fromkeys(filter(None, answers))]
         other = {text: " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist()) for text in texts}
-        answers = [other[answer] if answer else None for answer in self._answers(nodes)]
-        return self._score(nodes, [other[question] for question in nodes["question"]], answers, "shuffled")
+        questions = [other[question] for question in questions]
+        answers = [other[answer] if answer else None for answer in answers]
+    written = [
+        framed(frame, span, question, answer)
+        for frame, question, answer in zip(frames, questions, answers, strict=True)
+    ]
+    # Nodes that share a frame, question and answer are run once.
+    numbers: dict[Framed, int] = {}
+    number_of = [numbers.setdefault(one, len(numbers)) for one in written]
+    out = run.below("statistics" if shuffled_by is None else "shuffled")
+    reading = {"batch_size": batch_size, "progress": run.progress, "out": out}
+    stats = framed_statistics(model, list(numbers), layers, lens, **reading)
+    wide = memorization_scores(stats, k=shares).wide()
+    kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
+    places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
+    found = places.merge(wide[kept], on="text").drop(columns="text")
+    if is_own:
+        found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
+    lacking = [name for name, frame in zip(nodes["id"], frames, strict=True) if frame is None]
+    found.loc[found["id"].isin(lacking), "note"] = NO_CONTEXT
+    at_last = stats.table[stats.table["layer"] == layers[-1]]
+    return ScoredNodes(found, _lowest_tokens(at_last, places, shares[0]))
 
-    def _answers(self, nodes: pd.DataFrame) -> list[str | None]:
-        if self.span == "model_answer":
-            return nodes["model_answer"].tolist()
-        return [accepted[0] for accepted in nodes["answers"]]
 
-    def _score(self, nodes: pd.DataFrame, questions: list[str], answers: list[str | None], name: str) -> ScoredNodes:
-        """Score each different text once, and give its scores to the nodes that have it."""
-        texts = zip(self.frames, questions, answers, strict=True)
-        written = [framed(frame, self.span, question, answer) for frame, question, answer in texts]
-        # Nodes that share a frame, question and answer are run once.
-        numbers: dict[Framed, int] = {}
-        number_of = [numbers.setdefault(one, len(numbers)) for one in written]
-        stats = framed_statistics(
-            self.model, list(numbers), self.layers, self.lens,
-            batch_size=self.batch_size, progress=self.run.progress, out=self.run.below(name),
-        )  # fmt: skip
-        wide = memorization_scores(stats, k=self.shares).wide()
-        kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
-        places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
-        nodes_scored = places.merge(wide[kept], on="text").drop(columns="text")
-        if self.span == "model_answer":
-            nodes_scored["note"] = nodes_scored["note"].where(nodes_scored["tokens"] > 0, NO_ANSWER)
-        lacking = [name for name, frame in zip(nodes["id"], self.frames, strict=True) if frame is None]
-        nodes_scored.loc[nodes_scored["id"].isin(lacking), "note"] = NO_CONTEXT
-        return ScoredNodes(nodes_scored, self._tokens(stats.table, places))
-
-    def _tokens(self, table: pd.DataFrame, places: pd.DataFrame) -> pd.DataFrame:
-        last = table[table["layer"] == self.layers[-1]]
-        # As `lowest_means` counts: exactly k tokens, the earlier one where two are equal.
-        rank = last.groupby("text")["log_probability"].rank(method="first")
-        size = last.groupby("text")["log_probability"].transform("size")
-        count = np.maximum(1, np.floor(size.astype(float) * self.shares[0]))
-        first = places.drop_duplicates("text").set_index("text")["id"]
-        columns = {name: last[name] for name in ("position", "token", "log_probability")}
-        found = pd.DataFrame({"id": last["text"].map(first), **columns})
-        return found.assign(lowest=rank <= count).reset_index(drop=True)
+def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> pd.DataFrame:
+    """Return the scored tokens of one layer by the first node with their text, and which are among the lowest."""
+    by_text = table.groupby("text")["log_probability"]
+    # As `lowest_means` counts: exactly k tokens, the earlier one where two are equal.
+    count = np.maximum(1, np.floor(by_text.transform("size").astype(float) * share))
+    first = places.drop_duplicates("text").set_index("text")["id"]
+    columns = {name: table[name] for name in ("position", "token", "log_probability")}
+    found = pd.DataFrame({"id": table["text"].map(first), **columns})
+    return found.assign(lowest=by_text.rank(method="first") <= count).reset_index(drop=True)
 
 
 # What a question of a depth graph is asked with: the questions that it builds on, in front of it.

@@ -36,13 +36,13 @@ from headwater.likelihood.framed import (
     TURNS,
     AnsweringOptions,
     ContextWording,
-    FrameScoring,
     PredecessorsName,
     ScoredNodes,
     answered_and_scored,
     checked_wording,
     frames_of,
     plan_of,
+    scored_nodes,
 )
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discrepancies, judged, report
@@ -251,9 +251,9 @@ def memorization(
         frames = frames_of(run, graph.table, wording, asking, known)
         nodes = graph.table.drop(columns=["model_answer", "score"])
         nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking, frames, known))
-        scoring = FrameScoring(run, model, frames, span, read, lens, shares, batch_size)
-        scored = scoring.score(nodes)
-        shuffled = scoring.score_shuffled(nodes, seed) if controls else None
+        scoring = run, model, nodes, frames, span, read, lens, shares, batch_size
+        scored = scored_nodes(*scoring)
+        shuffled = scored_nodes(*scoring, shuffled_by=seed) if controls else None
         return _profile(nodes, scored, shuffled, run.record)
 
     return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
