@@ -22,7 +22,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.categories import PREFIXES
+from headwater.heads.categories import FLAGS, PREFIXES, SAYS
 from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
@@ -30,8 +30,6 @@ from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_name, shown
 from headwater.runs.result import plain_text
 
-SAYS = {"score": ("implemented", "implements"), "suppression": ("suppressed", "suppresses")}
-"""By sign, the flag of a head map's table, and what it says of the head."""
 NUMBERS = ("score", "expected", "excess", "q_value")
 AT_LEAST = 3
 """How many relations a card shows of a head that is called for none."""
@@ -91,7 +89,7 @@ class HeadCard:
         """Whether the running model uses the head, as a sentence."""
         if "used" not in self.relations:
             return "Whether the running model uses it was not measured: HeadMap.validate does."
-        called = self.relations[self.relations["says"].isin([says for _, says in SAYS.values()])]
+        called = self.relations[self.relations["says"].isin(list(SAYS.values()))]
         measured = called[called["used"].notna()]
         if called.empty:
             return "It is called for no relation that the running model could use it for."
@@ -126,12 +124,12 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
     rows = table[(table["layer"] == layer) & (table["head"] == head)]
     is_suppressed = rows["suppression"] > rows["score"]
     parts = []
-    for sign, (flag, says) in SAYS.items():
-        prefix = PREFIXES[sign]
+    for sign, prefix in PREFIXES.items():
+        flag = FLAGS[sign]
         columns = {name: sign if name == "score" else f"{prefix}{name}" for name in NUMBERS}
         copies = rows["copying"] & ~rows[flag] & (is_suppressed == (sign == "suppression"))
         part = rows[["relation", "category"]].assign(
-            says=np.where(rows[flag], says, np.where(copies, "copies", "")),
+            says=np.where(rows[flag], SAYS[sign], np.where(copies, "copies", "")),
             **{name: rows[column] for name, column in columns.items()},
         )
         if "used" in rows:

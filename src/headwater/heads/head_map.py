@@ -19,7 +19,7 @@ from headwater.heads.card import (
     salient_of_heads,
     salient_operations,
 )
-from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
+from headwater.heads.categories import CATEGORIES, FLAGS, PREFIXES, SAYS, UNCLASSIFIED, label_counts
 from headwater.heads.prompts import TEMPLATE
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations, tokenize_relations
 from headwater.heads.scores import score_table
@@ -405,12 +405,10 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
         best head `layer, head, sign` ("implements" or "suppresses") and that sign's `score, expected, excess`.
     """
     signs = []
-    for sign, name, prefix, flag in (
-        ("implements", "score", "", "implemented"), ("suppresses", "suppression", "suppression_", "suppressed")
-    ):  # fmt: skip
-        values = {"score": name, "expected": f"{prefix}expected", "excess": f"{prefix}excess", "called": flag}
+    for sign, prefix in PREFIXES.items():
+        values = {"score": sign, "expected": f"{prefix}expected", "excess": f"{prefix}excess", "called": FLAGS[sign]}
         columns = {column: table[source] for column, source in values.items()}
-        signs.append(table[["relation", "category", "pairs", "layer", "head"]].assign(sign=sign, **columns))
+        signs.append(table[["relation", "category", "pairs", "layer", "head"]].assign(sign=SAYS[sign], **columns))
     ranked = pd.concat(signs).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
     best = ranked.drop_duplicates("relation").set_index("relation").loc[table["relation"].unique()].reset_index()
     for column, rows in {"heads": table["implemented"] | table["suppressed"], "copying": table["copying"]}.items():
