@@ -9,14 +9,14 @@ terminal prints is spelled out in both.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
@@ -266,7 +266,7 @@ def salient_of_heads(
     places = [head_named(one, None, weights.shape) for one in heads]
     if not places:
         return pd.DataFrame(columns=["layer", "head", *COLUMNS])
-    tables = []
+    rows = []
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in places]
         gains = gains_of_heads(weights, factors, embedding)
@@ -277,11 +277,8 @@ def salient_of_heads(
             x = weights.effective_embedding(strongest.indices, embedding)
             logits = (x @ W_V @ W_O @ unembedding)[:, :known]
             ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
-            table = _table(weights, strongest.values, strongest.indices, ends)
-            table.insert(0, "head", head)
-            table.insert(0, "layer", layer)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+            rows += [(layer, head, *row) for row in _rows(weights, strongest, ends)]
+    return pd.DataFrame(rows, columns=["layer", "head", *COLUMNS])
 
 
 def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
@@ -310,21 +307,14 @@ def gains_of_heads(
     return [torch.cat(of_head).float() for of_head in gains]
 
 
-def _table(
-    weights: WeightSource,
-    sigma: Float[Tensor, " source"],
-    source: Int[Tensor, " source"],
-    ends: list[torch.return_types.topk],
-) -> pd.DataFrame:
-    """Lay the strongest sources and both ends of their maps out, a row per source, sign and place."""
-    words = token_strings(weights.tokenizer, source.tolist())
-    rows = []
-    for index, word in enumerate(words):
+def _rows(
+    weights: WeightSource, strongest: torch.return_types.topk, ends: list[torch.return_types.topk]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield what `COLUMNS` name of the strongest sources and both ends of their maps, by source, sign and place."""
+    values, ids = strongest.values.tolist(), strongest.indices.tolist()
+    for index, word in enumerate(token_strings(weights.tokenizer, ids)):
         for sign, (logits, tokens) in zip(SIGNS, ends, strict=True):
-            mapped = token_strings(weights.tokenizer, tokens[index].tolist())
-            for place, (target, token, logit) in enumerate(
-                zip(mapped, tokens[index].tolist(), logits[index].tolist(), strict=True), start=1
-            ):
-                head = (index + 1, float(sigma[index]), word, int(source[index]))
-                rows.append((*head, sign, place, target, token, logit))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+            mapped = tokens[index].tolist()
+            targets = zip(token_strings(weights.tokenizer, mapped), mapped, logits[index].tolist(), strict=True)
+            for place, target in enumerate(targets, start=1):
+                yield (index + 1, values[index], word, ids[index], sign, place, *target)
