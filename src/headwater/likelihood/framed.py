@@ -133,8 +133,7 @@ def scored_nodes(
     numbers: dict[Framed, int] = {}
     number_of = [numbers.setdefault(one, len(numbers)) for one in written]
     out = run.below("statistics" if shuffled_by is None else "shuffled")
-    reading = {"batch_size": batch_size, "progress": run.progress, "out": out}
-    stats = framed_statistics(model, list(numbers), layers, lens, **reading)
+    stats = framed_statistics(model, list(numbers), layers, lens, batch_size=batch_size, progress=run.progress, out=out)
     wide = memorization_scores(stats, k=shares).wide()
     kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
     places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
