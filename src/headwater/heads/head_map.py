@@ -133,7 +133,7 @@ class HeadMap(Result):
         }
         kind: Any = own["multi_token"]
         is_published = own["rule"] == "published"
-        null_from = None if is_published else callable_from(float(own["threshold"]))  # type: ignore[arg-type]
+        null_from = None if is_published else callable_from(float(own["threshold"]))
         found = {}
         for name, value in ((varied, value) for varied in names for value in others[varied]):
             options: dict[str, Any] = {**own, name: value}
