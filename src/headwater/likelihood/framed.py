@@ -214,22 +214,20 @@ class ContextWording:
     @cached_property
     def _with_pairs(self) -> Frame:
         """The frame that has `{pairs}` in the place of what is shown."""
-        frame = question_frame(self.model, self.context, self._pairs_prompt())
+        prompt = self.predecessor_prompt
+        # By default the prompt of a question alone, with the pairs in front.
+        if prompt is None and self.context == CHAT:
+            with_pairs = f"{PAIRS}\n{SLOT}"
+            prompt = [{**one, "content": one["content"].replace(SLOT, with_pairs)} for one in _messages(self.prompt)]
+        elif prompt is None:
+            prompt = PAIRS + (PROMPT if self.prompt is None else str(self.prompt))
+        frame = question_frame(self.model, self.context, prompt)
         if (frame.before + frame.after).count(PAIRS) != 1:
             raise InputError(
                 f"predecessor_prompt must hold {PAIRS} exactly once, where questions and answers are to be; found "
                 f"{shown(self.predecessor_prompt)}."
             )
         return frame
-
-    def _pairs_prompt(self) -> str | Messages:
-        """The prompt that was given, or that of a question alone with the pairs in front."""
-        if self.predecessor_prompt is not None:
-            return self.predecessor_prompt
-        if self.context == CHAT:
-            with_pairs = f"{PAIRS}\n{SLOT}"
-            return [{**one, "content": one["content"].replace(SLOT, with_pairs)} for one in _messages(self.prompt)]
-        return PAIRS + (PROMPT if self.prompt is None else str(self.prompt))
 
     def _turn(self, before: Pairs, last: bool) -> Frame:
         prompt = self.predecessor_prompt if last and self.predecessor_prompt is not None else self.prompt
