@@ -324,16 +324,13 @@ def _successor(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 BEHAVIOURS: Registry[str, Behaviour] = Registry("behaviour of attention")
 """By name, in the order of tables and legends."""
-for _name, _behaviour in {
-    "current_token": Behaviour("their own position", _current, *SETS[4]),
-    "first_token": Behaviour("the first position", _first, *SETS[5]),
-    "previous_token": Behaviour("the position before", _previous, *SETS[0]),
-    "delimiter": Behaviour("earlier punctuation and line breaks", _delimiter, *SETS[3]),
-    "duplicate_token": Behaviour("earlier positions with the same token", _duplicate, *SETS[2]),
-    "induction": Behaviour("what followed earlier positions with the same token", _induction, *SETS[1]),
-    "successor": Behaviour("earlier tokens that follow theirs in a series", _successor, INK, "*"),
-}.items():
-    BEHAVIOURS.add(_name, _behaviour)
+BEHAVIOURS.add("current_token", Behaviour("their own position", _current, *SETS[4]))
+BEHAVIOURS.add("first_token", Behaviour("the first position", _first, *SETS[5]))
+BEHAVIOURS.add("previous_token", Behaviour("the position before", _previous, *SETS[0]))
+BEHAVIOURS.add("delimiter", Behaviour("earlier punctuation and line breaks", _delimiter, *SETS[3]))
+BEHAVIOURS.add("duplicate_token", Behaviour("earlier positions with the same token", _duplicate, *SETS[2]))
+BEHAVIOURS.add("induction", Behaviour("what followed earlier positions with the same token", _induction, *SETS[1]))
+BEHAVIOURS.add("successor", Behaviour("earlier tokens that follow theirs in a series", _successor, INK, "*"))
 
 
 def attended_keys(
