@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
@@ -280,17 +280,8 @@ def checked_wording(wording: ContextWording) -> ContextWording:
     return wording
 
 
-def frames_of(
-    run: Run,
-    nodes: pd.DataFrame,
-    wording: ContextWording,
-    asking: AnsweringOptions,
-    known: dict[str, AnswerText | None],
-) -> list[Frame | None]:
-    """Return the frame of every node; None where a predecessor has no answer to be shown.
-
-    `known` is what the model wrote after a prompt; what it is asked here is added.
-    """
+def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswers) -> list[Frame | None]:
+    """Return the frame of every node; None where a predecessor has no answer to be shown."""
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
     if wording.predecessors == NONE:
@@ -299,16 +290,12 @@ def frames_of(
         pairs = {name: [(one["question"], one["answers"][0]) for one in some] for name, some in below.items()}
     else:
         questions = {name: [one["question"] for one in some] for name, some in below.items()}
-        pairs = _answered(run, questions, wording, asking, known)
+        pairs = _answered(questions, wording, answers_to)
     return [None if (shown := pairs[name]) is None else wording.after(shown) for name in rows]
 
 
 def _answered(
-    run: Run,
-    by_node: Mapping[str, Sequence[str]],
-    wording: ContextWording,
-    asking: AnsweringOptions,
-    known: dict[str, AnswerText | None],
+    by_node: Mapping[str, Sequence[str]], wording: ContextWording, answers_to: OwnAnswers
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each after those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
@@ -320,7 +307,7 @@ def _answered(
             if earlier is not None and turn < len(questions):
                 frame = wording.after(earlier, last=False) if wording.predecessors == TURNS else wording.alone
                 prompts[name] = frame.asking(questions[turn])
-        answers = own_answers(run, wording.model, prompts.values(), asking, known, f"predecessors_{turn}")
+        answers = answers_to(prompts.values(), f"predecessors_{turn}")
         for name, answer in zip(prompts, answers, strict=True):
             earlier = pairs[name]
             pairs[name] = None if answer is None or earlier is None else [*earlier, (by_node[name][turn], answer.text)]
@@ -341,12 +328,8 @@ SHORT = 10
 """Words up to which accepted answers (their median) are short enough for label match."""
 
 
-class AnsweringOptions(NamedTuple):
-    """How a model is asked for its own answers."""
-
-    max_new_tokens: int
-    until: Literal["line", "end"]
-    batch_size: int
+OwnAnswers: TypeAlias = Callable[[Iterable[str], str], list[AnswerText | None]]
+"""Lets the model answer prompts, in a stage of the run; None where one leaves no room for an answer."""
 
 
 class AnswerSources(NamedTuple):
@@ -385,13 +368,11 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
 
 def answered_and_scored(
     run: Run,
-    model: HookedModel,
     graph: DepthGraph,
     plan: AnswerSources,
     judge: Judge,
-    asking: AnsweringOptions,
     frames: Sequence[Frame | None],
-    known: dict[str, AnswerText | None],
+    answers_to: OwnAnswers,
 ) -> pd.DataFrame:
     """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
     table = graph.table
@@ -399,7 +380,7 @@ def answered_and_scored(
     if plan.answers == MODEL:
         prompted = {place: frame for place, frame in enumerate(frames) if frame is not None}
         prompts = [frame.asking(table["question"].iloc[place]) for place, frame in prompted.items()]
-        by_place = dict(zip(prompted, own_answers(run, model, prompts, asking, known), strict=True))
+        by_place = dict(zip(prompted, answers_to(prompts, "answers"), strict=True))
         written = [by_place.get(place) for place in range(len(table))]
         answers = [one.text if one else None for one in written]
         cut = [one is not None and not one.ended for one in written]
@@ -416,21 +397,17 @@ def answered_and_scored(
 
 
 def own_answers(
-    run: Run,
-    model: HookedModel,
-    prompts: Iterable[str],
-    asking: AnsweringOptions,
-    known: dict[str, AnswerText | None],
-    stage: str = "answers",
-) -> list[AnswerText | None]:
-    """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
+    run: Run, model: HookedModel, max_new_tokens: int, until: Literal["line", "end"], batch_size: int
+) -> OwnAnswers:
+    """Return what lets the model answer, after each different prompt once."""
+    known: dict[str, AnswerText | None] = {}
 
-    `known` is what was written after prompts that were asked before; those asked now are added. `stage` names the run's
-    pieces.
-    """
-    listed = list(prompts)
-    # Each different prompt once: depth graphs share questions.
-    new = [one for one in dict.fromkeys(listed) if one not in known]
-    known.update(dict.fromkeys(new))
-    known.update(answer_texts(run, model, new, *asking, stage=stage))
-    return [known[one] for one in listed]
+    def answers_to(prompts: Iterable[str], stage: str) -> list[AnswerText | None]:
+        listed = list(prompts)
+        # Each different prompt once: depth graphs share questions.
+        new = [one for one in dict.fromkeys(listed) if one not in known]
+        known.update(dict.fromkeys(new))
+        known.update(answer_texts(run, model, new, max_new_tokens, until, batch_size, stage))
+        return [known[one] for one in listed]
+
+    return answers_to
