@@ -195,6 +195,27 @@ class ContextWording:
     predecessor_prompt: str | Messages | None
     """Of a question after others."""
 
+    def __post_init__(self) -> None:
+        if self.predecessors == NONE and self.predecessor_prompt is not None:
+            raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
+        given = self.predecessor_prompt
+        are_messages = isinstance(given, list | tuple) and all(
+            isinstance(one, Mapping) and "content" in one for one in given
+        )
+        if not (given is None or isinstance(given, str) or are_messages):
+            raise InputError(
+                f"predecessor_prompt={shown(given)} must be a text, or messages: a list of "
+                "{'role': ..., 'content': ...}."
+            )
+        # Written once now, so that a wrong prompt is refused before any question is asked.
+        _ = self.alone
+        if self.predecessors != NONE:
+            try:
+                self.after([("?", "!")])
+            except InputError as error:
+                about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
+                raise InputError(f"{about}{error}") from None
+
     @cached_property
     def alone(self) -> Frame:
         """The frame of a question alone."""
@@ -255,29 +276,6 @@ class ContextWording:
 def _messages(prompt: str | Messages | None) -> Messages:
     """The messages of a chat; of none, the question as one of the user."""
     return [{"role": "user", "content": SLOT}] if prompt is None or isinstance(prompt, str) else prompt
-
-
-def checked_wording(wording: ContextWording) -> ContextWording:
-    """Write a question alone and after another, once."""
-    if wording.predecessors == NONE and wording.predecessor_prompt is not None:
-        raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
-    given = wording.predecessor_prompt
-    are_messages = isinstance(given, list | tuple) and all(
-        isinstance(one, Mapping) and "content" in one for one in given
-    )
-    if not (given is None or isinstance(given, str) or are_messages):
-        raise InputError(
-            f"predecessor_prompt={shown(given)} must be a text, or messages: a list of {{'role': ..., 'content': ...}}."
-        )
-    # Written once now, so that a wrong prompt is refused before any question is asked.
-    _ = wording.alone
-    if wording.predecessors != NONE:
-        try:
-            wording.after([("?", "!")])
-        except InputError as error:
-            about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
-            raise InputError(f"{about}{error}") from None
-    return wording
 
 
 def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswers) -> list[Frame | None]:

@@ -38,7 +38,6 @@ from headwater.likelihood.framed import (
     PredecessorsName,
     ScoredNodes,
     answered_and_scored,
-    checked_wording,
     frames_of,
     own_answers,
     plan_of,
@@ -228,7 +227,7 @@ def memorization(
     checked_count("batch_size", batch_size)
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
     checked_name("predecessors", predecessors, PREDECESSORS)
-    wording = checked_wording(ContextWording(model, context, prompt, predecessors, predecessor_prompt))
+    wording = ContextWording(model, context, prompt, predecessors, predecessor_prompt)
     plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
