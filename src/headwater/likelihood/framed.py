@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -80,7 +79,7 @@ def framed_statistics(
         here = rows.get(place, np.array([], dtype=int))
         kept[here] = np.isin(positions[here], sorted(inside))
         scored[place] = len(inside - {0})
-    return dataclasses.replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
+    return replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
 
 
 class ScoredNodes(NamedTuple):
