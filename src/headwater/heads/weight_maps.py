@@ -152,11 +152,13 @@ def composition_scores(
         with run.bar("Composing heads", "layer", n_layers) as bar:
             for layer in range(n_layers):
                 factors = weights.layer(layer)
+                gain: Tensor | float = factors.norm_gain[:, None] if norm_gain else 1.0
                 for kind in chosen:
-                    reader = _reader(factors, kind, norm_gain)
+                    reader = _reader(factors, kind, gain)
                     parts[kind] += [_rows(kind, earlier, one, layer, reader) for earlier, one in enumerate(writers)]
                 # After the layer's own readers: heads of one layer do not read one another.
-                writers.append(_writer(factors, norm_gain))
+                # What a head writes is R W_O, with W_V = Q R.
+                writers.append(_side(factors.expand_kv(factors.W_V * gain), factors.W_O))
                 bar.update()
         if n_layers < 2:
             raise InputError("A model of one layer has no head after another: there is nothing to compose.")
@@ -168,21 +170,13 @@ def composition_scores(
     return run_or_resume(Composition, "composition_scores", weights, options, work, out=out, progress=progress)
 
 
-def _writer(factors: HeadWeights, norm_gain: bool) -> _Side:
-    """What each head writes: R W_O, with W_V = Q R."""
-    W_V = factors.W_V * factors.norm_gain[:, None] if norm_gain else factors.W_V
-    return _side(factors.expand_kv(W_V), factors.W_O)
-
-
-def _reader(factors: HeadWeights, kind: str, norm_gain: bool) -> _Side:
+def _reader(factors: HeadWeights, kind: str, gain: Float[Tensor, "d_model 1"] | float) -> _Side:
     """What each head reads for one kind, as the transposed product: what it does with it comes first."""
-    W_Q, W_K, W_V = factors.W_Q, factors.W_K, factors.W_V
-    if norm_gain:
-        W_Q, W_K, W_V = (W * factors.norm_gain[:, None] for W in (W_Q, W_K, W_V))
     if kind == "v":
-        return _side(factors.W_O.transpose(1, 2), factors.expand_kv(W_V).transpose(1, 2))
-    one, other = (W_Q, factors.expand_kv(W_K)) if kind == "q" else (factors.expand_kv(W_K), W_Q)
-    return _side(other, one.transpose(1, 2))
+        return _side(factors.W_O.transpose(1, 2), factors.expand_kv(factors.W_V * gain).transpose(1, 2))
+    W_Q, W_K = factors.W_Q * gain, factors.expand_kv(factors.W_K * gain)
+    inner, outer = (W_K, W_Q) if kind == "q" else (W_Q, W_K)
+    return _side(inner, outer.transpose(1, 2))
 
 
 def _side(inner: Float[Tensor, "head d_model d_head"], outer: Float[Tensor, "head d_head d_model"]) -> _Side:
