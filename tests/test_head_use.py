@@ -12,7 +12,8 @@ import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads import use
 from headwater.heads.ablation import removal
-from headwater.heads.prompts import TaskPrompts, relations_of, task_prompts
+from headwater.heads.head_map import relations_of
+from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.use import COLUMNS, head_use, other_heads
 from headwater.stats.resample import Bootstrap
 from headwater.stats.significance import sign_flip_p

@@ -10,7 +10,8 @@ from scipy.stats import pearsonr
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads.ablation import HeadAblation, ablate_heads, layer_matched, removal
-from headwater.heads.prompts import relations_of, source_prompts, task_prompts
+from headwater.heads.head_map import relations_of
+from headwater.heads.prompts import source_prompts, task_prompts
 from headwater.heads.validation import DynamicScores, correlate, dynamic_scores, last_values
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.heads.head_map import HeadMap, checked_map
-from headwater.heads.prompts import TEMPLATE, TaskPrompts, relations_of, task_prompts
+from headwater.heads.head_map import HeadMap, relations_of
+from headwater.heads.prompts import TEMPLATE, TaskPrompts, task_prompts
 from headwater.heads.relations import Relations
 from headwater.kernels.devices import to_device
 from headwater.models.edits import Hook, read_hook, replace_hook
@@ -175,7 +175,7 @@ def ablate_heads(
     shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
     draws, batch_size = checked_repeats("draws", draws), checked_count("batch_size", batch_size)
     top = None if top is None else checked_count("top", top)
-    known = relations_of(model, checked_map(head_map), relations)
+    known = relations_of(model, head_map, relations)
     checked_name("relation", relation, list(known))
     if controls is not None:
         controls = [checked_name("controls", name, list(known)) for name in one_or_several(controls)]

@@ -9,20 +9,20 @@ terminal prints is spelled out in both.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.categories import PREFIXES
+from headwater.heads.categories import FLAGS, PREFIXES, SAYS
 from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
@@ -30,8 +30,6 @@ from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_name, shown
 from headwater.runs.result import plain_text
 
-SAYS = {"score": ("implemented", "implements"), "suppression": ("suppressed", "suppresses")}
-"""By sign, the flag of a head map's table, and what it says of the head."""
 NUMBERS = ("score", "expected", "excess", "q_value")
 AT_LEAST = 3
 """How many relations a card shows of a head that is called for none."""
@@ -91,7 +89,7 @@ class HeadCard:
         """Whether the running model uses the head, as a sentence."""
         if "used" not in self.relations:
             return "Whether the running model uses it was not measured: HeadMap.validate does."
-        called = self.relations[self.relations["says"].isin([says for _, says in SAYS.values()])]
+        called = self.relations[self.relations["says"].isin(list(SAYS.values()))]
         measured = called[called["used"].notna()]
         if called.empty:
             return "It is called for no relation that the running model could use it for."
@@ -126,12 +124,12 @@ def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFram
     rows = table[(table["layer"] == layer) & (table["head"] == head)]
     is_suppressed = rows["suppression"] > rows["score"]
     parts = []
-    for sign, (flag, says) in SAYS.items():
-        prefix = PREFIXES[sign]
+    for sign, prefix in PREFIXES.items():
+        flag = FLAGS[sign]
         columns = {name: sign if name == "score" else f"{prefix}{name}" for name in NUMBERS}
         copies = rows["copying"] & ~rows[flag] & (is_suppressed == (sign == "suppression"))
         part = rows[["relation", "category"]].assign(
-            says=np.where(rows[flag], says, np.where(copies, "copies", "")),
+            says=np.where(rows[flag], SAYS[sign], np.where(copies, "copies", "")),
             **{name: rows[column] for name, column in columns.items()},
         )
         if "used" in rows:
@@ -268,7 +266,7 @@ def salient_of_heads(
     places = [head_named(one, None, weights.shape) for one in heads]
     if not places:
         return pd.DataFrame(columns=["layer", "head", *COLUMNS])
-    tables = []
+    rows = []
     with torch.inference_mode():
         factors = [_factors(weights, *one) for one in places]
         gains = gains_of_heads(weights, factors, embedding)
@@ -279,11 +277,8 @@ def salient_of_heads(
             x = weights.effective_embedding(strongest.indices, embedding)
             logits = (x @ W_V @ W_O @ unembedding)[:, :known]
             ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
-            table = _table(weights, strongest.values, strongest.indices, ends)
-            table.insert(0, "head", head)
-            table.insert(0, "layer", layer)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+            rows += [(layer, head, *row) for row in _rows(weights, strongest, ends)]
+    return pd.DataFrame(rows, columns=["layer", "head", *COLUMNS])
 
 
 def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
@@ -312,21 +307,14 @@ def gains_of_heads(
     return [torch.cat(of_head).float() for of_head in gains]
 
 
-def _table(
-    weights: WeightSource,
-    sigma: Float[Tensor, " source"],
-    source: Int[Tensor, " source"],
-    ends: list[torch.return_types.topk],
-) -> pd.DataFrame:
-    """Lay the strongest sources and both ends of their maps out, a row per source, sign and place."""
-    words = token_strings(weights.tokenizer, source.tolist())
-    rows = []
-    for index, word in enumerate(words):
+def _rows(
+    weights: WeightSource, strongest: torch.return_types.topk, ends: list[torch.return_types.topk]
+) -> Iterator[tuple[Any, ...]]:
+    """Yield what `COLUMNS` name of the strongest sources and both ends of their maps, by source, sign and place."""
+    values, ids = strongest.values.tolist(), strongest.indices.tolist()
+    for index, word in enumerate(token_strings(weights.tokenizer, ids)):
         for sign, (logits, tokens) in zip(SIGNS, ends, strict=True):
-            mapped = token_strings(weights.tokenizer, tokens[index].tolist())
-            for place, (target, token, logit) in enumerate(
-                zip(mapped, tokens[index].tolist(), logits[index].tolist(), strict=True), start=1
-            ):
-                head = (index + 1, float(sigma[index]), word, int(source[index]))
-                rows.append((*head, sign, place, target, token, logit))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+            mapped = tokens[index].tolist()
+            targets = zip(token_strings(weights.tokenizer, mapped), mapped, logits[index].tolist(), strict=True)
+            for place, target in enumerate(targets, start=1):
+                yield (index + 1, values[index], word, ids[index], sign, place, *target)

@@ -58,6 +58,9 @@ UNCLASSIFIED = "unclassified"
 FALSE_DISCOVERY_RATE = 0.05
 PREFIXES = {"score": "", "suppression": "suppression_"}
 """What the names of a sign's columns begin with, but for the score itself."""
+FLAGS = {"score": "implemented", "suppression": "suppressed"}
+SAYS = {"score": "implements", "suppression": "suppresses"}
+"""By sign, the flag of a score table, and what it says of the head."""
 
 
 def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame:
@@ -68,21 +71,15 @@ def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame
     """
     checked_name("rule", rule, RULES)
     if rule == "published":
-        flags = {"implemented": table["score"] >= threshold, "suppressed": table["suppression"] >= threshold}
-        return pd.DataFrame(flags | {"copying": False}, index=table.index)
-    found, beyond = {}, {}
+        reached = {flag: table[sign] >= threshold for sign, flag in FLAGS.items()}
+        return pd.DataFrame(reached | {"copying": False}, index=table.index)
+    flags, copying = {}, []
     for sign, prefix in PREFIXES.items():
-        is_found = table[f"{prefix}q_value"] <= FALSE_DISCOVERY_RATE
-        found[sign] = is_found & (table[f"{prefix}excess"] >= threshold)
-        beyond[sign] = _excess(table, f"{prefix}beyond_copying", prefix) >= threshold
-    copying = [found[sign] & ~beyond[sign] for sign in found]
-    return pd.DataFrame(
-        {
-            "implemented": found["score"] & beyond["score"],
-            "suppressed": found["suppression"] & beyond["suppression"],
-            "copying": copying[0] | copying[1],
-        }
-    )
+        is_found = (table[f"{prefix}q_value"] <= FALSE_DISCOVERY_RATE) & (table[f"{prefix}excess"] >= threshold)
+        is_beyond = _excess(table, f"{prefix}beyond_copying", prefix) >= threshold
+        flags[FLAGS[sign]] = is_found & is_beyond
+        copying.append(is_found & ~is_beyond)
+    return pd.DataFrame(flags | {"copying": copying[0] | copying[1]})
 
 
 def add_excess(table: pd.DataFrame) -> pd.DataFrame:
@@ -101,8 +98,8 @@ def _excess(table: pd.DataFrame, share: str, prefix: str) -> Numbers:
 
 def best_excess(table: pd.DataFrame) -> pd.Series:
     """Return the largest excess among what each head implements or suppresses, by (layer, head); NaN for none."""
-    flags = {"excess": "implemented", "suppression_excess": "suppressed"}
-    best = pd.concat([table[excess].where(table[flag]) for excess, flag in flags.items()], axis=1).max(axis=1)
+    called = [table[f"{PREFIXES[sign]}excess"].where(table[flag]) for sign, flag in FLAGS.items()]
+    best = pd.concat(called, axis=1).max(axis=1)
     return best.groupby([table["layer"], table["head"]]).max()
 
 

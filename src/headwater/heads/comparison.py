@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, PREFIXES, apply_rule
+from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, FLAGS, PREFIXES, apply_rule
 from headwater.heads.relations import MultiTokenName, Relation, Relations, load_relations, shared_relations, word_tokens
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
 AnyModel: TypeAlias = HookedModel | WeightSource | str | Path
 CHANGES = ("gained", "lost", "stronger", "weaker")
-FLAGS = {"score": "implemented", "suppression": "suppressed"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

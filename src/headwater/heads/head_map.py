@@ -19,9 +19,9 @@ from headwater.heads.card import (
     salient_of_heads,
     salient_operations,
 )
-from headwater.heads.categories import CATEGORIES, UNCLASSIFIED, label_counts
-from headwater.heads.prompts import TEMPLATE, relations_of
-from headwater.heads.relations import Relations, load_relations
+from headwater.heads.categories import CATEGORIES, FLAGS, PREFIXES, SAYS, UNCLASSIFIED, label_counts
+from headwater.heads.prompts import TEMPLATE
+from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations, tokenize_relations
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
     AS_MAPPED,
@@ -133,7 +133,7 @@ class HeadMap(Result):
         }
         kind: Any = own["multi_token"]
         is_published = own["rule"] == "published"
-        null_from = None if is_published else callable_from(float(own["threshold"]))  # type: ignore[arg-type]
+        null_from = None if is_published else callable_from(float(own["threshold"]))
         found = {}
         for name, value in ((varied, value) for varied in names for value in others[varied]):
             options: dict[str, Any] = {**own, name: value}
@@ -354,11 +354,44 @@ class HeadMap(Result):
         return weights
 
 
-def checked_map(head_map: object) -> HeadMap:
-    """Return a head map."""
+def relations_of(
+    model: HookedModel,
+    head_map: HeadMap,
+    relations: Relations,
+    multi_token: MultiTokenName | None = None,
+    *,
+    some: bool = False,
+) -> dict[str, tuple[TokenRelation, int]]:
+    """Return the relations a head map was scored on, by name, as tokens, and each one's k.
+
+    `multi_token` says what represents words of several tokens; by default only items of single tokens are taken, also
+    where the map took others. With `some`, a part of the map's relations will do, where `relations` are given.
+    """
     if not isinstance(head_map, HeadMap):
         raise InputError(f"head_map={shown(head_map)} is not a head map: give what hw.classify_heads returns.")
-    return head_map
+    if not isinstance(model, HookedModel):
+        raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
+    if other := head_map.run.mismatch(model):
+        raise ModelError(
+            f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "
+            f"{other}."
+        )
+    used = head_map.relations[head_map.relations["used"]]
+    wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
+    if some and relations is not None and wanted:  # else what is lacking is named below
+        used = used[used["relation"].isin([relation.name for relation in wanted])]
+    same_words = head_map.run.options["rule"] == "published"
+    tokenized = tokenize_relations(wanted, model.tokenizer, multi_token=multi_token, same_words=same_words)
+    found = {tokens.relation.name: tokens for tokens in tokenized}
+    lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
+    if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in found:
+        raise InputError(
+            f"The map's relation {lacking[0]!r} has no items of single tokens, only those that multi_token={kind!r} "
+            "scored by one token of several; a running model is asked for single tokens."
+        )
+    if lacking:
+        raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
+    return {name: (found[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
 
 
 def best_heads(table: pd.DataFrame) -> pd.DataFrame:
@@ -372,12 +405,10 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
         best head `layer, head, sign` ("implements" or "suppresses") and that sign's `score, expected, excess`.
     """
     signs = []
-    for sign, name, prefix, flag in (
-        ("implements", "score", "", "implemented"), ("suppresses", "suppression", "suppression_", "suppressed")
-    ):  # fmt: skip
-        values = {"score": name, "expected": f"{prefix}expected", "excess": f"{prefix}excess", "called": flag}
+    for sign, prefix in PREFIXES.items():
+        values = {"score": sign, "expected": f"{prefix}expected", "excess": f"{prefix}excess", "called": FLAGS[sign]}
         columns = {column: table[source] for column, source in values.items()}
-        signs.append(table[["relation", "category", "pairs", "layer", "head"]].assign(sign=sign, **columns))
+        signs.append(table[["relation", "category", "pairs", "layer", "head"]].assign(sign=SAYS[sign], **columns))
     ranked = pd.concat(signs).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
     best = ranked.drop_duplicates("relation").set_index("relation").loc[table["relation"].unique()].reset_index()
     for column, rows in {"heads": table["implemented"] | table["suppressed"], "copying": table["copying"]}.items():

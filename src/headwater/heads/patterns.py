@@ -16,9 +16,8 @@ TransformerLens's detector divides by all queries instead (`detector_scores`).
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import pandas as pd
 import torch
@@ -93,8 +92,8 @@ def attention_classes(
             on += part["on"].sum(0, dtype=torch.double)
             queries += part["queries"].sum(0)
     scores = on / queries.clamp(min=1)[:, None, None]
-    classes = {name: scores[place].flatten().numpy() for place, name in enumerate(BEHAVIOURS)}
-    columns = {name: classes[name] for name in ATTENTION_CLASSES}
+    places = {name: place for place, name in enumerate(BEHAVIOURS)}
+    columns = {name: scores[places[name]].flatten().numpy() for name in ATTENTION_CLASSES}
     table = heads_of(layers, model.shape.n_heads).assign(**columns)
     best = table[list(ATTENTION_CLASSES)]
     return table.assign(attention_class=best.idxmax(axis=1).where(best.max(axis=1) >= threshold, "none"))
@@ -325,23 +324,18 @@ def _successor(tokens: Tokens, kinds: TokenKinds) -> Bool[Tensor, "batch query k
 
 BEHAVIOURS: Registry[str, Behaviour] = Registry("behaviour of attention")
 """By name, in the order of tables and legends."""
-for _name, _behaviour in {
-    "current_token": Behaviour("their own position", _current, *SETS[4]),
-    "first_token": Behaviour("the first position", _first, *SETS[5]),
-    "previous_token": Behaviour("the position before", _previous, *SETS[0]),
-    "delimiter": Behaviour("earlier punctuation and line breaks", _delimiter, *SETS[3]),
-    "duplicate_token": Behaviour("earlier positions with the same token", _duplicate, *SETS[2]),
-    "induction": Behaviour("what followed earlier positions with the same token", _induction, *SETS[1]),
-    "successor": Behaviour("earlier tokens that follow theirs in a series", _successor, INK, "*"),
-}.items():
-    BEHAVIOURS.add(_name, _behaviour)
-
-Attended: TypeAlias = tuple[Bool[Tensor, "class batch query key"], Bool[Tensor, "batch query key"]]
+BEHAVIOURS.add("current_token", Behaviour("their own position", _current, *SETS[4]))
+BEHAVIOURS.add("first_token", Behaviour("the first position", _first, *SETS[5]))
+BEHAVIOURS.add("previous_token", Behaviour("the position before", _previous, *SETS[0]))
+BEHAVIOURS.add("delimiter", Behaviour("earlier punctuation and line breaks", _delimiter, *SETS[3]))
+BEHAVIOURS.add("duplicate_token", Behaviour("earlier positions with the same token", _duplicate, *SETS[2]))
+BEHAVIOURS.add("induction", Behaviour("what followed earlier positions with the same token", _induction, *SETS[1]))
+BEHAVIOURS.add("successor", Behaviour("earlier tokens that follow theirs in a series", _successor, INK, "*"))
 
 
 def attended_keys(
     tokens: Tokens, mask: Bool[Tensor, "batch position"], kinds: TokenKinds, *, looks_ahead: bool = False
-) -> Attended:
+) -> tuple[Bool[Tensor, "class batch query key"], Bool[Tensor, "batch query key"]]:
     """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding.
 
     Tokens are right-padded. With `looks_ahead` a query sees later keys too; the keys of a behaviour stay the same.
@@ -478,9 +472,12 @@ def copying_scores(
 
     `embedding` is what heads from layer 1 on read. NaN of a head that writes nothing of what it reads.
     """
-    scores, bounds = [], []
-    layers = range(weights.shape.n_layers) if layers is None else layers
-    for layer, (joined, of_random) in zip(layers, _joined(weights, embedding, seed, layers), strict=True):
+    scores, bounds, before = [], [], ""
+    for layer in range(weights.shape.n_layers) if layers is None else layers:
+        # Layer 0 reads the raw embedding; those after it share U E and the random heads.
+        if (kind := embedding if layer else "raw") != before:
+            joined, before = _read_and_written(weights, kind), kind
+            of_random = _bounds(joined, weights.shape.d_head, seed)
         factors = weights.ov(layer)
         W_V, W_O = factors.expand_kv(factors.W_V), factors.W_O
         scores.append(eigenvalue_share(W_O, joined, W_V))
@@ -506,19 +503,6 @@ def eigenvalue_share(
     nothing = ROUNDING * norms[0] * norms[1] * norms[2] / len(joined)
     # Σ λ as the trace: exact, where the sum of eigenvalues adds up their rounding.
     return torch.where(size > nothing, twins.diagonal(dim1=1, dim2=2).sum(-1) / size, torch.nan)
-
-
-def _joined(weights: WeightSource, embedding: str, seed: int, layers: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, layer by layer, U E and the bounds of random heads; each is computed once where layers share it."""
-    by_kind: dict[str, tuple[Tensor, Tensor]] = {}
-    for layer in layers:
-        kind = embedding if layer else "raw"
-        if kind not in by_kind:
-            # Only layer 0 reads another embedding: d_model² numbers of one kind are kept at a time.
-            by_kind.clear()
-            joined = _read_and_written(weights, kind)
-            by_kind[kind] = (joined, _bounds(joined, weights.shape.d_head, seed))
-        yield by_kind[kind]
 
 
 def _read_and_written(weights: WeightSource, kind: str) -> Float[Tensor, "d_model d_model"]:

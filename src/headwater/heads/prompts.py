@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -10,15 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.data.strict_json import is_unicode
-from headwater.errors import InputError, ModelError
-from headwater.heads.relations import (
-    MultiTokenName,
-    Relations,
-    TokenRelation,
-    load_relations,
-    tokenize_relations,
-    word_tokens,
-)
+from headwater.errors import InputError
+from headwater.heads.relations import TokenRelation, word_tokens
 from headwater.models.hooked import HookedModel
 from headwater.models.tokens import Batch, Bos, make_batch, token_span
 from headwater.options import one_or_several, shown
@@ -48,48 +40,6 @@ class TaskPrompts:
     same tokens, which the prompt ends with."""
     foil: Int[Tensor, " row"]
     """A target of another item that is not accepted here: what the logit difference is taken against."""
-
-
-Mapped: TypeAlias = Any
-"""A `HeadMap`, whose file imports this one."""
-
-
-def relations_of(
-    model: HookedModel,
-    head_map: Mapped,
-    relations: Relations,
-    multi_token: MultiTokenName | None = None,
-    *,
-    some: bool = False,
-) -> dict[str, tuple[TokenRelation, int]]:
-    """Return the relations a head map was scored on, by name, as tokens, and each one's k.
-
-    `multi_token` says what represents words of several tokens; by default only items of single tokens are taken, also
-    where the map took others. With `some`, a part of the map's relations will do, where `relations` are given.
-    """
-    if not isinstance(model, HookedModel):
-        raise ModelError(f"model={shown(model)} cannot be run: give what hw.load returns.")
-    if other := head_map.run.mismatch(model):
-        raise ModelError(
-            f"{model.name} does not have the weights and tokenizer of this head map ({head_map.run.model}): it has "
-            f"{other}."
-        )
-    used = head_map.relations[head_map.relations["used"]]
-    wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
-    if some and relations is not None and wanted:  # else what is lacking is named below
-        used = used[used["relation"].isin([relation.name for relation in wanted])]
-    same_words = head_map.run.options["rule"] == "published"
-    tokenized = tokenize_relations(wanted, model.tokenizer, multi_token=multi_token, same_words=same_words)
-    found = {tokens.relation.name: tokens for tokens in tokenized}
-    lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
-    if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in found:
-        raise InputError(
-            f"The map's relation {lacking[0]!r} has no items of single tokens, only those that multi_token={kind!r} "
-            "scored by one token of several; a running model is asked for single tokens."
-        )
-    if lacking:
-        raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
-    return {name: (found[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
 
 
 def source_prompts(

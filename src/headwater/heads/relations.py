@@ -187,16 +187,9 @@ def _suite_relations() -> tuple[Relation, ...]:
     return _read_relations(_suite())
 
 
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name no file can have: too long, or with NUL or half a character in it
-        return False
-
-
 def _read_relations(path: Path) -> tuple[Relation, ...]:
     """Read a folder or file; a path that is not there may be the name of a relation of the suite."""
-    if not _is_there(path):
+    if not path.exists():
         own = {file.stem: file for file in _suite().glob("*.json")}
         if str(path) not in own:
             hint = did_you_mean(path, own, or_all=False) or " hw.load_relations() has them all, by name."

@@ -96,17 +96,13 @@ class SuitePairs:
     @cached_property
     def grids(self) -> list[ov_sweep.Grid]:
         """Every source of a relation, each once, with every target of it, by relation."""
-        sources = [distinct for distinct, _ in self._distinct]
+        sources = [sources for sources, _ in self.distinct]
         parts = sources, self.pair_target.split(self._lengths[1]), self.k.tolist()
         return [ov_sweep.Grid(*one) for one in zip(*parts, strict=True)]
 
-    @property
-    def source_of_item(self) -> Sequence[Int[Tensor, " item"]]:
-        """Which of its relation's sources, as they are in its grid, each item is of, by relation."""
-        return [place for _, place in self._distinct]
-
     @cached_property
-    def _distinct(self) -> Sequence[tuple[Int[Tensor, " source"], Int[Tensor, " item"]]]:
+    def distinct(self) -> Sequence[tuple[Int[Tensor, " source"], Int[Tensor, " item"]]]:
+        """The sources of each relation, each once, and which of them each item is of."""
         return [sources.unique(return_inverse=True) for sources in self.item_source.split(self._lengths[0])]
 
     @cached_property
@@ -287,7 +283,8 @@ def _sweep(
     device = maps.x.device
     heads_wanted = [wanted[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
     on_device = to_device_many(heads_wanted, device)
-    items, sources = (to_device_many(one, device) for one in (suite.item_of_pair, suite.source_of_item))
+    items = to_device_many(suite.item_of_pair, device)
+    sources = to_device_many([source for _, source in suite.distinct], device)
     cells, met, expected = [], [], []
     for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, wanted)):
         item, source = items[relation], sources[relation]

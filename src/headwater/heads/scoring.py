@@ -161,7 +161,7 @@ class Sensitivity(Result):
     @property
     def at_own_threshold(self) -> pd.DataFrame:
         """A row per setting: at the threshold of `THRESHOLDS` nearest to the map's, under the map's rule."""
-        nearest = min(THRESHOLDS, key=lambda one: abs(one - float(self.run.options["threshold"])))  # type: ignore[arg-type]
+        nearest = min(THRESHOLDS, key=lambda one: abs(one - float(self.run.options["threshold"])))
         own = self.table["rule"] == self.run.options["rule"]
         return self.table[own & (self.table["threshold"] == nearest)]
 

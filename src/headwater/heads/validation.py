@@ -26,8 +26,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.heads.head_map import HeadMap, checked_map
-from headwater.heads.prompts import SourcePrompts, checked_templates, relations_of, source_prompts
+from headwater.heads.head_map import HeadMap, relations_of
+from headwater.heads.prompts import SourcePrompts, checked_templates, source_prompts
 from headwater.heads.relations import Relations, TokenRelation
 from headwater.heads.scores import any_accepted
 from headwater.kernels import ov_blocked
@@ -141,7 +141,7 @@ def dynamic_scores(
     """
     templates = checked_templates(templates)
     batch_size = checked_count("batch_size", batch_size)
-    known = relations_of(model, checked_map(head_map), relations)
+    known = relations_of(model, head_map, relations)
     prompted = [(source_prompts(model, tokens, templates, bos=bos), tokens, k) for tokens, k in known.values()]
     options = {"templates": templates, "bos": bos, "head_map": head_map.run.options}
 

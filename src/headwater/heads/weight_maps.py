@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -147,41 +147,36 @@ def composition_scores(
 
     def work(run: Run) -> Composition:
         writers: list[_Side] = []
-        parts = []
+        parts: dict[str, list[dict[str, np.ndarray]]] = {kind: [] for kind in chosen}
         n_layers = weights.shape.n_layers
         with run.bar("Composing heads", "layer", n_layers) as bar:
             for layer in range(n_layers):
                 factors = weights.layer(layer)
-                readers = {kind: _reader(factors, kind, norm_gain) for kind in chosen}
-                parts += [
-                    _rows(kind, earlier, writer, layer, reader)
-                    for kind, reader in readers.items()
-                    for earlier, writer in enumerate(writers)
-                ]
+                gain: Tensor | float = factors.norm_gain[:, None] if norm_gain else 1.0
+                for kind in chosen:
+                    reader = _reader(factors, kind, gain)
+                    parts[kind] += [_rows(kind, earlier, one, layer, reader) for earlier, one in enumerate(writers)]
                 # After the layer's own readers: heads of one layer do not read one another.
-                writers.append(_writer(factors, norm_gain))
+                # What a head writes is R W_O, with W_V = Q R.
+                writers.append(_side(factors.expand_kv(factors.W_V * gain), factors.W_O))
                 bar.update()
-        return Composition(_table(parts, chosen), run.record)
+        if n_layers < 2:
+            raise InputError("A model of one layer has no head after another: there is nothing to compose.")
+        every = [part for of_kind in parts.values() for part in of_kind]
+        table = pd.DataFrame({name: np.concatenate([part[name] for part in every]) for name in every[0]})
+        return Composition(table, run.record)
 
     options = {"kinds": list(chosen), "norm_gain": norm_gain}
     return run_or_resume(Composition, "composition_scores", weights, options, work, out=out, progress=progress)
 
 
-def _writer(factors: HeadWeights, norm_gain: bool) -> _Side:
-    """What each head writes: R W_O, with W_V = Q R."""
-    W_V = factors.W_V * factors.norm_gain[:, None] if norm_gain else factors.W_V
-    return _side(factors.expand_kv(W_V), factors.W_O)
-
-
-def _reader(factors: HeadWeights, kind: str, norm_gain: bool) -> _Side:
+def _reader(factors: HeadWeights, kind: str, gain: Float[Tensor, "d_model 1"] | float) -> _Side:
     """What each head reads for one kind, as the transposed product: what it does with it comes first."""
-    W_Q, W_K, W_V = factors.W_Q, factors.W_K, factors.W_V
-    if norm_gain:
-        W_Q, W_K, W_V = (W * factors.norm_gain[:, None] for W in (W_Q, W_K, W_V))
     if kind == "v":
-        return _side(factors.W_O.transpose(1, 2), factors.expand_kv(W_V).transpose(1, 2))
-    one, other = (W_Q, factors.expand_kv(W_K)) if kind == "q" else (factors.expand_kv(W_K), W_Q)
-    return _side(other, one.transpose(1, 2))
+        return _side(factors.W_O.transpose(1, 2), factors.expand_kv(factors.W_V * gain).transpose(1, 2))
+    W_Q, W_K = factors.W_Q * gain, factors.expand_kv(factors.W_K * gain)
+    inner, outer = (W_K, W_Q) if kind == "q" else (W_Q, W_K)
+    return _side(inner, outer.transpose(1, 2))
 
 
 def _side(inner: Float[Tensor, "head d_model d_head"], outer: Float[Tensor, "head d_head d_model"]) -> _Side:
@@ -227,14 +222,6 @@ def _rows(kind: str, earlier: int, writer: _Side, layer: int, reader: _Side) -> 
         "reader_head": np.tile(np.arange(n_readers), n_writers), "score": scores.reshape(-1),
         "expected": np.full(size, d**-0.5), "z": z.reshape(-1),
     }  # fmt: skip
-
-
-def _table(parts: Sequence[dict[str, np.ndarray]], kinds: Sequence[str]) -> pd.DataFrame:
-    if not parts:
-        raise InputError("A model of one layer has no head after another: there is nothing to compose.")
-    table = pd.DataFrame({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-    order = table["kind"].map({kind: place for place, kind in enumerate(kinds)})
-    return table.iloc[np.argsort(order.to_numpy(), kind="stable")].reset_index(drop=True)
 
 
 # The singular vectors of a head's circuits, and the tokens along them.
@@ -346,16 +333,13 @@ def singular_vectors(
     def work(run: Run) -> SingularVectors:
         left, right = _factors(weights, layer, head, circuit, norm_gain)
         u, s, v = decomposed(left, right)
-        sides = CIRCUITS[circuit]
         along = [_embedded(weights, embedding, u[:, :vectors])]
         along.append(
             _unembedded(weights, v[:, :vectors], norm_gain)
             if circuit == "ov"
             else _embedded(weights, embedding, v[:, :vectors])
         )
-        listed = [_listed(weights, products, side, tokens) for side, products in zip(sides, along, strict=True)]
-        table = pd.concat(listed).sort_values(["vector", "order", "sign_order", "place"], kind="stable")
-        table = table.drop(columns=["order", "sign_order"]).reset_index(drop=True)
+        table = _listed(weights, dict(zip(CIRCUITS[circuit], along, strict=True)), tokens)
         for place, (name, value) in enumerate((("layer", layer), ("head", head), ("circuit", circuit))):
             table.insert(place, name, [value] * len(table))
         return SingularVectors(table, _values(s, shape.d_model), run.record)
@@ -412,21 +396,22 @@ def _unembedded(
     return (vectors.to(unembedding.dtype).T @ unembedding)[:, :known].double()
 
 
-def _listed(weights: WeightSource, products: Float[Tensor, "k token"], side: str, tokens: int) -> pd.DataFrame:
-    """The tokens at both ends of every vector."""
+def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:
+    """The tokens at both ends of every vector; `along` has by side the products of the tokens with the vectors."""
+    ends = []
+    for side, products in along.items():
+        for sign in SIGNS:
+            found = products.topk(min(tokens, products.shape[1]), dim=1, largest=sign == "+")
+            ends.append((side, sign, found.values.tolist(), found.indices.tolist()))
     rows = []
-    count = min(tokens, products.shape[1])
-    for order, (sign, largest) in enumerate(zip(SIGNS, (True, False), strict=True)):
-        found = products.topk(count, dim=1, largest=largest)
-        for vector, (values, ids) in enumerate(zip(found.values.tolist(), found.indices.tolist(), strict=True), 1):
-            words = token_strings(weights.tokenizer, ids)
+    for vector in range(len(ends[0][2])):
+        for side, sign, values, ids in ends:
+            words = token_strings(weights.tokenizer, ids[vector])
             rows += [
-                (vector, side, sign, place, word, one, value, order)
-                for place, (word, one, value) in enumerate(zip(words, ids, values, strict=True), 1)
+                (vector + 1, side, sign, place, word, one, value)
+                for place, (word, one, value) in enumerate(zip(words, ids[vector], values[vector], strict=True), 1)
             ]
-    columns = ["vector", "side", "sign", "place", "token", "token_id", "product", "sign_order"]
-    table = pd.DataFrame(rows, columns=columns)
-    return table.assign(order=[side for pair in CIRCUITS.values() for side in pair].index(side))
+    return pd.DataFrame(rows, columns=["vector", "side", "sign", "place", "token", "token_id", "product"])
 
 
 def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:

@@ -183,16 +183,16 @@ def score_file(
     options |= {"token_counts": None if counts is None else digest(counts)}
     options |= {"reference": reference, "lowercase": lowercase, "long": long, "stride": stride}
     options |= {"gradient_norm": gradient_norm, "precision": checked_name("precision", precision, PRECISIONS)}
-    computing = {"precision": precision, "batch_size": batch_size, "progress": False}
-    reading = {"long": long, "stride": stride} | computing
+    computing: dict[str, Any] = {"precision": precision, "batch_size": batch_size, "progress": False}
+    reading: dict[str, Any] = {"long": long, "stride": stride, **computing}
 
     def columns_of(texts: list[str | None]) -> dict[str, Tensor]:
         given = [text if text is not None else "" for text in texts]
-        stats = token_statistics(model, given, **reading)  # type: ignore[arg-type]
-        other = token_statistics(reference, given, **reading) if reference is not None else None  # type: ignore[arg-type]
+        stats = token_statistics(model, given, **reading)
+        other = token_statistics(reference, given, **reading) if reference is not None else None
         lowered = [text.lower() for text in stats.texts["content"]]
-        lower = token_statistics(model, lowered, **reading) if lowercase else None  # type: ignore[arg-type]
-        prefixed = prefixed_statistics(model, given, prefix, **computing) if prefix else None  # type: ignore[arg-type]
+        lower = token_statistics(model, lowered, **reading) if lowercase else None
+        prefixed = prefixed_statistics(model, given, prefix, **computing) if prefix else None
         norms = gradient_norms(model, stats.texts["content"], progress=False) if gradient_norm else None
         scores = memorization_scores(
             stats,

@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -80,7 +79,7 @@ def framed_statistics(
         here = rows.get(place, np.array([], dtype=int))
         kept[here] = np.isin(positions[here], sorted(inside))
         scored[place] = len(inside - {0})
-    return dataclasses.replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
+    return replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
 
 
 class ScoredNodes(NamedTuple):
@@ -97,69 +96,64 @@ class ScoredNodes(NamedTuple):
         return [str(name) for name in self.nodes if name not in ("id", "layer", *DESCRIBED)]
 
 
-@dataclasses.dataclass(frozen=True)
-class FrameScoring:
-    """How nodes are scored."""
+def scored_nodes(
+    run: Run,
+    model: HookedModel,
+    nodes: pd.DataFrame,
+    frames: Sequence[Frame | None],
+    span: str,
+    layers: list[int],
+    lens: Lens,
+    shares: list[float],
+    batch_size: int,
+    *,
+    shuffled_by: int | None = None,
+) -> ScoredNodes:
+    """Score each different text of the nodes once, and give its scores to the nodes that have it.
 
-    run: Run
-    model: HookedModel
-    frames: Sequence[Frame | None]
-    """Of every node."""
-    span: str
-    layers: list[int]
-    lens: Lens
-    shares: list[float]
-    batch_size: int
-
-    def score(self, nodes: pd.DataFrame) -> ScoredNodes:
-        """Score the nodes as they are."""
-        return self._score(nodes, nodes["question"].tolist(), self._answers(nodes), "statistics")
-
-    def score_shuffled(self, nodes: pd.DataFrame, seed: int) -> ScoredNodes:
-        """Score the nodes with the words of each question, and those of each answer, in another order."""
-        rng = np.random.default_rng(seed)
+    `frames` has the frame of every node. With a seed, `shuffled_by`, the words of each question, and those of each
+    answer, are in another order.
+    """
+    questions = nodes["question"].tolist()
+    is_own = span == "model_answer"
+    answers = nodes["model_answer"].tolist() if is_own else [accepted[0] for accepted in nodes["answers"]]
+    if shuffled_by is not None:
+        rng = np.random.default_rng(shuffled_by)
         # Each text once, in the order of the nodes: a question of two graphs is shuffled in one way.
-        texts = [*dict.fromkeys(nodes["question"]), *dict.fromkeys(filter(None, self._answers(nodes)))]
+        texts = [*dict.fromkeys(questions), *dict.fromkeys(filter(None, answers))]
         other = {text: " ".join(rng.permutation(np.array(text.split(), dtype=object)).tolist()) for text in texts}
-        answers = [other[answer] if answer else None for answer in self._answers(nodes)]
-        return self._score(nodes, [other[question] for question in nodes["question"]], answers, "shuffled")
+        questions = [other[question] for question in questions]
+        answers = [other[answer] if answer else None for answer in answers]
+    written = [
+        framed(frame, span, question, answer)
+        for frame, question, answer in zip(frames, questions, answers, strict=True)
+    ]
+    # Nodes that share a frame, question and answer are run once.
+    numbers: dict[Framed, int] = {}
+    number_of = [numbers.setdefault(one, len(numbers)) for one in written]
+    out = run.below("statistics" if shuffled_by is None else "shuffled")
+    stats = framed_statistics(model, list(numbers), layers, lens, batch_size=batch_size, progress=run.progress, out=out)
+    wide = memorization_scores(stats, k=shares).wide()
+    kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
+    places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
+    found = places.merge(wide[kept], on="text").drop(columns="text")
+    if is_own:
+        found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
+    lacking = [name for name, frame in zip(nodes["id"], frames, strict=True) if frame is None]
+    found.loc[found["id"].isin(lacking), "note"] = NO_CONTEXT
+    at_last = stats.table[stats.table["layer"] == layers[-1]]
+    return ScoredNodes(found, _lowest_tokens(at_last, places, shares[0]))
 
-    def _answers(self, nodes: pd.DataFrame) -> list[str | None]:
-        if self.span == "model_answer":
-            return nodes["model_answer"].tolist()
-        return [accepted[0] for accepted in nodes["answers"]]
 
-    def _score(self, nodes: pd.DataFrame, questions: list[str], answers: list[str | None], name: str) -> ScoredNodes:
-        """Score each different text once, and give its scores to the nodes that have it."""
-        texts = zip(self.frames, questions, answers, strict=True)
-        written = [framed(frame, self.span, question, answer) for frame, question, answer in texts]
-        # Nodes that share a frame, question and answer are run once.
-        numbers: dict[Framed, int] = {}
-        number_of = [numbers.setdefault(one, len(numbers)) for one in written]
-        stats = framed_statistics(
-            self.model, list(numbers), self.layers, self.lens,
-            batch_size=self.batch_size, progress=self.run.progress, out=self.run.below(name),
-        )  # fmt: skip
-        wide = memorization_scores(stats, k=self.shares).wide()
-        kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
-        places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
-        nodes_scored = places.merge(wide[kept], on="text").drop(columns="text")
-        if self.span == "model_answer":
-            nodes_scored["note"] = nodes_scored["note"].where(nodes_scored["tokens"] > 0, NO_ANSWER)
-        lacking = [name for name, frame in zip(nodes["id"], self.frames, strict=True) if frame is None]
-        nodes_scored.loc[nodes_scored["id"].isin(lacking), "note"] = NO_CONTEXT
-        return ScoredNodes(nodes_scored, self._tokens(stats.table, places))
-
-    def _tokens(self, table: pd.DataFrame, places: pd.DataFrame) -> pd.DataFrame:
-        last = table[table["layer"] == self.layers[-1]]
-        # As `lowest_means` counts: exactly k tokens, the earlier one where two are equal.
-        rank = last.groupby("text")["log_probability"].rank(method="first")
-        size = last.groupby("text")["log_probability"].transform("size")
-        count = np.maximum(1, np.floor(size.astype(float) * self.shares[0]))
-        first = places.drop_duplicates("text").set_index("text")["id"]
-        columns = {name: last[name] for name in ("position", "token", "log_probability")}
-        found = pd.DataFrame({"id": last["text"].map(first), **columns})
-        return found.assign(lowest=rank <= count).reset_index(drop=True)
+def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> pd.DataFrame:
+    """Return the scored tokens of one layer by the first node with their text, and which are among the lowest."""
+    by_text = table.groupby("text")["log_probability"]
+    # As `lowest_means` counts: exactly k tokens, the earlier one where two are equal.
+    count = np.maximum(1, np.floor(by_text.transform("size").astype(float) * share))
+    first = places.drop_duplicates("text").set_index("text")["id"]
+    columns = {name: table[name] for name in ("position", "token", "log_probability")}
+    found = pd.DataFrame({"id": table["text"].map(first), **columns})
+    return found.assign(lowest=by_text.rank(method="first") <= count).reset_index(drop=True)
 
 
 # What a question of a depth graph is asked with: the questions that it builds on, in front of it.
@@ -200,6 +194,27 @@ class ContextWording:
     predecessor_prompt: str | Messages | None
     """Of a question after others."""
 
+    def __post_init__(self) -> None:
+        if self.predecessors == NONE and self.predecessor_prompt is not None:
+            raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
+        given = self.predecessor_prompt
+        are_messages = isinstance(given, list | tuple) and all(
+            isinstance(one, Mapping) and "content" in one for one in given
+        )
+        if not (given is None or isinstance(given, str) or are_messages):
+            raise InputError(
+                f"predecessor_prompt={shown(given)} must be a text, or messages: a list of "
+                "{'role': ..., 'content': ...}."
+            )
+        # Written once now, so that a wrong prompt is refused before any question is asked.
+        _ = self.alone
+        if self.predecessors != NONE:
+            try:
+                self.after([("?", "!")])
+            except InputError as error:
+                about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
+                raise InputError(f"{about}{error}") from None
+
     @cached_property
     def alone(self) -> Frame:
         """The frame of a question alone."""
@@ -219,22 +234,20 @@ class ContextWording:
     @cached_property
     def _with_pairs(self) -> Frame:
         """The frame that has `{pairs}` in the place of what is shown."""
-        frame = question_frame(self.model, self.context, self._pairs_prompt())
+        prompt = self.predecessor_prompt
+        # By default the prompt of a question alone, with the pairs in front.
+        if prompt is None and self.context == CHAT:
+            with_pairs = f"{PAIRS}\n{SLOT}"
+            prompt = [{**one, "content": one["content"].replace(SLOT, with_pairs)} for one in _messages(self.prompt)]
+        elif prompt is None:
+            prompt = PAIRS + (PROMPT if self.prompt is None else str(self.prompt))
+        frame = question_frame(self.model, self.context, prompt)
         if (frame.before + frame.after).count(PAIRS) != 1:
             raise InputError(
                 f"predecessor_prompt must hold {PAIRS} exactly once, where questions and answers are to be; found "
                 f"{shown(self.predecessor_prompt)}."
             )
         return frame
-
-    def _pairs_prompt(self) -> str | Messages:
-        """The prompt that was given, or that of a question alone with the pairs in front."""
-        if self.predecessor_prompt is not None:
-            return self.predecessor_prompt
-        if self.context == CHAT:
-            with_pairs = f"{PAIRS}\n{SLOT}"
-            return [{**one, "content": one["content"].replace(SLOT, with_pairs)} for one in _messages(self.prompt)]
-        return PAIRS + (PROMPT if self.prompt is None else str(self.prompt))
 
     def _turn(self, before: Pairs, last: bool) -> Frame:
         prompt = self.predecessor_prompt if last and self.predecessor_prompt is not None else self.prompt
@@ -264,40 +277,8 @@ def _messages(prompt: str | Messages | None) -> Messages:
     return [{"role": "user", "content": SLOT}] if prompt is None or isinstance(prompt, str) else prompt
 
 
-def checked_wording(wording: ContextWording) -> ContextWording:
-    """Write a question alone and after another, once."""
-    if wording.predecessors == NONE and wording.predecessor_prompt is not None:
-        raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
-    given = wording.predecessor_prompt
-    are_messages = isinstance(given, list | tuple) and all(
-        isinstance(one, Mapping) and "content" in one for one in given
-    )
-    if not (given is None or isinstance(given, str) or are_messages):
-        raise InputError(
-            f"predecessor_prompt={shown(given)} must be a text, or messages: a list of {{'role': ..., 'content': ...}}."
-        )
-    # Written once now, so that a wrong prompt is refused before any question is asked.
-    _ = wording.alone
-    if wording.predecessors != NONE:
-        try:
-            wording.after([("?", "!")])
-        except InputError as error:
-            about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
-            raise InputError(f"{about}{error}") from None
-    return wording
-
-
-def frames_of(
-    run: Run,
-    nodes: pd.DataFrame,
-    wording: ContextWording,
-    asking: AnsweringOptions,
-    known: dict[str, AnswerText | None],
-) -> list[Frame | None]:
-    """Return the frame of every node; None where a predecessor has no answer to be shown.
-
-    `known` is what the model wrote after a prompt; what it is asked here is added.
-    """
+def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswers) -> list[Frame | None]:
+    """Return the frame of every node; None where a predecessor has no answer to be shown."""
     rows = {row["id"]: row for row in nodes.to_dict("records")}
     below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
     if wording.predecessors == NONE:
@@ -306,16 +287,12 @@ def frames_of(
         pairs = {name: [(one["question"], one["answers"][0]) for one in some] for name, some in below.items()}
     else:
         questions = {name: [one["question"] for one in some] for name, some in below.items()}
-        pairs = _answered(run, questions, wording, asking, known)
+        pairs = _answered(questions, wording, answers_to)
     return [None if (shown := pairs[name]) is None else wording.after(shown) for name in rows]
 
 
 def _answered(
-    run: Run,
-    by_node: Mapping[str, Sequence[str]],
-    wording: ContextWording,
-    asking: AnsweringOptions,
-    known: dict[str, AnswerText | None],
+    by_node: Mapping[str, Sequence[str]], wording: ContextWording, answers_to: OwnAnswers
 ) -> dict[str, list[tuple[str, str]] | None]:
     """Let the model answer the questions before each node: each alone, or each after those before it."""
     pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in by_node}
@@ -327,7 +304,7 @@ def _answered(
             if earlier is not None and turn < len(questions):
                 frame = wording.after(earlier, last=False) if wording.predecessors == TURNS else wording.alone
                 prompts[name] = frame.asking(questions[turn])
-        answers = own_answers(run, wording.model, prompts.values(), asking, known, f"predecessors_{turn}")
+        answers = answers_to(prompts.values(), f"predecessors_{turn}")
         for name, answer in zip(prompts, answers, strict=True):
             earlier = pairs[name]
             pairs[name] = None if answer is None or earlier is None else [*earlier, (by_node[name][turn], answer.text)]
@@ -348,12 +325,8 @@ SHORT = 10
 """Words up to which accepted answers (their median) are short enough for label match."""
 
 
-class AnsweringOptions(NamedTuple):
-    """How a model is asked for its own answers."""
-
-    max_new_tokens: int
-    until: Literal["line", "end"]
-    batch_size: int
+OwnAnswers: TypeAlias = Callable[[Iterable[str], str], list[AnswerText | None]]
+"""Lets the model answer prompts, in a stage of the run; None where one leaves no room for an answer."""
 
 
 class AnswerSources(NamedTuple):
@@ -392,13 +365,11 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
 
 def answered_and_scored(
     run: Run,
-    model: HookedModel,
     graph: DepthGraph,
     plan: AnswerSources,
     judge: Judge,
-    asking: AnsweringOptions,
     frames: Sequence[Frame | None],
-    known: dict[str, AnswerText | None],
+    answers_to: OwnAnswers,
 ) -> pd.DataFrame:
     """Return `model_answer`, `cut` (it had not ended at the token limit) and `score` of every node, in its frame."""
     table = graph.table
@@ -406,7 +377,7 @@ def answered_and_scored(
     if plan.answers == MODEL:
         prompted = {place: frame for place, frame in enumerate(frames) if frame is not None}
         prompts = [frame.asking(table["question"].iloc[place]) for place, frame in prompted.items()]
-        by_place = dict(zip(prompted, own_answers(run, model, prompts, asking, known), strict=True))
+        by_place = dict(zip(prompted, answers_to(prompts, "answers"), strict=True))
         written = [by_place.get(place) for place in range(len(table))]
         answers = [one.text if one else None for one in written]
         cut = [one is not None and not one.ended for one in written]
@@ -423,21 +394,17 @@ def answered_and_scored(
 
 
 def own_answers(
-    run: Run,
-    model: HookedModel,
-    prompts: Iterable[str],
-    asking: AnsweringOptions,
-    known: dict[str, AnswerText | None],
-    stage: str = "answers",
-) -> list[AnswerText | None]:
-    """Let the model answer, after each different prompt once; None where one leaves no room for an answer.
+    run: Run, model: HookedModel, max_new_tokens: int, until: Literal["line", "end"], batch_size: int
+) -> OwnAnswers:
+    """Return what lets the model answer, after each different prompt once."""
+    known: dict[str, AnswerText | None] = {}
 
-    `known` is what was written after prompts that were asked before; those asked now are added. `stage` names the run's
-    pieces.
-    """
-    listed = list(prompts)
-    # Each different prompt once: depth graphs share questions.
-    new = [one for one in dict.fromkeys(listed) if one not in known]
-    known.update(dict.fromkeys(new))
-    known.update(answer_texts(run, model, new, *asking, stage=stage))
-    return [known[one] for one in listed]
+    def answers_to(prompts: Iterable[str], stage: str) -> list[AnswerText | None]:
+        listed = list(prompts)
+        # Each different prompt once: depth graphs share questions.
+        new = [one for one in dict.fromkeys(listed) if one not in known]
+        known.update(dict.fromkeys(new))
+        known.update(answer_texts(run, model, new, max_new_tokens, until, batch_size, stage))
+        return [known[one] for one in listed]
+
+    return answers_to

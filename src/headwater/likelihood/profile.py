@@ -34,22 +34,21 @@ from headwater.likelihood.framed import (
     PREDICTED,
     SPANS,
     TURNS,
-    AnsweringOptions,
     ContextWording,
-    FrameScoring,
     PredecessorsName,
     ScoredNodes,
     answered_and_scored,
-    checked_wording,
     frames_of,
+    own_answers,
     plan_of,
+    scored_nodes,
 )
 from headwater.likelihood.graph import DepthGraph
 from headwater.likelihood.report import POPULARITY, SHUFFLED, comparisons, discrepancies, judged, report
 from headwater.likelihood.scores import checked_shares
 from headwater.models.hooked import check_model
 from headwater.options import checked_count, checked_flag, checked_name, checked_seed
-from headwater.questions.asking import RAW, AnswerText, Messages, answer_ends
+from headwater.questions.asking import RAW, Messages, answer_ends
 from headwater.questions.labels import Judge
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -228,7 +227,7 @@ def memorization(
     checked_count("batch_size", batch_size)
     controls, seed = checked_flag("controls", controls), checked_seed(seed)
     checked_name("predecessors", predecessors, PREDECESSORS)
-    wording = checked_wording(ContextWording(model, context, prompt, predecessors, predecessor_prompt))
+    wording = ContextWording(model, context, prompt, predecessors, predecessor_prompt)
     plan = plan_of(graph, answers, judge, span, alone=predecessors == NONE)
     asks = plan.answers == MODEL or predecessors in (PREDICTED, TURNS)
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
@@ -244,16 +243,15 @@ def memorization(
         "lens": lens_named(lens), "judge": judge, "ends": answer_ends(model), "max_new_tokens": max_new_tokens,
         "quartiles": quartiles, "controls": controls, "notes": list(graph.notes),
     }  # fmt: skip
-    asking = AnsweringOptions(max_new_tokens, "line" if context == RAW else "end", batch_size)
 
     def work(run: Run) -> DepthProfile:
-        known: dict[str, AnswerText | None] = {}
-        frames = frames_of(run, graph.table, wording, asking, known)
+        answers_to = own_answers(run, model, max_new_tokens, "line" if context == RAW else "end", batch_size)
+        frames = frames_of(graph.table, wording, answers_to)
         nodes = graph.table.drop(columns=["model_answer", "score"])
-        nodes = nodes.join(answered_and_scored(run, model, graph, plan, judge, asking, frames, known))
-        scoring = FrameScoring(run, model, frames, span, read, lens, shares, batch_size)
-        scored = scoring.score(nodes)
-        shuffled = scoring.score_shuffled(nodes, seed) if controls else None
+        nodes = nodes.join(answered_and_scored(run, graph, plan, judge, frames, answers_to))
+        scoring = run, model, nodes, frames, span, read, lens, shares, batch_size
+        scored = scored_nodes(*scoring)
+        shuffled = scored_nodes(*scoring, shuffled_by=seed) if controls else None
         return _profile(nodes, scored, shuffled, run.record)
 
     return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)

@@ -182,12 +182,11 @@ def memorization_scores(
     shares_of = None if token_counts is None else _token_shares(token_counts, stats)
     if maximum_entropy is not None:
         checked_number("maximum_entropy", maximum_entropy, above=0.0)
-    given = {name for name, found in other.items() if found is not None}
-    given |= {"token_counts"} if shares_of is not None else set()
-    given |= {"maximum_entropy"} if maximum_entropy is not None else set()
+    needs = other | {"token_counts": shares_of, "maximum_entropy": maximum_entropy}
+    there = {name for name, found in needs.items() if found is not None}
     least = {"minimum_variance": minimum_variance, "maximum_entropy": maximum_entropy or math.nan}
     texts = _frame_of_texts(stats)
-    chosen = {name: score for name, score in SCORES.items() if score.needs is None or score.needs in given}
+    chosen = {name: score for name, score in SCORES.items() if score.needs is None or score.needs in there}
     names = [(name, share) for name, score in chosen.items() for share in (shares if score.takes_k else [math.nan])]
     values = np.full((len(texts), len(names)), np.nan)
     mean, clamped = np.full(len(texts), np.nan), np.zeros(len(texts), dtype=int)

@@ -40,8 +40,8 @@ import torch
 from headwater.calls import checked_call
 from headwater.heads.ablation import HeadAblation, ablate_heads
 from headwater.heads.classify import classify_heads
-from headwater.heads.head_map import HeadMap
-from headwater.heads.prompts import SourcePrompts, relations_of
+from headwater.heads.head_map import HeadMap, relations_of
+from headwater.heads.prompts import SourcePrompts
 from headwater.heads.relations import Relation, Relations, TokenRelation, load_relations, word_tokens
 from headwater.heads.scoring import relations_digest
 from headwater.heads.validation import TEMPLATES, DynamicScores, dynamic_scores, scored_prompts
