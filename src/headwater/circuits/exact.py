@@ -59,12 +59,12 @@ Enter: TypeAlias = Callable[[Tensor], Tensor]
 class EdgeRows:
     """The base run of one example from a position on, with whatever residual streams as rows."""
 
-    def __init__(self, runs: BothRuns, start: int, tile_tokens: int | None = None):
+    def __init__(self, runs: BothRuns, start: int):
         self.runs, self.start, self.stop = runs, start, runs.stop
         self.blocks, self.recording = runs.wave.blocks, runs.wave.recording
         self.n_layers = runs.graph.n_layers
-        tokens = tile_tokens or TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
-        self.at_once = min(MOST_ROWS, max(1, tokens // (self.stop - start)))
+        tokens = TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
+        self.at_once = min(MOST_ROWS, runs.plan.batch_size or max(1, tokens // (self.stop - start)))
         self.kept = to_device(torch.tensor(runs.kept) - start, runs.model.device)
         """The places of the rows that are read."""
         self._masks: dict[int, Tensor] = {}
@@ -93,8 +93,12 @@ class EdgeRows:
                 for cache in (self.recording.keys, self.recording.values)
             )
             shared = SharedPrefix(keys, values)
+        if layer not in self._masks:
+            visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
+            mask = torch.zeros(visible.shape, dtype=residual.dtype, device=residual.device)
+            self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
         # All rows begin and end alike, so that one mask serves them.
-        mask = self._mask(layer, residual).expand(n_rows, -1, -1, -1)
+        mask = self._masks[layer].expand(n_rows, -1, -1, -1)
         at, kept = self.leaving(layer), None
         if not whole and not isinstance(at, slice):
             kept = at.expand(n_rows, -1)
@@ -113,12 +117,6 @@ class EdgeRows:
         attended, residual = self.attention(layer, residual), residual[:, self.leaving(layer)]
         middle = residual + attended
         return middle + self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
-
-    def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
-        """Send rows that enter a layer through all that are left; return their last states at the positions read."""
-        for number in range(layer, self.n_layers):
-            residual = self.through(number, residual)
-        return residual
 
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
         """Return the metrics of rows, given their last states."""
@@ -150,13 +148,6 @@ class EdgeRows:
         """Return what a layer's MLP reads in the base run, before its norm."""
         entering = self.base("resid_pre", layer)
         return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
-
-    def _mask(self, layer: int, like: Tensor) -> Float[Tensor, "1 1 position key"]:
-        if layer not in self._masks:
-            visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
-            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
-            self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
-        return self._masks[layer]
 
 
 class NotFiniteRowError(Exception):
@@ -277,15 +268,18 @@ def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 class Exact:
-    """Exact effects of the edges of one example, at one place."""
+    """Exact effects of the edges of one example, at one place; `through` as in `ResidualChange`."""
 
-    def __init__(self, runs: BothRuns, place: Place, tile_tokens: int | None = None):
+    def __init__(self, runs: BothRuns, place: Place, through: str = "direct"):
         self.runs, self.place, self.graph = runs, place, runs.graph
-        self.rows = EdgeRows(runs, place.start, tile_tokens)
-        self.changes = runs.changes_at(place)
+        self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
         # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
         self.reaching: Reaching = lambda layer: (self.changes, self.changes)
+        if through != "direct":
+            # Every sender a set of its own: an edge through MLPs is a path from one sender.
+            each = [np.array([sender]) for sender in range(len(self.graph.senders))]
+            self.reaching = ResidualChange(self.rows, self.changes, each, through).at
 
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
         """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
@@ -295,8 +289,11 @@ class Exact:
 
         def measure(some: Sequence[int], enter: Enter) -> None:
             part = torch.tensor(some)
+            going = enter(part)
+            for layer in range(stage + 1, rows.n_layers):
+                going = rows.through(layer, going)
             try:
-                effects[part] = rows.measure(rows.finish(enter(part), stage + 1)) - rows.unedited
+                effects[part] = rows.measure(going) - rows.unedited
             except NotFiniteRowError as error:
                 edge = self.graph.name(int(edges[int(part[error.row])]))
                 raise rows.not_finite(f"the edge {edge} changed") from None

@@ -25,8 +25,7 @@ What `hw.path_patch` found: the effect of each sender by way of each receiver, a
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,12 +51,11 @@ from headwater.circuits.pairs import (
     plan_of,
     runs_of,
     say_how_long,
-    source_in,
 )
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device
-from headwater.models.edits import replace_hook
+from headwater.models.edits import Hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.part_names import read_part
@@ -333,8 +331,7 @@ def path_patch(
     ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
     if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
-    plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
-    source = source_in(plan, values, dataset, seed)
+    plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
     places = places_in(plan, over, positions)
     request = PathRequest(plan, source, graph, sent, received, through, places)
     tokens = runs_of(graph, np.array(ends)) * len(places) * changed_tokens(plan, source.since).sum()
@@ -395,8 +392,7 @@ class PathRequest:
             found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
             found[:, ~leads] = torch.nan
             for number, place in self.places.of(runs):
-                paths = Paths(runs, place, self.through, pairs.tile(runs, place))
-                found[number] = paths.effects(senders, receivers)
+                found[number] = Paths(runs, place, self.through).effects(senders, receivers)
         return {"effects": found}
 
 
@@ -432,10 +428,9 @@ Made: TypeAlias = dict[str, Tensor]
 class Paths:
     """Exact effects of paths of one example, at one place; `through` as in `headwater.circuits.exact`."""
 
-    def __init__(self, runs: BothRuns, place: Place, through: str, tile_tokens: int | None = None):
+    def __init__(self, runs: BothRuns, place: Place, through: str):
         self.runs, self.graph, self.through = runs, runs.graph, through
-        self.rows = EdgeRows(runs, place.start, tile_tokens)
-        self.changes = runs.changes_at(place)
+        self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
         self.changed: Bool[np.ndarray, " sender"] = self.changes.flatten(1).any(1).cpu().numpy()
 
     def effects(
@@ -510,8 +505,7 @@ class Paths:
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
             own = receivers[nodes.layer[receivers] == layer]
-            attends = bool((nodes.kind[own] < MLP).any())
-            with self._written(layer, own, which, made) if attends else contextlib.nullcontext():
+            with self.runs.model.hooks(self._writing(layer, own, which, made)):
                 attended = rows.attention(layer, residual)
             leaving = rows.leaving(layer)
             residual = residual[:, leaving]
@@ -523,16 +517,14 @@ class Paths:
                 residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
         return residual
 
-    @contextlib.contextmanager
-    def _written(self, layer: int, own: Indices, which: Tensor, made: dict[int, Made]) -> Iterator[None]:
-        """Write what the receivers of a layer made in place of what they would make."""
-        nodes, hooks = self.graph.receivers, []
+    def _writing(self, layer: int, own: Indices, which: Tensor, made: dict[int, Made]) -> list[Hook]:
+        """Return what writes what the receivers of a layer made in place of what they would make."""
+        nodes, hooks = self.graph.receivers, list[Hook]()
         for number, kind in enumerate(KINDS):
             if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
                 written = partial(_exchanged, heads=heads, given=made[layer][kind][which])
                 hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
-        with self.runs.model.hooks(hooks):
-            yield
+        return hooks
 
     def _named(self, senders: Indices, receivers: Indices) -> str:
         ends = (self.graph.senders, senders), (self.graph.receivers, receivers)
