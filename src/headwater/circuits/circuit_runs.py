@@ -19,7 +19,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
@@ -282,27 +281,22 @@ class Lineup:
 
 
 def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
-    """Run a lineup on all pairs, a pair in a piece."""
-    values, baselines = measured(outcome, [circuit.edges for circuit in lineup.all], run)
+    """Run a lineup on all pairs."""
     members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in lineup.named.items()]
-    table = tabulated(outcome.metrics, lineup, values, baselines)
+    table = measured(outcome, lineup, run)
     return CircuitRuns(table, run.record, lineup.shapes, pd.concat(members, ignore_index=True), lineup.graph.sizes)
 
 
-def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tensor, Tensor]:
-    """Return the metrics of circuits, `example circuit metric`, and the baselines, `example metric 3`."""
+def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
+    """Run a lineup on all pairs, a pair in a piece, and lay the metrics out as the rows of `hw.run_circuits`."""
+    circuits = [circuit.edges for circuit in lineup.all]
     measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
     with run.bar("circuits", "pair", len(outcome)) as bar:
         pieces = list(run.pieces("circuits", range(len(outcome)), measure, bar))
-    return torch.stack([one["values"] for one in pieces]), torch.stack([one["baselines"] for one in pieces])
-
-
-def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines: Tensor) -> pd.DataFrame:
-    """Lay values `example circuit metric` out as the rows of `hw.run_circuits`."""
+    values, baselines = (torch.stack([one[name] for one in pieces]).double() for name in ("values", "baselines"))
     n_examples, n_circuits, n_metrics = values.shape
-    ends = baselines.double().unbind(-1)
-    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in ends)
-    flat, gap = values.double().flatten().numpy(), clean - corrupted
+    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in baselines.unbind(-1))
+    flat, gap = values.flatten().numpy(), clean - corrupted
     # Where the gap is below what rounding makes there is nothing to be a share of.
     wide = np.abs(gap) > floor
 
@@ -314,7 +308,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
         "circuit": each(lineup.names),
         "edges": each([len(one) for one in lineup.all]).astype(np.int64),
         "edges_on_a_path": each([len(one.on_a_path) for one in lineup.all]).astype(np.int64),
-        "metric": np.tile(np.asarray(metrics, dtype=object), n_examples * n_circuits),
+        "metric": np.tile(np.asarray(outcome.metrics, dtype=object), n_examples * n_circuits),
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,

@@ -30,7 +30,6 @@ from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
-from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_seed
@@ -77,8 +76,8 @@ class Outcome:
         batch_size, seed = check_call(model, batch_size), checked_seed(seed)
         first, second = read_pairs(model, clean, corrupted)
         metrics = metrics_at_logits(metric, "circuits are read")
-        options = {**prompt_options(first, second), "values": "other run"}
-        given: dict[str, Any] = {"clean": _ids(first), "corrupted": None if second is None else _ids(second)}
+        options: dict[str, Any] = {**prompt_options(first, second), "values": "other run"}
+        given = dict(zip(("clean", "corrupted"), options["prompts"], strict=True))
         source: Replacement | None = None
         if isinstance(values, str) and values == "other run":
             if second is None:
@@ -97,8 +96,8 @@ class Outcome:
                 )
             refuse_other_kinds(source)
             pool = source.inputs.dataset
-            given |= {"values": values, "dataset": None if pool is None else _ids(pool)}
             options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
+            given |= {"values": values, "dataset": options["prompts"][1]}
         # Another prompt's run is a run like the other prompt's: from here on it is one.
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
@@ -203,10 +202,6 @@ class CircuitRunner:
                 f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "
                 f"against {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
             )
-
-
-def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
-    return [list(prompt.ids) for prompt in prompts]
 
 
 def _largest_logit(walk: CircuitWalk) -> float:
@@ -323,7 +318,10 @@ class CircuitWalk:
         order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together
 
         def run(some: list[int]) -> None:
-            values[torch.tensor(some)] = self._measured(live, some)
+            try:
+                values[torch.tensor(some)] = self.rows.measure(_Batch(self, [live[i] for i in some]).last())
+            except NotFiniteRowError as error:
+                raise self.rows.not_finite(f"circuit {some[error.row]} alone") from None
 
         hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
         with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
@@ -333,12 +331,6 @@ class CircuitWalk:
                 in_halves([int(i) for i in order[first : first + at_once]], run)
                 first += at_once
         return values
-
-    def _measured(self, live: Sequence[Indices], some: list[int]) -> Float[Tensor, "circuit metric"]:
-        try:
-            return self.rows.measure(_Batch(self, [live[i] for i in some]).last())
-        except NotFiniteRowError as error:
-            raise self.rows.not_finite(f"circuit {some[error.row]} alone") from None
 
     def _live(self, edges: Indices) -> Indices:
         # A norm after attention divides by the size of all heads together: each head depends on what the others read.

@@ -36,7 +36,6 @@ from headwater.circuits.circuit_runs import (
     ratio_of_means,
     run_circuits,
     summarized,
-    tabulated,
 )
 from headwater.circuits.circuit_walk import Outcome
 from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
@@ -215,7 +214,7 @@ def circuit_curve(
 
     def work(run: Run) -> CircuitCurve:
         lineup = Lineup.of(named, placebos, seed)
-        table = tabulated(outcome.metrics, lineup, *measured(outcome, [one.edges for one in lineup.all], run))
+        table = measured(outcome, lineup, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
         return CircuitCurve(table, run.record, lineup.shapes)
 
