@@ -522,8 +522,9 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
         nodes = {name: {"in_graph": one} for name, one in sends.items()}
         write_json(file, {"cfg": cfg, "nodes": nodes, "edges": edges})
     else:
-        content: dict[str, Any] = {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
-        content |= {"edges_scores": torch.from_numpy(by_name), "edges_in_graph": torch.from_numpy(members)}
+        content: dict[str, Any] = {"edges_scores": torch.from_numpy(by_name)}
+        content |= {"edges_in_graph": torch.from_numpy(members)}
+        content |= {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
         content["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
         write_atomically(file, lambda temporary: torch.save(content, temporary))
     return file
