@@ -272,20 +272,18 @@ class BothRuns:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]
         self.stop = self.kept[-1] + 1
+        self._first = 0
+        """The first position at which senders differ from what they are exchanged for."""
+        if exchanged is None:
+            assert plan.pair.other is not None
+            base, other = plan.pair.base[example], plan.pair.other[example]
+            short = original_length(self.model.rotary_by_length)
+            # Where one prompt alone is longer than that, equal tokens are turned otherwise.
+            if (len(base) > short) == (len(other) > short):
+                self._first = first_difference(base, other)
         # Metrics read rows: a position that is read lies in them also where it comes before the first difference.
         self.start = min(self._first, self.kept[0])
         self.changes: Float[Tensor, "sender position d_model"] = self._changes()
-
-    @property
-    def _first(self) -> int:
-        """The first position at which senders differ from what they are exchanged for."""
-        if self.exchanged is not None:
-            return 0
-        assert self.plan.pair.other is not None
-        lengths = {len(side[self.example]) for side in (self.plan.pair.base, self.plan.pair.other)}
-        if len({length > original_length(self.model.rotary_by_length) for length in lengths}) == 2:
-            return 0  # equal tokens are turned otherwise
-        return first_difference(self.plan.pair.base[self.example], self.plan.pair.other[self.example])
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""

@@ -264,7 +264,7 @@ class EdgeRequest:
             sampled,
             tuple(metric.name for metric in self.plan.metrics),
             self.graph.sizes,
-            self.places.positions,
+            tuple(range(len(self.places))) if self.places.apart else (),
             self.places.roles,
         )
 

@@ -108,8 +108,19 @@ class Slopes:
         self._final = hook_name("resid_post", self._n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
             # The recorded run has a graph for one gradient: EAP needs no run of its own.
-            recorded = runs.wave.recording.forks if shares == (0.0,) else {}
-            self._totals = self._totals_of(self._logits_recorded(recorded) if recorded else self._run())
+            if shares == (0.0,) and (forks := runs.wave.recording.forks):
+                self.recorded = dict(forks)
+                # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
+                forks.clear()
+                logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)], 0)[None]
+            else:
+                logits = self._run()
+            reading, owners, metrics = (LOGITS, self._n_layers), [0] * len(shares), runs.plan.metrics
+            # Each metric, summed over the runs.
+            self._totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in range(len(metrics))]
+        for metric, total in zip(metrics, self._totals, strict=True):
+            if not total.requires_grad:
+                raise InputError(f"The metric {metric.name!r} has no gradient; use method='exact'.")
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
 
     def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
@@ -123,13 +134,6 @@ class Slopes:
         if mlp and not self.runs.wave.blocks.parallel:
             entering = entering + self.recorded[hook_name("attn_out", layer)]
         return entering[: len(self.shares), self.runs.start : self.runs.stop].detach()
-
-    def _logits_recorded(self, recorded: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
-        """The logits of the base run as it was recorded, with its graph, which serves once."""
-        self.recorded = dict(recorded)
-        # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
-        recorded.clear()
-        return self.runs.wave.logits(self.recorded[self._final][0, list(self.runs.kept)], 0)[None]
 
     def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:
         """Run the prompt with embeddings on the way to the other run's, and return its logits, with their graph."""
@@ -155,16 +159,6 @@ class Slopes:
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
         answers = runs.plan.only_answers
         return logits if answers is None else logits[:, :, to_device(answers[runs.example], logits.device)]
-
-    def _totals_of(self, logits: Float[Tensor, "step kept d_vocab_or_answer"]) -> list[Tensor]:
-        """Return each metric, summed over the runs."""
-        runs, reading, owners = self.runs, (LOGITS, self._n_layers), [0] * len(self.shares)
-        metrics = range(len(runs.plan.metrics))
-        totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in metrics]
-        for m, total in enumerate(totals):
-            if not total.requires_grad:
-                raise InputError(f"The metric {runs.plan.metrics[m].name!r} has no gradient; use method='exact'.")
-        return totals
 
     def _gradients(self, m: int) -> dict[str, Tensor]:
         """The gradients of one metric at everything that was kept."""

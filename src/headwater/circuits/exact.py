@@ -230,36 +230,32 @@ class Receivers:
         added = self.rows.blocks.project_heads(self.layer, z.flatten(0, 1))
         return added.view(*z.shape[:2], -1)
 
-    def refuse_heads_that_meet(self) -> None:
-        """Check that a head's output hangs on its own q, k and v, and that W_O is all that follows z."""
-        name, layer = self.rows.runs.model.name, self.layer
-        tolerance = max(1e-4, 16 * torch.finfo(self.z.dtype).eps)
-        added = self.rows.base("attn_out", layer)
-        if not _near(self.attended(self.z[None])[0], added, tolerance):
-            raise ModelError(f"Attention of layer {layer} of {name} adds something else than z W_O: no edges there.")
-        projected = self.projected(self.entering[None])
-        for kind in KINDS:
-            heads, n = projected[kind].clone(), projected[kind].shape[2]
-            # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
-            heads[:, :, 0] = 2 * heads[:, :, 0] + 1
-            z, touched = self.heads_of({kind: heads})[0], 1 if kind == "q" else self.group
-            if n > 1 and not _near(z[:, touched:], self.z[:, touched:], tolerance):
-                raise ModelError(
-                    f"The heads of layer {layer} of {name} change with the {kind} of another head: they have no edges "
-                    "of their own."
-                )
-
 
 def refuse_heads_that_meet(rows: EdgeRows) -> None:
-    """Check the structure of every layer, of a model that was not seen to have it."""
+    """Check of every layer that a head's output hangs on its own q, k and v, and that W_O is all that follows z."""
     model = rows.runs.model
     # A property of the model, not of the prompt: once is enough.
     if model.heads_checked:
         return
     for layer in range(rows.n_layers):
-        receivers = Receivers(rows, layer)
-        with receivers.hooked():
-            receivers.refuse_heads_that_meet()
+        here = Receivers(rows, layer)
+        tolerance = max(1e-4, 16 * torch.finfo(here.z.dtype).eps)
+        with here.hooked():
+            if not _near(here.attended(here.z[None])[0], rows.base("attn_out", layer), tolerance):
+                raise ModelError(
+                    f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
+                )
+            projected = here.projected(here.entering[None])
+            for kind in KINDS:
+                heads, n = projected[kind].clone(), projected[kind].shape[2]
+                # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
+                heads[:, :, 0] = 2 * heads[:, :, 0] + 1
+                z, touched = here.heads_of({kind: heads})[0], 1 if kind == "q" else here.group
+                if n > 1 and not _near(z[:, touched:], here.z[:, touched:], tolerance):
+                    raise ModelError(
+                        f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
+                        "no edges of their own."
+                    )
     model.heads_checked = True
 
 

@@ -73,11 +73,6 @@ class Places:
     def __len__(self) -> int:
         return max(map(len, self.by_example))
 
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions that are taken apart; none where they are not."""
-        return tuple(range(len(self))) if self.apart else ()
-
     def of(self, runs: BothRuns) -> Iterator[tuple[int, Place]]:
         """Yield the places of an example that can be felt, each with its number."""
         for number, positions in enumerate(self.by_example[runs.example]):
