@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias, get_args
 
 import torch
@@ -105,33 +106,28 @@ def hook_names(graph: Graph) -> list[str]:
 
 
 def written(
-    model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
-) -> Float[Tensor, "sender position d_model"]:
-    """Return what each sender adds in a run."""
-    left, parts = list[Left](), [recorded("resid_pre", 0)[None]]
-    for layer in range(graph.n_layers):
-        parts += [_by_heads(HeadShares(model, layer, weights), recorded, layer, left), recorded("mlp_out", layer)[None]]
-    _refuse_what_is_left(model, left)
-    return torch.cat(parts)
-
-
-def changed_by_layer(
-    model: HookedModel, graph: Graph, weights: LoadedWeights, base: Recorded, other: Recorded
+    model: HookedModel, graph: Graph, weights: LoadedWeights, run: Recorded, base: Recorded | None = None
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in another run less what it adds in the base run, some senders at a time."""
-    left: list[Left] = []
-    yield (other("resid_pre", 0) - base("resid_pre", 0))[None]
+    """Yield what each sender adds in a run, less what it adds in a base run if one is given, some senders at a time."""
+    left = list[Left]()
+
+    def added(site: str, layer: int) -> Tensor:
+        return run(site, layer) if base is None else run(site, layer) - base(site, layer)
+
+    yield added("resid_pre", 0)[None]
     for layer in range(graph.n_layers):
         shares = HeadShares(model, layer, weights)
-        if shares.norm is None:  # shares are linear in z
-            z, before = (base(site, layer) for site in ("z", "attn_out"))
+        if base is None:
+            yield _by_heads(shares, run, layer, left)
+        elif shares.norm is None:  # shares are linear in z
+            before = base("attn_out", layer)
             # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
-            outputs, added = shares.of(other("z", layer) - z), other("attn_out", layer) - before
-            left.append((layer, *_sizes(outputs.sum(1) - added.to(outputs), before)))
+            outputs = shares.of(added("z", layer))
+            left.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
-            yield _by_heads(shares, other, layer, left) - _by_heads(shares, base, layer, left)
-        yield (other("mlp_out", layer) - base("mlp_out", layer))[None]
+            yield _by_heads(shares, run, layer, left) - _by_heads(shares, base, layer, left)
+        yield added("mlp_out", layer)[None]
     _refuse_what_is_left(model, left)
 
 
@@ -174,7 +170,6 @@ class Exchanged:
 
     def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
         self.model, self.source, self.graph, self._weights = model, source, graph, weights
-        self._mean: Tensor | None = None
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:
         """Return what represents each sender's output in a prompt of some length."""
@@ -184,15 +179,14 @@ class Exchanged:
             return torch.zeros(size, dtype=self.model.dtype, device=self.model.device)
         if isinstance(self.source, Resample):
             return self._run(self.source.pool[self.source.donors[example]])
-        assert isinstance(self.source, Mean)
-        if self._mean is None:
-            self._mean = self._mean_of(self.source)
         return self._mean.expand(-1, length, -1)
 
-    def _mean_of(self, source: Mean) -> Float[Tensor, "sender position d_model"]:
+    @cached_property
+    def _mean(self) -> Float[Tensor, "sender position d_model"]:
         """Return the mean over the data set; one position where it is one over tokens."""
-        by_position, total, count = source.mean_over == "examples", torch.zeros(()), 0
-        for prompt in source.pool:
+        assert isinstance(self.source, Mean)
+        by_position, total, count = self.source.mean_over == "examples", torch.zeros(()), 0
+        for prompt in self.source.pool:
             outputs = self._run(prompt).double()
             # float64: a sum of many prompts in bfloat16 stops growing.
             total = total + (outputs if by_position else outputs[:, 1:].sum(1, keepdim=True))
@@ -203,7 +197,7 @@ class Exchanged:
         batch = Batch.of([list(prompt.ids)], pad_id(self.model.tokenizer))
         activations, _ = capture(self.model, batch, hook_names(self.graph))
         recorded = lambda site, layer: activations[SITES[site].hook_name(layer)][0]  # noqa: E731
-        return written(self.model, self.graph, self._weights, recorded)
+        return torch.cat([*written(self.model, self.graph, self._weights, recorded)])
 
 
 READ = ("q", "k", "v", "mlp_in")
@@ -322,9 +316,10 @@ class BothRuns:
             size = len(graph.senders), self.stop - self.start, self.model.shape.d_model
             changes, first = self.base("resid_pre", 0).new_empty(size), 0
             # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
-            for some in changed_by_layer(self.model, graph, weights, changing(self.base), changing(self.other)):
+            for some in written(self.model, graph, weights, changing(self.other), changing(self.base)):
                 changes[first : first + len(some)] = some
                 first += len(some)
             return changes
         outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
-        return outside[:, self.start : self.stop] - written(self.model, graph, weights, changing(self.base))
+        adds = torch.cat([*written(self.model, graph, weights, changing(self.base))])
+        return outside[:, self.start : self.stop] - adds

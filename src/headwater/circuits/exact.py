@@ -174,11 +174,9 @@ class Receivers:
         self.z = rows.base("z", layer)
         self.group = rows.runs.model.shape.group_size
 
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
+    def hooked(self) -> contextlib.AbstractContextManager[None]:
         """Watch and exchange the layer's q, k, v and z."""
-        with self.rows.runs.model.hooks(self.hooks):
-            yield
+        return self.rows.runs.model.hooks(self.hooks)
 
     @property
     def hooks(self) -> list[Hook]:

@@ -201,9 +201,6 @@ class Pairs:
         self.plan, self.graph = plan, graph
         self._runs: BothRuns | None = None
 
-    def __len__(self) -> int:
-        return len(self.plan.pair.base)
-
     def runs(self, example: int) -> BothRuns:
         """Return the two runs of a pair, made now unless they are the last ones."""
         if self._runs is None or self._runs.example != example:
@@ -217,7 +214,8 @@ class Pairs:
 
         Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
         """
-        pieces = run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed))
+        examples = range(len(self.plan.pair.base))
+        pieces = run.pieces("baselines", examples, partial(self._baselines, recomputed=recomputed))
         return torch.stack([piece["baselines"] for piece in pieces])
 
     def _baselines(self, example: int, recomputed: bool) -> dict[str, Tensor]:

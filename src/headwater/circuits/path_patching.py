@@ -367,8 +367,9 @@ class PathRequest:
         layers = [first_layer(self.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
         baselines = pairs.baselines(run)
-        items = [(example, stage) for example in range(len(pairs)) for stage in stages]
-        size = (len(pairs), len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
+        n_examples = len(self.plan.pair.base)
+        items = [(example, stage) for example in range(n_examples) for stage in stages]
+        size = (n_examples, len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
         effects = torch.full(size, torch.nan, dtype=torch.float64)
 
         def count(item: tuple[int, list[int]]) -> int:
