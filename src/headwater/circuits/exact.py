@@ -2,8 +2,9 @@
 
     effect(s → r) = metric(base run in which r reads x_r + Δ_s) - metric(base run)
 
-x_r is the residual stream in front of the receiver's norm. The norm, the receiver and everything after it are
-recomputed; every other receiver reads what the run gives it. For the receivers of one layer and many senders at once:
+x_r is the residual stream in front of the receiver's norm, and Δ_s = s(other run) - s(base run). The norm, the receiver
+and everything after it are recomputed; every other receiver reads what the run gives it. For the receivers of one layer
+and many senders at once:
 
 1. The model's own norm and projections make q, k and v of x + Δ_s, for every sender.
 2. The model's own attention makes z of the base run's q, k, v with one of the three exchanged. Heads do not meet before
@@ -14,15 +15,6 @@ recomputed; every other receiver reads what the run gives it. For the receivers 
    and what follows it in the layer; for an MLP, what it makes of x + Δ_s.
 4. All rows are now whole residual streams, and go through the layers above together, a tile at a time: the keys and
    values before the first change are the recorded run's.
-
-By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
-
-    direct   δ_l = Σ Δ_s, over the exchanged senders s before l
-    mlps     the same, and each MLP on the way is recomputed:  δ after it = δ + mlp(x + δ) - mlp(x)
-
-with Δ_s = s(other run) - s(base run). Every head gives what it gave in the base run (an exchanged one what it gave in
-the other), so that a change reaches a receiver along the residual stream, or through MLPs, and through no other head
-(Wang et al. 2022). One walk up the layers serves every receiver of every set of senders.
 """
 
 from __future__ import annotations
@@ -363,6 +355,16 @@ class Exact:
         read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
         middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
         return middle + rows.blocks.feed_forward(layer, read[:, leaving])
+
+
+# By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
+#
+# direct   δ_l = Σ Δ_s, over the exchanged senders s before l
+# mlps     the same, and each MLP on the way is recomputed:  δ after it = δ + mlp(x + δ) - mlp(x)
+#
+# Every head gives what it gave in the base run (an exchanged one what it gave in the other), so that a change reaches a
+# receiver along the residual stream, or through MLPs, and through no other head (Wang et al. 2022). One walk up the
+# layers serves every receiver of every set of senders.
 
 
 ThroughName: TypeAlias = Literal["direct", "mlps"]

@@ -19,8 +19,6 @@ list. A list within the list is taken together, and so is what a mapping gives u
     senders=["head 9.9", "head 9.6"]                          two senders
     receivers=[["q 9.9", "q 10.0"], "logits"]                 two receivers, the first of two nodes together
     receivers={"movers": ["q 9.9", "q 10.0"]}                 one, under a name of its own
-
-What `hw.path_patch` found: the effect of each sender by way of each receiver, and what can be asked of it.
 """
 
 from __future__ import annotations
