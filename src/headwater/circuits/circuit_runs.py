@@ -35,7 +35,7 @@ from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, plain_text, table_html, whole_summary, with_interval
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
-from headwater.stats.resample import Bootstrap, percentile_interval
+from headwater.stats.resample import Bootstrap, interval
 
 MOST_PLACEBOS = 1000
 
@@ -373,7 +373,7 @@ def ratio_of_means(
     value: Float[ndarray, "example _"], clean: Values, corrupted: Values, *, seed: int = 0
 ) -> Float[ndarray, "draw _"]:
     """Return the faithfulness of circuits, a column each: over the prompts, and in draws of them with replacement."""
-    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES if len(value) > 1 else 0, seed=seed)
+    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES, seed=seed)
     # The same prompts above and below the line in each draw: their noise is shared.
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
@@ -390,29 +390,16 @@ def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: o
         alone = part[part["placebo"].isna()]
         clean, corrupted = alone["clean"].to_numpy(), alone["corrupted"].to_numpy()
         draws = ratio_of_means(alone["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
-        low, high = percentile_interval(draws, level)
         drawn = part[part["placebo"].notna()]
         others = drawn.pivot_table(index="example", columns="placebo", values="value", sort=False)
         f = ratio_of_means(others.to_numpy(), clean, corrupted)[0] if len(drawn) else np.zeros(0)
-        rows.append(
-            {
-                "circuit": circuit,
-                "metric": metric,
-                "edges": int(alone["edges"].iloc[0]),
-                "edges_on_a_path": int(alone["edges_on_a_path"].iloc[0]),
-                "examples": len(alone),
-                "value": float(alone["value"].mean()),
-                "faithfulness": float(draws[0, 0]),
-                "low": float(low[0]),
-                "high": float(high[0]),
-                "placebo": float(f.mean()) if len(f) else np.nan,
-                "placebo_high": float(np.quantile(f, 0.95)) if len(f) else np.nan,
-                "overlap": float(drawn["overlap"].mean()) if len(drawn) else np.nan,
-                # Counted with the circuit itself among them: p is never 0.
-                "p_value": (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f)) if len(f) else np.nan,
-            }
-        )
-    return pd.DataFrame(rows)
+        # p counts the circuit itself among its placebos: it is never 0.
+        p = (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f))
+        chance = [f.mean(), np.quantile(f, 0.95), drawn["overlap"].mean(), p] if len(f) else [np.nan] * 4
+        counts = int(alone["edges"].iloc[0]), int(alone["edges_on_a_path"].iloc[0]), len(alone)
+        rows.append([circuit, metric, *counts, alone["value"].mean(), *interval(draws[:, 0], level), *chance])
+    columns = ["circuit", "metric", "edges", "edges_on_a_path", "examples", "value", "faithfulness", "low", "high"]
+    return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_high", "overlap", "p_value"])
 
 
 def beside_placebos(row: Mapping[Any, Any]) -> str:
