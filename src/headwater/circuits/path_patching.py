@@ -234,30 +234,6 @@ class PathEffects(ByMetric, Result):
         return self.metrics[0] if name is None else checked_name("metric", name, self.metrics)
 
 
-def tabulated(
-    effects: Float[Tensor, "example place sender receiver metric"],
-    baselines: Float[Tensor, "example metric 3"],
-    ends: tuple[Sequence[str], Sequence[str]],
-    metrics: Sequence[str],
-    places: Places,
-    options: Mapping[str, Any],
-) -> pd.DataFrame:
-    """Lay effects, NaN where no path leads, out as rows; see `PathEffects.table`. Ends are senders and receivers."""
-    example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
-    if not len(example):
-        raise InputError("No position that was named can change what is read.")
-    senders, receivers, named = (np.array(names, dtype=object) for names in (*ends, metrics))
-    columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
-    columns["through"] = str(options["through"])
-    if places.roles:
-        columns["role"] = np.array(places.roles, dtype=object)[place]
-    elif places.apart:
-        columns["position"] = place
-    effect = effects.numpy()[example, place, sender, receiver, m]
-    columns |= {"metric": named[m], "effect": effect}
-    return pd.DataFrame(columns | beside_baselines(effect, baselines.numpy()[example, m], str(options["direction"])))
-
-
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
 """Senders or receivers, one by one or together."""
 
@@ -375,10 +351,24 @@ class PathRequest:
 
         with run.bar("paths", "path", sum(map(count, items))) as bar:
             pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
-            for (example, stage), piece in zip(items, pieces, strict=True):
-                effects[example][:, :, stage] = piece["effects"]
-        ends, metrics = (tuple(self.senders), tuple(self.receivers)), tuple(one.name for one in self.plan.metrics)
-        return PathEffects(tabulated(effects, baselines, ends, metrics, self.places, run.record.options), run.record)
+            for (i, stage), piece in zip(items, pieces, strict=True):
+                effects[i][:, :, stage] = piece["effects"]
+        # A row for each number; NaN where no path leads.
+        example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
+        if not len(example):
+            raise InputError("No position that was named can change what is read.")
+        names = list(self.senders), list(self.receivers), [metric.name for metric in self.plan.metrics]
+        senders, receivers, metrics = (np.array(some, dtype=object) for some in names)
+        columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
+        columns["through"] = self.through
+        if self.places.roles:
+            columns["role"] = np.array(self.places.roles, dtype=object)[place]
+        elif self.places.apart:
+            columns["position"] = place
+        effect, direction = effects.numpy()[example, place, sender, receiver, m], run.record.options["direction"]
+        columns |= {"metric": metrics[m], "effect": effect}
+        columns |= beside_baselines(effect, baselines.numpy()[example, m], str(direction))
+        return PathEffects(pd.DataFrame(columns), run.record)
 
     def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
         """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
