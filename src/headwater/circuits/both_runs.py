@@ -233,7 +233,8 @@ class BothRuns:
 
     Attributes:
         wave: the recorded runs: the base run is row 0, the other row 1.
-        start: the first position at which the prompts differ.
+        first: the first position at which senders differ from what they are exchanged for.
+        start: the first position that is recomputed.
         stop: the position after the last that is read.
         kept: the positions that are read.
 
@@ -266,31 +267,21 @@ class BothRuns:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]
         self.stop = self.kept[-1] + 1
-        self._first = 0
-        """The first position at which senders differ from what they are exchanged for."""
+        self.first = 0
         if exchanged is None:
             assert plan.pair.other is not None
             base, other = plan.pair.base[example], plan.pair.other[example]
             short = original_length(self.model.rotary_by_length)
             # Where one prompt alone is longer than that, equal tokens are turned otherwise.
             if (len(base) > short) == (len(other) > short):
-                self._first = first_difference(base, other)
+                self.first = first_difference(base, other)
         # Metrics read rows: a position that is read lies in them also where it comes before the first difference.
-        self.start = min(self._first, self.kept[0])
+        self.start = min(self.first, self.kept[0])
         self.changes: Float[Tensor, "sender position d_model"] = self._changes()
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""
         return self.wave.recording.activations[SITES[site].hook_name(layer)][0]
-
-    def place(self, positions: tuple[int, ...] | None = None) -> Place | None:
-        """Return a place where outputs are exchanged at some positions (None: at all); None where nothing feels it."""
-        if self._first >= self.stop:
-            return None
-        if positions is None:
-            return Place(self.start)
-        at = tuple(position for position in positions if self.start <= position < self.stop)
-        return Place(min(*at, self.kept[0]), at) if at else None
 
     def other(self, site: str, layer: int) -> Tensor:
         """Return an activation of the other run, `position ...`."""

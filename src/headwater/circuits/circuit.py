@@ -464,10 +464,10 @@ def read_graph_file(
             f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "
             f"has {graph.n_layers} of {graph.n_heads}{', parallel blocks' * graph.parallel}."
         )
-    edges = [(graph.edge_named(name), score, inside) for name, score, inside in read]
     scores: dict[int, float] = {}
     inside_of: dict[int, set[bool]] = {}
-    for edge, score, inside in edges:
+    for name, score, inside in read:
+        edge = graph.edge_named(name)
         # EAP-IG has an edge for each query head of a group: the one edge here carries all of their effects.
         scores[edge] = scores.get(edge, 0.0) + score
         inside_of.setdefault(edge, set()).add(inside)

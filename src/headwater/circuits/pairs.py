@@ -75,9 +75,13 @@ class Places:
 
     def of(self, runs: BothRuns) -> Iterator[tuple[int, Place]]:
         """Yield the places of an example that can be felt, each with its number."""
+        if runs.first >= runs.stop:
+            return  # nothing that is read feels any sender
         for number, positions in enumerate(self.by_example[runs.example]):
-            if (place := runs.place(positions)) is not None:
-                yield number, place
+            if positions is None:
+                yield number, Place(runs.start)
+            elif at := tuple(position for position in positions if runs.start <= position < runs.stop):
+                yield number, Place(min(*at, runs.kept[0]), at)
 
     def zeros(self, example: int, *size: int) -> Tensor:
         """Return a table with 0 at the places of an example and NaN beyond: its prompt may be shorter than others."""
