@@ -104,8 +104,8 @@ class Slopes:
         refuse_without_gradients(runs.model)
         self.runs, self.shares = runs, shares
         self.recorded: dict[str, Tensor] = {}
-        self._n_layers = runs.graph.n_layers
-        self._final = hook_name("resid_post", self._n_layers - 1)
+        n_layers = runs.graph.n_layers
+        self._final = hook_name("resid_post", n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
             # The recorded run has a graph for one gradient: EAP needs no run of its own.
             if shares == (0.0,) and (forks := runs.wave.recording.forks):
@@ -115,7 +115,7 @@ class Slopes:
                 logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)], 0)[None]
             else:
                 logits = self._run()
-            reading, owners, metrics = (LOGITS, self._n_layers), [0] * len(shares), runs.plan.metrics
+            reading, owners, metrics = (LOGITS, n_layers), [0] * len(shares), runs.plan.metrics
             # Each metric, summed over the runs.
             self._totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in range(len(metrics))]
         for metric, total in zip(metrics, self._totals, strict=True):
@@ -248,24 +248,24 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
     """
     if stage == exact.rows.n_layers:
         return exact.effects(stage, edges)
-    graph, reached = exact.graph, slice(exact.place.start - slopes.runs.start, None)
-    sender, receiver = graph.sender[edges], graph.receiver[edges]
+    graph, metrics = exact.graph, range(len(slopes.by_metric))
+    sender, receiver = torch.from_numpy(graph.sender[edges]), graph.receiver[edges]
     kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
+    within, mlp = (kind < len(KINDS)).nonzero()[:, 0], (kind == len(KINDS)).nonzero()[:, 0]
     changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
-    device = exact.changes.device
-    estimates = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64, device=device)
-    metrics = range(len(slopes.by_metric))
+    estimates = torch.zeros(len(edges), len(metrics), dtype=torch.float64, device=exact.changes.device)
+
+    def slope(site: str) -> Tensor:
+        reached = slice(exact.place.start - slopes.runs.start, None)
+        return torch.stack([slopes.at(m, site, stage).mean(0)[reached] for m in metrics])
+
     with exact.rows.blocks.fused():
-        if len(changed) and bool((kind < len(KINDS)).any()):
-            slope = torch.stack([slopes.at(m, "z", stage).mean(0)[reached] for m in metrics])
-            before = torch.from_numpy(graph.reach[receiver[kind.numpy() < len(KINDS)]]).max()
-            written = _written_by_heads(exact, stage, changed[changed < before], slope)
-            within = (kind < len(KINDS)).nonzero()[:, 0]
-            estimates[within] = written[kind[within], torch.from_numpy(sender)[within], head[within]].double()
-        if len(changed) and bool((kind == len(KINDS)).any()):
-            slope = torch.stack([slopes.at(m, "mlp_out", stage).mean(0)[reached] for m in metrics])
-            mlp = (kind == len(KINDS)).nonzero()[:, 0]
-            estimates[mlp] = _written_by_mlp(exact, stage, changed, slope)[torch.from_numpy(sender)[mlp]].double()
+        if len(changed) and len(within):
+            before = int(graph.reach[receiver[within.numpy()]].max())
+            written = _written_by_heads(exact, stage, changed[changed < before], slope("z"))
+            estimates[within] = written[kind[within], sender[within], head[within]].double()
+        if len(changed) and len(mlp):
+            estimates[mlp] = _written_by_mlp(exact, stage, changed, slope("mlp_out"))[sender[mlp]].double()
     return estimates.cpu()
 
 
