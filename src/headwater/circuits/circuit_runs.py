@@ -98,9 +98,7 @@ class CircuitRuns(ByMetric, Result):
             )
             rank = f" (p = {row['p_value']:.2g})" if np.isfinite(row["p_value"]) else ""
             sentences.append(f"{sentence}{beside_placebos(row)}{rank}.".replace("_", " "))
-        if left := gap_sentence(self.table):
-            sentences.append(left)
-        sentences += discovery_sentences(self.run)
+        sentences += [*gap_sentences(self.table), *discovery_sentences(self.run)]
         sentences.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
         return sentences
 
@@ -230,7 +228,7 @@ def run_circuits(
         return ran(outcome, Lineup.of(named, placebos, seed), run)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
-    if left := gap_sentence(result.table):
+    for left in gap_sentences(result.table):
         warnings.warn(left, stacklevel=2)
     return result
 
@@ -318,18 +316,18 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def gap_sentence(table: pd.DataFrame) -> str | None:
+def gap_sentences(table: pd.DataFrame) -> list[str]:
     """Say of how many prompts the gap is not more than rounding, if of any."""
     alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
     for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]
         if len(missing):
             some = ", ".join(map(str, missing["example"].tolist()[:8]))
-            return (
+            return [
                 f"{len(missing)} of {len(part)} prompts ({some}) have no faithfulness on {metric}: "
                 "clean and corrupted run differ by no more than rounding there."
-            )
-    return None
+            ]
+    return []
 
 
 def discovery_sentences(run: RunRecord) -> list[str]:

@@ -31,7 +31,7 @@ from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
     Lineup,
     discovery_sentences,
-    gap_sentence,
+    gap_sentences,
     measured,
     ratio_of_means,
     run_circuits,
@@ -130,9 +130,7 @@ class CircuitCurve(ByMetric, Result):
                 for row in part.to_dict("records")
             ]
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
-        if left := gap_sentence(self.table):
-            sentences.append(left)
-        return [*sentences, *discovery_sentences(self.run)]
+        return [*sentences, *gap_sentences(self.table), *discovery_sentences(self.run)]
 
     def __repr__(self) -> str:
         sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()
@@ -219,9 +217,8 @@ def circuit_curve(
         return CircuitCurve(table, run.record, lineup.shapes)
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
-    for left in [gap_sentence(result.table), *discovery_sentences(result.run)]:
-        if left:
-            warnings.warn(left, stacklevel=2)
+    for left in [*gap_sentences(result.table), *discovery_sentences(result.run)]:
+        warnings.warn(left, stacklevel=2)
     return result
 
 
