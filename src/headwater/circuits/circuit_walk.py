@@ -308,7 +308,7 @@ class CircuitWalk:
     def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
         self.runs, self.graph = rows.runs, rows.runs.graph
-        self.receivers = [Receivers(rows, layer) for layer in range(self.graph.n_layers)]
+        self.receivers = [Receivers(rows, layer, attached=True) for layer in range(self.graph.n_layers)]
         self._projections: dict[int, _Projection] = {}
 
     def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:

@@ -276,11 +276,9 @@ def _written_by_heads(
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
     along_gradient = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
-        with receivers.hooked():
-            projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
+        projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
         for number, kind in enumerate(KINDS):
-            with receivers.hooked():
-                written = receivers.heads_of({kind: projected[kind]}) - receivers.z
+            written = receivers.heads_of({kind: projected[kind]}) - receivers.z
             along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
             if kind != "q":
                 along = along.unflatten(1, (-1, receivers.group)).sum(2)

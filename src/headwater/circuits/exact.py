@@ -155,10 +155,13 @@ class _AllSeenError(Exception):
 
 
 class Receivers:
-    """What the receivers of one layer make of changed inputs, for many senders at once."""
+    """What the receivers of one layer make of changed inputs, for many senders at once.
 
-    def __init__(self, rows: EdgeRows, layer: int):
-        self.rows, self.layer = rows, layer
+    `hooks` are attached for each call, or by the caller for many (`attached`).
+    """
+
+    def __init__(self, rows: EdgeRows, layer: int, attached: bool = False):
+        self.rows, self.layer, self.attached = rows, layer, attached
         self._given: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -166,13 +169,9 @@ class Receivers:
         self.z = rows.base("z", layer)
         self.group = rows.runs.model.shape.group_size
 
-    def hooked(self) -> contextlib.AbstractContextManager[None]:
-        """Watch and exchange the layer's q, k, v and z."""
-        return self.rows.runs.model.hooks(self.hooks)
-
     @property
     def hooks(self) -> list[Hook]:
-        """What watches and exchanges the layer's q, k, v and z, for as long as it is attached."""
+        """What watches and exchanges the layer's q, k, v and z."""
         return [
             (SITES[site].hook_name(self.layer), replace_hook(partial(self.exchanged, site=site)))
             for site in (*KINDS, "z")
@@ -193,7 +192,8 @@ class Receivers:
     def _run_until(self, wanted: Iterable[str], given: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
         """Call the layer's attention until some sites were seen; return what passed through them."""
         self._wanted, self._given, self._seen = frozenset(wanted), dict(given), {}
-        with contextlib.suppress(_AllSeenError):
+        hooked = contextlib.nullcontext() if self.attached else self.rows.runs.model.hooks(self.hooks)
+        with hooked, contextlib.suppress(_AllSeenError):
             self.rows.attention(self.layer, inputs, whole=True)
         self._wanted, self._given = frozenset(), {}
         return {site: self._seen[site] for site in wanted}
@@ -230,22 +230,21 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
     for layer in range(rows.n_layers):
         here = Receivers(rows, layer)
         tolerance = max(1e-4, 16 * torch.finfo(here.z.dtype).eps)
-        with here.hooked():
-            if not _near(here.attended(here.z[None])[0], rows.base("attn_out", layer), tolerance):
+        if not _near(here.attended(here.z[None])[0], rows.base("attn_out", layer), tolerance):
+            raise ModelError(
+                f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
+            )
+        projected = here.projected(here.entering[None])
+        for kind in KINDS:
+            heads, n = projected[kind].clone(), projected[kind].shape[2]
+            # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
+            heads[:, :, 0] = 2 * heads[:, :, 0] + 1
+            z, touched = here.heads_of({kind: heads})[0], 1 if kind == "q" else here.group
+            if n > 1 and not _near(z[:, touched:], here.z[:, touched:], tolerance):
                 raise ModelError(
-                    f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
+                    f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
+                    "no edges of their own."
                 )
-            projected = here.projected(here.entering[None])
-            for kind in KINDS:
-                heads, n = projected[kind].clone(), projected[kind].shape[2]
-                # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
-                heads[:, :, 0] = 2 * heads[:, :, 0] + 1
-                z, touched = here.heads_of({kind: heads})[0], 1 if kind == "q" else here.group
-                if n > 1 and not _near(z[:, touched:], here.z[:, touched:], tolerance):
-                    raise ModelError(
-                        f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
-                        "no edges of their own."
-                    )
     model.heads_checked = True
 
 
@@ -332,14 +331,12 @@ class Exact:
         """The same for the q, k and v that some senders feed."""
         sender, kind, head = columns
         leaving = self.rows.leaving(receivers.layer)
-        with receivers.hooked():
-            # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
-            projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
+        # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
+        projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
-            with receivers.hooked():
-                z = receivers.heads_of({name: projected[name]})[:, leaving]
+            z = receivers.heads_of({name: projected[name]})[:, leaving]
 
             # As defaults: a closure would see the loop's last kind.
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:

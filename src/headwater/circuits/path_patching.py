@@ -469,8 +469,7 @@ class Paths:
             for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
                 if kinds & set(range(len(KINDS))):
                     receivers_here = Receivers(self.rows, layer)
-                    with receivers_here.hooked():
-                        heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
+                    heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
                 if MLP in kinds:
                     mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
             made: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
