@@ -64,28 +64,18 @@ class HeadShares:
         self.bias = self.scale * bias if bias is not None else torch.zeros_like(self.weight[0, 0])
         self.norm = attention_post_norm(model, layer)
 
-    def of(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:
-        """Return what each head adds."""
-        outputs = self._outputs(z)
+    def of(
+        self, z: Float[Tensor, "*row head d_head"]
+    ) -> tuple[Float[Tensor, "*row head d_model"], Float[Tensor, "*#row d_model"]]:
+        """Return what each head adds, and what the biases add."""
+        outputs = self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
         if self.norm is None:
-            return outputs
-        # Under the scale of this run's sum: shares under scales of their own would not add up.
-        return self.norm.share(self._written(outputs)[..., None, :], outputs)
-
-    def of_bias(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*#row d_model"]:
-        """Return what the biases add."""
-        if self.norm is None:
-            return self.bias
-        outputs = self._outputs(z)
-        written = self._written(outputs)
+            return outputs, self.bias
+        written = outputs.sum(-2) + self.bias
         added = self.norm.share(written, self.bias.expand_as(written))
-        return added if self.norm.bias is None else added + self.norm.bias
-
-    def _outputs(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:
-        return self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
-
-    def _written(self, outputs: Float[Tensor, "*row head d_model"]) -> Float[Tensor, "*row d_model"]:
-        return outputs.sum(-2) + self.bias
+        # Under the scale of this run's sum: shares under scales of their own would not add up.
+        by_head = self.norm.share(written[..., None, :], outputs)
+        return by_head, added if self.norm.bias is None else added + self.norm.bias
 
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
@@ -122,7 +112,7 @@ def written(
         elif shares.norm is None:  # shares are linear in z
             before = base("attn_out", layer)
             # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
-            outputs = shares.of(added("z", layer))
+            outputs, _ = shares.of(added("z", layer))
             left.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
@@ -135,7 +125,7 @@ def _by_heads(
     shares: HeadShares, recorded: Recorded, layer: int, left: list[Left]
 ) -> Float[Tensor, "head position d_model"]:
     z, added = recorded("z", layer), recorded("attn_out", layer)
-    outputs, bias = shares.of(z), shares.of_bias(z)
+    outputs, bias = shares.of(z)
     left.append((layer, *_sizes(outputs.sum(1) + bias - added.to(outputs), added)))
     return outputs.movedim(1, 0).to(added)
 

@@ -274,7 +274,7 @@ def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
 
     entering = [of("resid_pre", layer) for layer in layers]
     middle = entering if runs.wave.blocks.parallel else [entering[layer] + of("attn_out", layer) for layer in layers]
-    heads = [shares[layer].of(of("z", layer)) for layer in layers]
+    heads = [shares[layer].of(of("z", layer))[0] for layer in layers]
     mlps = [of("mlp_out", layer) for layer in layers]
     last = of("resid_post", layers[-1])
     return ComplementRun(runs.start, True, entering[0], [*entering, last], middle, heads, mlps)
@@ -290,7 +290,8 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
         heads.append(sent[first : first + n_heads].movedim(0, 1))
         mlps.append(sent[first + n_heads])
         # Values are of no run: streams are added up sender by sender. The biases belong to no edge.
-        attended = entering[-1] + heads[-1].sum(1) + share.of_bias(runs.base("z", layer)[: runs.stop]).to(sent)
+        _, bias = share.of(runs.base("z", layer)[: runs.stop])
+        attended = entering[-1] + heads[-1].sum(1) + bias.to(sent)
         middle.append(entering[-1] if parallel else attended)
         entering.append(attended + mlps[-1])
     return ComplementRun(0, False, sent[0], entering, middle, heads, mlps)
@@ -464,7 +465,7 @@ class _Batch:
                 given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
         # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
         z = projection.receivers.heads_of(given)
-        changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
+        changes = self.walk.shares[layer].of(z)[0] - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
 
     def _mlp(self, layer: int) -> None:
