@@ -147,7 +147,6 @@ class CircuitRunner:
         self._weights = LoadedWeights(self.plan.model, fingerprint)
         source = outcome.source
         self._exchanged = None if source is None else Exchanged(self.plan.model, self.graph, source, self._weights)
-        self._shares: list[HeadShares] = []
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
         self._is_checked = False
 
@@ -157,10 +156,14 @@ class CircuitRunner:
             walk, baselines = self._walk(example)
             if example == 0 and not self._is_checked:
                 # By itself: beside other circuits it would change their last digits, and a resumed search with them.
-                full = walk.measure([np.arange(self.graph.n_edges)], self.plan.batch_size)[0]
+                full = walk.measure([np.arange(self.graph.n_edges)])[0]
                 self._refuse_another_model(walk, full, baselines[:, 0])
-            values = walk.measure(circuits, self.plan.batch_size)
+            values = walk.measure(circuits)
         return {"values": values, "baselines": baselines}
+
+    @cached_property
+    def _shares(self) -> list[HeadShares]:
+        return [HeadShares(self.plan.model, layer, self._weights) for layer in range(self.graph.n_layers)]
 
     def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
         """Return what runs circuits on an example, made now unless it is kept, and its baselines."""
@@ -168,9 +171,6 @@ class CircuitRunner:
             if len(self._walks) >= self.keep:
                 self._walks.popitem()  # the last one, so that the first ones serve every round
             runs = BothRuns(self.plan, self.graph, example, self._weights)
-            if not self._shares:
-                layers = range(self.graph.n_layers)
-                self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
             shares, values = self._shares, self._exchanged
             outside = of_other_run(runs, shares) if values is None else of_values(runs, shares, values)
             walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, self._weights)
@@ -312,7 +312,7 @@ class CircuitWalk:
         self.receivers = [Receivers(rows, layer, attached=True) for layer in range(self.graph.n_layers)]
         self._projections: dict[int, _Projection] = {}
 
-    def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:
+    def measure(self, circuits: Sequence[Indices]) -> Float[Tensor, "circuit metric"]:
         """Return the metrics of the runs of some circuits, given as edges, ascending."""
         values = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
         live = [self._live(edges) for edges in circuits]
@@ -326,9 +326,9 @@ class CircuitWalk:
 
         hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
         with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
-            first, at_once = 0, 0
+            first = 0
             while first < len(order):
-                at_once = batch_size or self._at_once([live[i] for i in order[first:]])
+                at_once = self.runs.plan.batch_size or self._at_once([live[i] for i in order[first:]])
                 in_halves([int(i) for i in order[first : first + at_once]], run)
                 first += at_once
         return values
