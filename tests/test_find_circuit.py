@@ -209,9 +209,9 @@ def test_a_stopped_search_goes_on_where_it_stopped(tmp_path, monkeypatch):
     options = {"threshold": 0.05, "placebos": 0, "budget": 60, **QUIET}
     walked, walk = set(), CircuitWalk.measure
 
-    def seen(self, circuits, batch_size=None):
+    def seen(self, circuits):
         walked.add(tuple(one.tobytes() for one in circuits))
-        return walk(self, circuits, batch_size)
+        return walk(self, circuits)
 
     monkeypatch.setattr(CircuitWalk, "measure", seen)
     whole = hw.find_circuit(model, CLEAN, CORRUPTED, **options)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwater as hw
 from headwater.circuits.exact import EdgeRows
 from headwater.circuits.graph import Graph
-from headwater.circuits.pairs import Pairs, plan_of, source_in
+from headwater.circuits.pairs import Pairs, plan_of
 from headwater.models.blocks import Blocks
 from headwater.models.edits import read_hook
 from headwater.models.sites import SITES
@@ -34,9 +34,9 @@ def loaded(family: str) -> hw.HookedModel:
 def rows_of(family: str) -> EdgeRows:
     """The rows of a pair, from the first position on at which its prompts differ."""
     model = loaded(family)
-    plan = plan_of(model, [CLEAN], [CORRUPTED], DIFFERENCE, "noise", None)
+    plan, source = plan_of(model, [CLEAN], [CORRUPTED], DIFFERENCE, "noise", None)
     with torch.no_grad(), model.lock:
-        runs = Pairs(plan, Graph.of(model.shape), source_in(plan, "other run", None, 0), model.fingerprint).runs(0)
+        runs = Pairs(plan, Graph.of(model.shape), source, model.fingerprint).runs(0)
         return EdgeRows(runs, runs.start)
 
 

@@ -177,16 +177,15 @@ def judged(
         much the share of "weights and attention" is greater; `p_value`, of "weights and attention" against shuffled
         targets. And the strength of the targets as they are, and of each draw of shuffled ones.
     """
-    heads = [(int(layer), int(head)) for layer, head in np.ndindex(effects.shape[1:])]
+    n_heads = effects.shape[2]
     # draw × head; the first row is the data
     means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
     # The largest of each draw: in a resample another head may be the strongest.
     largest = np.nanmax(means, 1, keepdims=True)
     shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
-    place = {head: number for number, head in enumerate(heads)}
     # Heads that were not measured are weaker on the first half, and rank after those that were.
     rank = np.argsort(np.argsort(-means[0], kind="stable"), kind="stable") + 1  # NaN comes last
-    of_way = {way: np.array([place[head] for head in some], dtype=int) for way, some in named.items()}
+    of_way = {way: np.array([layer * n_heads + head for layer, head in some], dtype=int) for way, some in named.items()}
     rows: list[dict[str, object]] = []
     ours = shares[:, of_way[NAMED]].mean(1)
     for way in WAYS:
@@ -199,7 +198,7 @@ def judged(
         different = len(set(chosen.tolist()))
         row: dict[str, object] = {"way": way}
         if different == 1:
-            row |= dict(zip(("layer", "head"), heads[chosen[0]], strict=True))
+            row |= dict(zip(("layer", "head"), divmod(int(chosen[0]), n_heads), strict=True))
         row |= {"heads": different, "rank": float(np.median(rank[chosen]))}
         row |= {"share": share.value, "low": share.low, "high": share.high, "difference": ahead.value}
         rows.append(row | {"difference_low": ahead.low, "difference_high": ahead.high})

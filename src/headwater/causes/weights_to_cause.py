@@ -434,9 +434,6 @@ def _silencing_row(
     what: str, heads: list[Head], lost: Float[ndarray, " pair"], pairs: PairedPrompts, difference: float
 ) -> dict[str, Any]:
     cost = mean_of(lost, pairs.item.tolist())
-    row = {"what": what, "heads": ", ".join(map(_name, heads)), "cost": cost.value, "low": cost.low, "high": cost.high}
+    names = ", ".join(f"{layer}.{head}" for layer, head in heads)
+    row = {"what": what, "heads": names, "cost": cost.value, "low": cost.low, "high": cost.high}
     return row | {"share": cost.value / difference}
-
-
-def _name(head: Head) -> str:
-    return f"{head[0]}.{head[1]}"

@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias, get_args
 
 import torch
@@ -63,28 +64,18 @@ class HeadShares:
         self.bias = self.scale * bias if bias is not None else torch.zeros_like(self.weight[0, 0])
         self.norm = attention_post_norm(model, layer)
 
-    def of(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:
-        """Return what each head adds."""
-        outputs = self._outputs(z)
+    def of(
+        self, z: Float[Tensor, "*row head d_head"]
+    ) -> tuple[Float[Tensor, "*row head d_model"], Float[Tensor, "*#row d_model"]]:
+        """Return what each head adds, and what the biases add."""
+        outputs = self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
         if self.norm is None:
-            return outputs
-        # Under the scale of this run's sum: shares under scales of their own would not add up.
-        return self.norm.share(self._written(outputs)[..., None, :], outputs)
-
-    def of_bias(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*#row d_model"]:
-        """Return what the biases add."""
-        if self.norm is None:
-            return self.bias
-        outputs = self._outputs(z)
-        written = self._written(outputs)
+            return outputs, self.bias
+        written = outputs.sum(-2) + self.bias
         added = self.norm.share(written, self.bias.expand_as(written))
-        return added if self.norm.bias is None else added + self.norm.bias
-
-    def _outputs(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:
-        return self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
-
-    def _written(self, outputs: Float[Tensor, "*row head d_model"]) -> Float[Tensor, "*row d_model"]:
-        return outputs.sum(-2) + self.bias
+        # Under the scale of this run's sum: shares under scales of their own would not add up.
+        by_head = self.norm.share(written[..., None, :], outputs)
+        return by_head, added if self.norm.bias is None else added + self.norm.bias
 
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
@@ -105,33 +96,28 @@ def hook_names(graph: Graph) -> list[str]:
 
 
 def written(
-    model: HookedModel, graph: Graph, weights: LoadedWeights, recorded: Recorded
-) -> Float[Tensor, "sender position d_model"]:
-    """Return what each sender adds in a run."""
-    left, parts = list[Left](), [recorded("resid_pre", 0)[None]]
-    for layer in range(graph.n_layers):
-        parts += [_by_heads(HeadShares(model, layer, weights), recorded, layer, left), recorded("mlp_out", layer)[None]]
-    _refuse_what_is_left(model, left)
-    return torch.cat(parts)
-
-
-def changed_by_layer(
-    model: HookedModel, graph: Graph, weights: LoadedWeights, base: Recorded, other: Recorded
+    model: HookedModel, graph: Graph, weights: LoadedWeights, run: Recorded, base: Recorded | None = None
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
-    """Yield what each sender adds in another run less what it adds in the base run, some senders at a time."""
-    left: list[Left] = []
-    yield (other("resid_pre", 0) - base("resid_pre", 0))[None]
+    """Yield what each sender adds in a run, less what it adds in a base run if one is given, some senders at a time."""
+    left = list[Left]()
+
+    def added(site: str, layer: int) -> Tensor:
+        return run(site, layer) if base is None else run(site, layer) - base(site, layer)
+
+    yield added("resid_pre", 0)[None]
     for layer in range(graph.n_layers):
         shares = HeadShares(model, layer, weights)
-        if shares.norm is None:  # shares are linear in z
-            z, before = (base(site, layer) for site in ("z", "attn_out"))
+        if base is None:
+            yield _by_heads(shares, run, layer, left)
+        elif shares.norm is None:  # shares are linear in z
+            before = base("attn_out", layer)
             # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
-            outputs, added = shares.of(other("z", layer) - z), other("attn_out", layer) - before
-            left.append((layer, *_sizes(outputs.sum(1) - added.to(outputs), before)))
+            outputs, _ = shares.of(added("z", layer))
+            left.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
-            yield _by_heads(shares, other, layer, left) - _by_heads(shares, base, layer, left)
-        yield (other("mlp_out", layer) - base("mlp_out", layer))[None]
+            yield _by_heads(shares, run, layer, left) - _by_heads(shares, base, layer, left)
+        yield added("mlp_out", layer)[None]
     _refuse_what_is_left(model, left)
 
 
@@ -139,7 +125,7 @@ def _by_heads(
     shares: HeadShares, recorded: Recorded, layer: int, left: list[Left]
 ) -> Float[Tensor, "head position d_model"]:
     z, added = recorded("z", layer), recorded("attn_out", layer)
-    outputs, bias = shares.of(z), shares.of_bias(z)
+    outputs, bias = shares.of(z)
     left.append((layer, *_sizes(outputs.sum(1) + bias - added.to(outputs), added)))
     return outputs.movedim(1, 0).to(added)
 
@@ -174,7 +160,6 @@ class Exchanged:
 
     def __init__(self, model: HookedModel, graph: Graph, source: Replacement, weights: LoadedWeights):
         self.model, self.source, self.graph, self._weights = model, source, graph, weights
-        self._mean: Tensor | None = None
 
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:
         """Return what represents each sender's output in a prompt of some length."""
@@ -184,15 +169,14 @@ class Exchanged:
             return torch.zeros(size, dtype=self.model.dtype, device=self.model.device)
         if isinstance(self.source, Resample):
             return self._run(self.source.pool[self.source.donors[example]])
-        assert isinstance(self.source, Mean)
-        if self._mean is None:
-            self._mean = self._mean_of(self.source)
         return self._mean.expand(-1, length, -1)
 
-    def _mean_of(self, source: Mean) -> Float[Tensor, "sender position d_model"]:
+    @cached_property
+    def _mean(self) -> Float[Tensor, "sender position d_model"]:
         """Return the mean over the data set; one position where it is one over tokens."""
-        by_position, total, count = source.mean_over == "examples", torch.zeros(()), 0
-        for prompt in source.pool:
+        assert isinstance(self.source, Mean)
+        by_position, total, count = self.source.mean_over == "examples", torch.zeros(()), 0
+        for prompt in self.source.pool:
             outputs = self._run(prompt).double()
             # float64: a sum of many prompts in bfloat16 stops growing.
             total = total + (outputs if by_position else outputs[:, 1:].sum(1, keepdim=True))
@@ -203,7 +187,7 @@ class Exchanged:
         batch = Batch.of([list(prompt.ids)], pad_id(self.model.tokenizer))
         activations, _ = capture(self.model, batch, hook_names(self.graph))
         recorded = lambda site, layer: activations[SITES[site].hook_name(layer)][0]  # noqa: E731
-        return written(self.model, self.graph, self._weights, recorded)
+        return torch.cat([*written(self.model, self.graph, self._weights, recorded)])
 
 
 READ = ("q", "k", "v", "mlp_in")
@@ -239,7 +223,8 @@ class BothRuns:
 
     Attributes:
         wave: the recorded runs: the base run is row 0, the other row 1.
-        start: the first position at which the prompts differ.
+        first: the first position at which senders differ from what they are exchanged for.
+        start: the first position that is recomputed.
         stop: the position after the last that is read.
         kept: the positions that are read.
 
@@ -272,33 +257,21 @@ class BothRuns:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
         self.kept = plan.positions[example]
         self.stop = self.kept[-1] + 1
+        self.first = 0
+        if exchanged is None:
+            assert plan.pair.other is not None
+            base, other = plan.pair.base[example], plan.pair.other[example]
+            short = original_length(self.model.rotary_by_length)
+            # Where one prompt alone is longer than that, equal tokens are turned otherwise.
+            if (len(base) > short) == (len(other) > short):
+                self.first = first_difference(base, other)
         # Metrics read rows: a position that is read lies in them also where it comes before the first difference.
-        self.start = min(self._first, self.kept[0])
+        self.start = min(self.first, self.kept[0])
         self.changes: Float[Tensor, "sender position d_model"] = self._changes()
-
-    @property
-    def _first(self) -> int:
-        """The first position at which senders differ from what they are exchanged for."""
-        if self.exchanged is not None:
-            return 0
-        assert self.plan.pair.other is not None
-        lengths = {len(side[self.example]) for side in (self.plan.pair.base, self.plan.pair.other)}
-        if len({length > original_length(self.model.rotary_by_length) for length in lengths}) == 2:
-            return 0  # equal tokens are turned otherwise
-        return first_difference(self.plan.pair.base[self.example], self.plan.pair.other[self.example])
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""
         return self.wave.recording.activations[SITES[site].hook_name(layer)][0]
-
-    def place(self, positions: tuple[int, ...] | None = None) -> Place | None:
-        """Return a place where outputs are exchanged at some positions (None: at all); None where nothing feels it."""
-        if self._first >= self.stop:
-            return None
-        if positions is None:
-            return Place(self.start)
-        at = tuple(position for position in positions if self.start <= position < self.stop)
-        return Place(min(*at, self.kept[0]), at) if at else None
 
     def other(self, site: str, layer: int) -> Tensor:
         """Return an activation of the other run, `position ...`."""
@@ -324,9 +297,10 @@ class BothRuns:
             size = len(graph.senders), self.stop - self.start, self.model.shape.d_model
             changes, first = self.base("resid_pre", 0).new_empty(size), 0
             # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
-            for some in changed_by_layer(self.model, graph, weights, changing(self.base), changing(self.other)):
+            for some in written(self.model, graph, weights, changing(self.other), changing(self.base)):
                 changes[first : first + len(some)] = some
                 first += len(some)
             return changes
         outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
-        return outside[:, self.start : self.stop] - written(self.model, graph, weights, changing(self.base))
+        adds = torch.cat([*written(self.model, graph, weights, changing(self.base))])
+        return outside[:, self.start : self.stop] - adds

@@ -464,10 +464,10 @@ def read_graph_file(
             f"{file} is the graph of {sizes[0]} layers of {sizes[1]} heads{', parallel blocks' * sizes[2]}; this model "
             f"has {graph.n_layers} of {graph.n_heads}{', parallel blocks' * graph.parallel}."
         )
-    edges = [(graph.edge_named(name), score, inside) for name, score, inside in read]
     scores: dict[int, float] = {}
     inside_of: dict[int, set[bool]] = {}
-    for edge, score, inside in edges:
+    for name, score, inside in read:
+        edge = graph.edge_named(name)
         # EAP-IG has an edge for each query head of a group: the one edge here carries all of their effects.
         scores[edge] = scores.get(edge, 0.0) + score
         inside_of.setdefault(edge, set()).add(inside)
@@ -507,18 +507,23 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
     sources, targets = _names(graph)
     sends = dict.fromkeys(sources, False) | {"logits": True}
     edges: dict[str, dict[str, Any]] = {}
-    for target, (receiver, parts) in targets.items():
+    by_name = np.zeros((len(sources), len(targets)), dtype=np.float32)
+    members = np.zeros(by_name.shape, dtype=bool)
+    for column, (target, (receiver, parts)) in enumerate(targets.items()):
         for sender in range(int(graph.reach[receiver])):
             edge = graph.edge(sender, receiver)
             # Divided among the query heads, so that reading it back adds up to the effect.
-            edges[f"{sources[sender]}->{target}"] = {"score": scores[edge] / parts, "in_graph": bool(inside[edge])}
-            sends[sources[sender]] |= bool(inside[edge])
+            score, is_in = scores[edge] / parts, bool(inside[edge])
+            edges[f"{sources[sender]}->{target}"] = {"score": score, "in_graph": is_in}
+            by_name[sender, column], members[sender, column] = score, is_in
+            sends[sources[sender]] |= is_in
     make_folder(file.parent)
     if file.suffix == ".json":
         nodes = {name: {"in_graph": one} for name, one in sends.items()}
         write_json(file, {"cfg": cfg, "nodes": nodes, "edges": edges})
     else:
-        content = _tensors(edges, sources, list(targets))
+        content: dict[str, Any] = {"edges_scores": torch.from_numpy(by_name)}
+        content |= {"edges_in_graph": torch.from_numpy(members)}
         content |= {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
         content["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
         write_atomically(file, lambda temporary: torch.save(content, temporary))
@@ -584,13 +589,3 @@ def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:
                 targets[f"a{layer}.h{head}<{kind}>"] = names[f"{kind} {layer}.{own}"], 1 if kind == "q" else group
         targets[f"m{layer}"] = names[f"mlp {layer}"], 1
     return sources, targets | {"logits": (names["logits"], 1)}
-
-
-def _tensors(edges: dict[str, dict[str, Any]], sources: list[str], targets: list[str]) -> dict[str, Any]:
-    scores, inside = torch.zeros(len(sources), len(targets)), torch.zeros(len(sources), len(targets), dtype=torch.bool)
-    row, column = ({name: i for i, name in enumerate(names)} for names in (sources, targets))
-    for name, one in edges.items():
-        source, target = name.split("->")
-        scores[row[source], column[target]] = one["score"]
-        inside[row[source], column[target]] = one["in_graph"]
-    return {"edges_scores": scores, "edges_in_graph": inside}

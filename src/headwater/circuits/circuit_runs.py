@@ -19,7 +19,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from numpy import ndarray
-from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
@@ -36,7 +35,7 @@ from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, plain_text, table_html, whole_summary, with_interval
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
-from headwater.stats.resample import Bootstrap, percentile_interval
+from headwater.stats.resample import Bootstrap, interval
 
 MOST_PLACEBOS = 1000
 
@@ -99,9 +98,7 @@ class CircuitRuns(ByMetric, Result):
             )
             rank = f" (p = {row['p_value']:.2g})" if np.isfinite(row["p_value"]) else ""
             sentences.append(f"{sentence}{beside_placebos(row)}{rank}.".replace("_", " "))
-        if left := gap_sentence(self.table):
-            sentences.append(left)
-        sentences += discovery_sentences(self.run)
+        sentences += [*gap_sentences(self.table), *discovery_sentences(self.run)]
         sentences.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
         return sentences
 
@@ -231,7 +228,7 @@ def run_circuits(
         return ran(outcome, Lineup.of(named, placebos, seed), run)
 
     result = run_or_resume(CircuitRuns, "run_circuits", model, options, work, out=out, seed=seed, progress=progress)
-    if left := gap_sentence(result.table):
+    for left in gap_sentences(result.table):
         warnings.warn(left, stacklevel=2)
     return result
 
@@ -282,27 +279,22 @@ class Lineup:
 
 
 def ran(outcome: Outcome, lineup: Lineup, run: Run) -> CircuitRuns:
-    """Run a lineup on all pairs, a pair in a piece."""
-    values, baselines = measured(outcome, [circuit.edges for circuit in lineup.all], run)
+    """Run a lineup on all pairs."""
     members = [pd.DataFrame({"circuit": name, "edge": circuit.edges}) for name, circuit in lineup.named.items()]
-    table = tabulated(outcome.metrics, lineup, values, baselines)
+    table = measured(outcome, lineup, run)
     return CircuitRuns(table, run.record, lineup.shapes, pd.concat(members, ignore_index=True), lineup.graph.sizes)
 
 
-def measured(outcome: Outcome, circuits: Sequence[Any], run: Run) -> tuple[Tensor, Tensor]:
-    """Return the metrics of circuits, `example circuit metric`, and the baselines, `example metric 3`."""
+def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
+    """Run a lineup on all pairs, a pair in a piece, and lay the metrics out as the rows of `hw.run_circuits`."""
+    circuits = [circuit.edges for circuit in lineup.all]
     measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
     with run.bar("circuits", "pair", len(outcome)) as bar:
         pieces = list(run.pieces("circuits", range(len(outcome)), measure, bar))
-    return torch.stack([one["values"] for one in pieces]), torch.stack([one["baselines"] for one in pieces])
-
-
-def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines: Tensor) -> pd.DataFrame:
-    """Lay values `example circuit metric` out as the rows of `hw.run_circuits`."""
+    values, baselines = (torch.stack([one[name] for one in pieces]).double() for name in ("values", "baselines"))
     n_examples, n_circuits, n_metrics = values.shape
-    ends = baselines.double().unbind(-1)
-    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in ends)
-    flat, gap = values.double().flatten().numpy(), clean - corrupted
+    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in baselines.unbind(-1))
+    flat, gap = values.flatten().numpy(), clean - corrupted
     # Where the gap is below what rounding makes there is nothing to be a share of.
     wide = np.abs(gap) > floor
 
@@ -314,7 +306,7 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
         "circuit": each(lineup.names),
         "edges": each([len(one) for one in lineup.all]).astype(np.int64),
         "edges_on_a_path": each([len(one.on_a_path) for one in lineup.all]).astype(np.int64),
-        "metric": np.tile(np.asarray(metrics, dtype=object), n_examples * n_circuits),
+        "metric": np.tile(np.asarray(outcome.metrics, dtype=object), n_examples * n_circuits),
         "value": flat,
         "clean": clean,
         "corrupted": corrupted,
@@ -324,18 +316,18 @@ def tabulated(metrics: Sequence[str], lineup: Lineup, values: Tensor, baselines:
     return pd.DataFrame(columns)
 
 
-def gap_sentence(table: pd.DataFrame) -> str | None:
+def gap_sentences(table: pd.DataFrame) -> list[str]:
     """Say of how many prompts the gap is not more than rounding, if of any."""
     alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
     for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]
         if len(missing):
             some = ", ".join(map(str, missing["example"].tolist()[:8]))
-            return (
+            return [
                 f"{len(missing)} of {len(part)} prompts ({some}) have no faithfulness on {metric}: "
                 "clean and corrupted run differ by no more than rounding there."
-            )
-    return None
+            ]
+    return []
 
 
 def discovery_sentences(run: RunRecord) -> list[str]:
@@ -379,7 +371,7 @@ def ratio_of_means(
     value: Float[ndarray, "example _"], clean: Values, corrupted: Values, *, seed: int = 0
 ) -> Float[ndarray, "draw _"]:
     """Return the faithfulness of circuits, a column each: over the prompts, and in draws of them with replacement."""
-    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES if len(value) > 1 else 0, seed=seed)
+    draws = Bootstrap.of(range(len(value)), draws=RESAMPLES, seed=seed)
     # The same prompts above and below the line in each draw: their noise is shared.
     gap = np.repeat((clean - corrupted)[:, None], value.shape[1], 1)
     return np.asarray(draws.ratio(value - corrupted[:, None], gap))
@@ -396,29 +388,16 @@ def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: o
         alone = part[part["placebo"].isna()]
         clean, corrupted = alone["clean"].to_numpy(), alone["corrupted"].to_numpy()
         draws = ratio_of_means(alone["value"].to_numpy()[:, None], clean, corrupted, seed=seed)
-        low, high = percentile_interval(draws, level)
         drawn = part[part["placebo"].notna()]
         others = drawn.pivot_table(index="example", columns="placebo", values="value", sort=False)
         f = ratio_of_means(others.to_numpy(), clean, corrupted)[0] if len(drawn) else np.zeros(0)
-        rows.append(
-            {
-                "circuit": circuit,
-                "metric": metric,
-                "edges": int(alone["edges"].iloc[0]),
-                "edges_on_a_path": int(alone["edges_on_a_path"].iloc[0]),
-                "examples": len(alone),
-                "value": float(alone["value"].mean()),
-                "faithfulness": float(draws[0, 0]),
-                "low": float(low[0]),
-                "high": float(high[0]),
-                "placebo": float(f.mean()) if len(f) else np.nan,
-                "placebo_high": float(np.quantile(f, 0.95)) if len(f) else np.nan,
-                "overlap": float(drawn["overlap"].mean()) if len(drawn) else np.nan,
-                # Counted with the circuit itself among them: p is never 0.
-                "p_value": (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f)) if len(f) else np.nan,
-            }
-        )
-    return pd.DataFrame(rows)
+        # p counts the circuit itself among its placebos: it is never 0.
+        p = (1 + int((f >= draws[0, 0]).sum())) / (1 + len(f))
+        chance = [f.mean(), np.quantile(f, 0.95), drawn["overlap"].mean(), p] if len(f) else [np.nan] * 4
+        counts = int(alone["edges"].iloc[0]), int(alone["edges_on_a_path"].iloc[0]), len(alone)
+        rows.append([circuit, metric, *counts, alone["value"].mean(), *interval(draws[:, 0], level), *chance])
+    columns = ["circuit", "metric", "edges", "edges_on_a_path", "examples", "value", "faithfulness", "low", "high"]
+    return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_high", "overlap", "p_value"])
 
 
 def beside_placebos(row: Mapping[Any, Any]) -> str:

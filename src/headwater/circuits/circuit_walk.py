@@ -30,7 +30,6 @@ from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
-from headwater.models.positions import Prompt
 from headwater.models.sites import SITES
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_seed
@@ -77,8 +76,8 @@ class Outcome:
         batch_size, seed = check_call(model, batch_size), checked_seed(seed)
         first, second = read_pairs(model, clean, corrupted)
         metrics = metrics_at_logits(metric, "circuits are read")
-        options = {**prompt_options(first, second), "values": "other run"}
-        given: dict[str, Any] = {"clean": _ids(first), "corrupted": None if second is None else _ids(second)}
+        options: dict[str, Any] = {**prompt_options(first, second), "values": "other run"}
+        given = dict(zip(("clean", "corrupted"), options["prompts"], strict=True))
         source: Replacement | None = None
         if isinstance(values, str) and values == "other run":
             if second is None:
@@ -97,8 +96,8 @@ class Outcome:
                 )
             refuse_other_kinds(source)
             pool = source.inputs.dataset
-            given |= {"values": values, "dataset": None if pool is None else _ids(pool)}
             options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
+            given |= {"values": values, "dataset": options["prompts"][1]}
         # Another prompt's run is a run like the other prompt's: from here on it is one.
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
@@ -148,7 +147,6 @@ class CircuitRunner:
         self._weights = LoadedWeights(self.plan.model, fingerprint)
         source = outcome.source
         self._exchanged = None if source is None else Exchanged(self.plan.model, self.graph, source, self._weights)
-        self._shares: list[HeadShares] = []
         self._walks: dict[int, tuple[CircuitWalk, Tensor]] = {}
         self._is_checked = False
 
@@ -158,10 +156,14 @@ class CircuitRunner:
             walk, baselines = self._walk(example)
             if example == 0 and not self._is_checked:
                 # By itself: beside other circuits it would change their last digits, and a resumed search with them.
-                full = walk.measure([np.arange(self.graph.n_edges)], self.plan.batch_size)[0]
+                full = walk.measure([np.arange(self.graph.n_edges)])[0]
                 self._refuse_another_model(walk, full, baselines[:, 0])
-            values = walk.measure(circuits, self.plan.batch_size)
+            values = walk.measure(circuits)
         return {"values": values, "baselines": baselines}
+
+    @cached_property
+    def _shares(self) -> list[HeadShares]:
+        return [HeadShares(self.plan.model, layer, self._weights) for layer in range(self.graph.n_layers)]
 
     def _walk(self, example: int) -> tuple[CircuitWalk, Float[Tensor, "metric 3"]]:
         """Return what runs circuits on an example, made now unless it is kept, and its baselines."""
@@ -169,9 +171,6 @@ class CircuitRunner:
             if len(self._walks) >= self.keep:
                 self._walks.popitem()  # the last one, so that the first ones serve every round
             runs = BothRuns(self.plan, self.graph, example, self._weights)
-            if not self._shares:
-                layers = range(self.graph.n_layers)
-                self._shares = [HeadShares(self.plan.model, layer, self._weights) for layer in layers]
             shares, values = self._shares, self._exchanged
             outside = of_other_run(runs, shares) if values is None else of_values(runs, shares, values)
             walk = CircuitWalk(EdgeRows(runs, outside.start), outside, shares, self._weights)
@@ -203,10 +202,6 @@ class CircuitRunner:
                 f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "
                 f"against {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
             )
-
-
-def _ids(prompts: Sequence[Prompt]) -> list[list[int]]:
-    return [list(prompt.ids) for prompt in prompts]
 
 
 def _largest_logit(walk: CircuitWalk) -> float:
@@ -279,7 +274,7 @@ def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
 
     entering = [of("resid_pre", layer) for layer in layers]
     middle = entering if runs.wave.blocks.parallel else [entering[layer] + of("attn_out", layer) for layer in layers]
-    heads = [shares[layer].of(of("z", layer)) for layer in layers]
+    heads = [shares[layer].of(of("z", layer))[0] for layer in layers]
     mlps = [of("mlp_out", layer) for layer in layers]
     last = of("resid_post", layers[-1])
     return ComplementRun(runs.start, True, entering[0], [*entering, last], middle, heads, mlps)
@@ -295,7 +290,8 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
         heads.append(sent[first : first + n_heads].movedim(0, 1))
         mlps.append(sent[first + n_heads])
         # Values are of no run: streams are added up sender by sender. The biases belong to no edge.
-        attended = entering[-1] + heads[-1].sum(1) + share.of_bias(runs.base("z", layer)[: runs.stop]).to(sent)
+        _, bias = share.of(runs.base("z", layer)[: runs.stop])
+        attended = entering[-1] + heads[-1].sum(1) + bias.to(sent)
         middle.append(entering[-1] if parallel else attended)
         entering.append(attended + mlps[-1])
     return ComplementRun(0, False, sent[0], entering, middle, heads, mlps)
@@ -313,32 +309,29 @@ class CircuitWalk:
     def __init__(self, rows: EdgeRows, outside: ComplementRun, shares: Sequence[HeadShares], weights: LoadedWeights):
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
         self.runs, self.graph = rows.runs, rows.runs.graph
-        self.receivers = [Receivers(rows, layer) for layer in range(self.graph.n_layers)]
+        self.receivers = [Receivers(rows, layer, attached=True) for layer in range(self.graph.n_layers)]
         self._projections: dict[int, _Projection] = {}
 
-    def measure(self, circuits: Sequence[Indices], batch_size: int | None = None) -> Float[Tensor, "circuit metric"]:
+    def measure(self, circuits: Sequence[Indices]) -> Float[Tensor, "circuit metric"]:
         """Return the metrics of the runs of some circuits, given as edges, ascending."""
         values = torch.zeros(len(circuits), len(self.runs.plan.metrics), dtype=torch.float64)
         live = [self._live(edges) for edges in circuits]
         order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together
 
         def run(some: list[int]) -> None:
-            values[torch.tensor(some)] = self._measured(live, some)
+            try:
+                values[torch.tensor(some)] = self.rows.measure(_Batch(self, [live[i] for i in some]).last())
+            except NotFiniteRowError as error:
+                raise self.rows.not_finite(f"circuit {some[error.row]} alone") from None
 
         hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
         with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
-            first, at_once = 0, 0
+            first = 0
             while first < len(order):
-                at_once = batch_size or self._at_once([live[i] for i in order[first:]])
+                at_once = self.runs.plan.batch_size or self._at_once([live[i] for i in order[first:]])
                 in_halves([int(i) for i in order[first : first + at_once]], run)
                 first += at_once
         return values
-
-    def _measured(self, live: Sequence[Indices], some: list[int]) -> Float[Tensor, "circuit metric"]:
-        try:
-            return self.rows.measure(_Batch(self, [live[i] for i in some]).last())
-        except NotFiniteRowError as error:
-            raise self.rows.not_finite(f"circuit {some[error.row]} alone") from None
 
     def _live(self, edges: Indices) -> Indices:
         # A norm after attention divides by the size of all heads together: each head depends on what the others read.
@@ -472,7 +465,7 @@ class _Batch:
                 given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
         # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
         z = projection.receivers.heads_of(given)
-        changes = self.walk.shares[layer].of(z) - self.outside.heads[layer]
+        changes = self.walk.shares[layer].of(z)[0] - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
 
     def _mlp(self, layer: int) -> None:

@@ -31,12 +31,11 @@ from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
     Lineup,
     discovery_sentences,
-    gap_sentence,
+    gap_sentences,
     measured,
     ratio_of_means,
     run_circuits,
     summarized,
-    tabulated,
 )
 from headwater.circuits.circuit_walk import Outcome
 from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
@@ -131,9 +130,7 @@ class CircuitCurve(ByMetric, Result):
                 for row in part.to_dict("records")
             ]
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
-        if left := gap_sentence(self.table):
-            sentences.append(left)
-        return [*sentences, *discovery_sentences(self.run)]
+        return [*sentences, *gap_sentences(self.table), *discovery_sentences(self.run)]
 
     def __repr__(self) -> str:
         sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()
@@ -215,14 +212,13 @@ def circuit_curve(
 
     def work(run: Run) -> CircuitCurve:
         lineup = Lineup.of(named, placebos, seed)
-        table = tabulated(outcome.metrics, lineup, *measured(outcome, [one.edges for one in lineup.all], run))
+        table = measured(outcome, lineup, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
         return CircuitCurve(table, run.record, lineup.shapes)
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
-    for left in [gap_sentence(result.table), *discovery_sentences(result.run)]:
-        if left:
-            warnings.warn(left, stacklevel=2)
+    for left in [*gap_sentences(result.table), *discovery_sentences(result.run)]:
+        warnings.warn(left, stacklevel=2)
     return result
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.estimates import DRAWN, Slopes, gradient_scores, strength, strongest_and_drawn, sublayer_scores
-from headwater.circuits.exact import THROUGH, ThroughName
+from headwater.circuits.exact import THROUGH, Exact, ThroughName
 from headwater.circuits.graph import Graph, Indices
 from headwater.circuits.pairs import (
     OTHER_RUN,
@@ -41,7 +41,6 @@ from headwater.circuits.pairs import (
     plan_of,
     runs_of,
     say_how_long,
-    source_in,
 )
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
@@ -143,8 +142,7 @@ def edges(
     checked_name("quadrature", quadrature, QUADRATURES)
     graph = Graph.of(model.shape)
     chosen = graph.among(senders, receivers)
-    plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
-    source = source_in(plan, values, dataset, seed)
+    plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
     # Gradients on the way between two embeddings: there have to be two.
     if by == "eap-ig" and source.inputs.kind in ("zero", "mean"):
         raise InputError(
@@ -266,7 +264,7 @@ class EdgeRequest:
             sampled,
             tuple(metric.name for metric in self.plan.metrics),
             self.graph.sizes,
-            self.places.positions,
+            tuple(range(len(self.places))) if self.places.apart else (),
             self.places.roles,
         )
 
@@ -291,7 +289,7 @@ class EdgeRequest:
             runs = pairs.runs(example)
             effects, stage = places.zeros(example, len(edges), len(self.plan.metrics)), int(self.graph.stage[edges[0]])
             for number, place in places.of(runs):
-                effects[number] = pairs.exact(runs, place, self.through).effects(stage, edges)
+                effects[number] = Exact(runs, place, self.through).effects(stage, edges)
         return {"effects": effects}
 
     def _estimates(self, pairs: Pairs, example: int) -> dict[str, Tensor]:
@@ -311,7 +309,7 @@ class EdgeRequest:
             if self.method in ("eap", "eap-ig"):
                 return {"estimates": first_order}
             for number, place in numbered:
-                exact = pairs.exact(runs, place, self.through)
+                exact = Exact(runs, place, self.through)
                 for stage in np.unique(self.graph.stage[edges]):
                     of_layer = np.flatnonzero(self.graph.stage[edges] == stage)
                     estimates[number, of_layer] = sublayer_scores(slopes, exact, int(stage), edges[of_layer])

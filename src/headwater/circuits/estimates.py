@@ -104,12 +104,23 @@ class Slopes:
         refuse_without_gradients(runs.model)
         self.runs, self.shares = runs, shares
         self.recorded: dict[str, Tensor] = {}
-        self._n_layers = runs.graph.n_layers
-        self._final = hook_name("resid_post", self._n_layers - 1)
+        n_layers = runs.graph.n_layers
+        self._final = hook_name("resid_post", n_layers - 1)
         with torch.inference_mode(False), torch.enable_grad(), runs.wave.blocks.fused():
             # The recorded run has a graph for one gradient: EAP needs no run of its own.
-            recorded = runs.wave.recording.forks if shares == (0.0,) else {}
-            self._totals = self._totals_of(self._logits_recorded(recorded) if recorded else self._run())
+            if shares == (0.0,) and (forks := runs.wave.recording.forks):
+                self.recorded = dict(forks)
+                # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
+                forks.clear()
+                logits = runs.wave.logits(self.recorded[self._final][0, list(runs.kept)], 0)[None]
+            else:
+                logits = self._run()
+            reading, owners, metrics = (LOGITS, n_layers), [0] * len(shares), runs.plan.metrics
+            # Each metric, summed over the runs.
+            self._totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in range(len(metrics))]
+        for metric, total in zip(metrics, self._totals, strict=True):
+            if not total.requires_grad:
+                raise InputError(f"The metric {metric.name!r} has no gradient; use method='exact'.")
         self.by_metric = [self._gradients(m) for m in range(len(self._totals))]
 
     def at(self, m: int, site: str, layer: int) -> Float[Tensor, "step position ..."]:
@@ -123,13 +134,6 @@ class Slopes:
         if mlp and not self.runs.wave.blocks.parallel:
             entering = entering + self.recorded[hook_name("attn_out", layer)]
         return entering[: len(self.shares), self.runs.start : self.runs.stop].detach()
-
-    def _logits_recorded(self, recorded: dict[str, Tensor]) -> Float[Tensor, "1 kept d_vocab_or_answer"]:
-        """The logits of the base run as it was recorded, with its graph, which serves once."""
-        self.recorded = dict(recorded)
-        # Serves once: the last backward frees its graph, and a second `Slopes` makes a run of its own.
-        recorded.clear()
-        return self.runs.wave.logits(self.recorded[self._final][0, list(self.runs.kept)], 0)[None]
 
     def _run(self) -> Float[Tensor, "step kept d_vocab_or_answer"]:
         """Run the prompt with embeddings on the way to the other run's, and return its logits, with their graph."""
@@ -155,16 +159,6 @@ class Slopes:
         logits = runs.model.run(batch, hooks, keep=list(runs.kept), grad=True)
         answers = runs.plan.only_answers
         return logits if answers is None else logits[:, :, to_device(answers[runs.example], logits.device)]
-
-    def _totals_of(self, logits: Float[Tensor, "step kept d_vocab_or_answer"]) -> list[Tensor]:
-        """Return each metric, summed over the runs."""
-        runs, reading, owners = self.runs, (LOGITS, self._n_layers), [0] * len(self.shares)
-        metrics = range(len(runs.plan.metrics))
-        totals = [runs.wave.readout.apply(m, reading, logits, owners).sum() for m in metrics]
-        for m, total in enumerate(totals):
-            if not total.requires_grad:
-                raise InputError(f"The metric {runs.plan.metrics[m].name!r} has no gradient; use method='exact'.")
-        return totals
 
     def _gradients(self, m: int) -> dict[str, Tensor]:
         """The gradients of one metric at everything that was kept."""
@@ -254,24 +248,24 @@ def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) ->
     """
     if stage == exact.rows.n_layers:
         return exact.effects(stage, edges)
-    graph, reached = exact.graph, slice(exact.place.start - slopes.runs.start, None)
-    sender, receiver = graph.sender[edges], graph.receiver[edges]
+    graph, metrics = exact.graph, range(len(slopes.by_metric))
+    sender, receiver = torch.from_numpy(graph.sender[edges]), graph.receiver[edges]
     kind, head = (torch.from_numpy(column[receiver]) for column in (graph.receivers.kind, graph.receivers.head))
+    within, mlp = (kind < len(KINDS)).nonzero()[:, 0], (kind == len(KINDS)).nonzero()[:, 0]
     changed = torch.from_numpy(np.flatnonzero(exact.changed[: int(sender.max()) + 1]))
-    device = exact.changes.device
-    estimates = torch.zeros(len(edges), len(slopes.by_metric), dtype=torch.float64, device=device)
-    metrics = range(len(slopes.by_metric))
+    estimates = torch.zeros(len(edges), len(metrics), dtype=torch.float64, device=exact.changes.device)
+
+    def slope(site: str) -> Tensor:
+        reached = slice(exact.place.start - slopes.runs.start, None)
+        return torch.stack([slopes.at(m, site, stage).mean(0)[reached] for m in metrics])
+
     with exact.rows.blocks.fused():
-        if len(changed) and bool((kind < len(KINDS)).any()):
-            slope = torch.stack([slopes.at(m, "z", stage).mean(0)[reached] for m in metrics])
-            before = torch.from_numpy(graph.reach[receiver[kind.numpy() < len(KINDS)]]).max()
-            written = _written_by_heads(exact, stage, changed[changed < before], slope)
-            within = (kind < len(KINDS)).nonzero()[:, 0]
-            estimates[within] = written[kind[within], torch.from_numpy(sender)[within], head[within]].double()
-        if len(changed) and bool((kind == len(KINDS)).any()):
-            slope = torch.stack([slopes.at(m, "mlp_out", stage).mean(0)[reached] for m in metrics])
-            mlp = (kind == len(KINDS)).nonzero()[:, 0]
-            estimates[mlp] = _written_by_mlp(exact, stage, changed, slope)[torch.from_numpy(sender)[mlp]].double()
+        if len(changed) and len(within):
+            before = int(graph.reach[receiver[within.numpy()]].max())
+            written = _written_by_heads(exact, stage, changed[changed < before], slope("z"))
+            estimates[within] = written[kind[within], sender[within], head[within]].double()
+        if len(changed) and len(mlp):
+            estimates[mlp] = _written_by_mlp(exact, stage, changed, slope("mlp_out"))[sender[mlp]].double()
     return estimates.cpu()
 
 
@@ -282,11 +276,9 @@ def _written_by_heads(
     receivers, n_heads = Receivers(exact.rows, layer), slope.shape[2]
     along_gradient = torch.zeros(len(KINDS), len(exact.changes), n_heads, len(slope), device=slope.device)
     for some in senders.split(exact.rows.at_once) if len(senders) else ():
-        with receivers.hooked():
-            projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
+        projected = receivers.projected(receivers.entering + exact.reaching(layer)[0][some])
         for number, kind in enumerate(KINDS):
-            with receivers.hooked():
-                written = receivers.heads_of({kind: projected[kind]}) - receivers.z
+            written = receivers.heads_of({kind: projected[kind]}) - receivers.z
             along = torch.einsum("sphk,mphk->shm", written.to(slope), slope)
             if kind != "q":
                 along = along.unflatten(1, (-1, receivers.group)).sum(2)

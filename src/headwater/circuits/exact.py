@@ -2,8 +2,9 @@
 
     effect(s → r) = metric(base run in which r reads x_r + Δ_s) - metric(base run)
 
-x_r is the residual stream in front of the receiver's norm. The norm, the receiver and everything after it are
-recomputed; every other receiver reads what the run gives it. For the receivers of one layer and many senders at once:
+x_r is the residual stream in front of the receiver's norm, and Δ_s = s(other run) - s(base run). The norm, the receiver
+and everything after it are recomputed; every other receiver reads what the run gives it. For the receivers of one layer
+and many senders at once:
 
 1. The model's own norm and projections make q, k and v of x + Δ_s, for every sender.
 2. The model's own attention makes z of the base run's q, k, v with one of the three exchanged. Heads do not meet before
@@ -14,15 +15,6 @@ recomputed; every other receiver reads what the run gives it. For the receivers 
    and what follows it in the layer; for an MLP, what it makes of x + Δ_s.
 4. All rows are now whole residual streams, and go through the layers above together, a tile at a time: the keys and
    values before the first change are the recorded run's.
-
-By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
-
-    direct   δ_l = Σ Δ_s, over the exchanged senders s before l
-    mlps     the same, and each MLP on the way is recomputed:  δ after it = δ + mlp(x + δ) - mlp(x)
-
-with Δ_s = s(other run) - s(base run). Every head gives what it gave in the base run (an exchanged one what it gave in
-the other), so that a change reaches a receiver along the residual stream, or through MLPs, and through no other head
-(Wang et al. 2022). One walk up the layers serves every receiver of every set of senders.
 """
 
 from __future__ import annotations
@@ -59,12 +51,12 @@ Enter: TypeAlias = Callable[[Tensor], Tensor]
 class EdgeRows:
     """The base run of one example from a position on, with whatever residual streams as rows."""
 
-    def __init__(self, runs: BothRuns, start: int, tile_tokens: int | None = None):
+    def __init__(self, runs: BothRuns, start: int):
         self.runs, self.start, self.stop = runs, start, runs.stop
         self.blocks, self.recording = runs.wave.blocks, runs.wave.recording
         self.n_layers = runs.graph.n_layers
-        tokens = tile_tokens or TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
-        self.at_once = min(MOST_ROWS, max(1, tokens // (self.stop - start)))
+        tokens = TILE_TOKENS.get(runs.model.device.type, TILE_TOKENS["cpu"])
+        self.at_once = min(MOST_ROWS, runs.plan.batch_size or max(1, tokens // (self.stop - start)))
         self.kept = to_device(torch.tensor(runs.kept) - start, runs.model.device)
         """The places of the rows that are read."""
         self._masks: dict[int, Tensor] = {}
@@ -93,8 +85,12 @@ class EdgeRows:
                 for cache in (self.recording.keys, self.recording.values)
             )
             shared = SharedPrefix(keys, values)
+        if layer not in self._masks:
+            visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
+            mask = torch.zeros(visible.shape, dtype=residual.dtype, device=residual.device)
+            self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
         # All rows begin and end alike, so that one mask serves them.
-        mask = self._mask(layer, residual).expand(n_rows, -1, -1, -1)
+        mask = self._masks[layer].expand(n_rows, -1, -1, -1)
         at, kept = self.leaving(layer), None
         if not whole and not isinstance(at, slice):
             kept = at.expand(n_rows, -1)
@@ -113,12 +109,6 @@ class EdgeRows:
         attended, residual = self.attention(layer, residual), residual[:, self.leaving(layer)]
         middle = residual + attended
         return middle + self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
-
-    def finish(self, residual: Float[Tensor, "row position d_model"], layer: int) -> Float[Tensor, "row kept d_model"]:
-        """Send rows that enter a layer through all that are left; return their last states at the positions read."""
-        for number in range(layer, self.n_layers):
-            residual = self.through(number, residual)
-        return residual
 
     def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
         """Return the metrics of rows, given their last states."""
@@ -151,13 +141,6 @@ class EdgeRows:
         entering = self.base("resid_pre", layer)
         return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
 
-    def _mask(self, layer: int, like: Tensor) -> Float[Tensor, "1 1 position key"]:
-        if layer not in self._masks:
-            visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
-            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
-            self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
-        return self._masks[layer]
-
 
 class NotFiniteRowError(Exception):
     """A row's logits hold NaN or infinity."""
@@ -172,10 +155,13 @@ class _AllSeenError(Exception):
 
 
 class Receivers:
-    """What the receivers of one layer make of changed inputs, for many senders at once."""
+    """What the receivers of one layer make of changed inputs, for many senders at once.
 
-    def __init__(self, rows: EdgeRows, layer: int):
-        self.rows, self.layer = rows, layer
+    `hooks` are attached for each call, or by the caller for many (`attached`).
+    """
+
+    def __init__(self, rows: EdgeRows, layer: int, attached: bool = False):
+        self.rows, self.layer, self.attached = rows, layer, attached
         self._given: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}
         self._wanted: frozenset[str] = frozenset()
@@ -183,15 +169,9 @@ class Receivers:
         self.z = rows.base("z", layer)
         self.group = rows.runs.model.shape.group_size
 
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Watch and exchange the layer's q, k, v and z."""
-        with self.rows.runs.model.hooks(self.hooks):
-            yield
-
     @property
     def hooks(self) -> list[Hook]:
-        """What watches and exchanges the layer's q, k, v and z, for as long as it is attached."""
+        """What watches and exchanges the layer's q, k, v and z."""
         return [
             (SITES[site].hook_name(self.layer), replace_hook(partial(self.exchanged, site=site)))
             for site in (*KINDS, "z")
@@ -212,7 +192,8 @@ class Receivers:
     def _run_until(self, wanted: Iterable[str], given: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
         """Call the layer's attention until some sites were seen; return what passed through them."""
         self._wanted, self._given, self._seen = frozenset(wanted), dict(given), {}
-        with contextlib.suppress(_AllSeenError):
+        hooked = contextlib.nullcontext() if self.attached else self.rows.runs.model.hooks(self.hooks)
+        with hooked, contextlib.suppress(_AllSeenError):
             self.rows.attention(self.layer, inputs, whole=True)
         self._wanted, self._given = frozenset(), {}
         return {site: self._seen[site] for site in wanted}
@@ -239,36 +220,31 @@ class Receivers:
         added = self.rows.blocks.project_heads(self.layer, z.flatten(0, 1))
         return added.view(*z.shape[:2], -1)
 
-    def refuse_heads_that_meet(self) -> None:
-        """Check that a head's output hangs on its own q, k and v, and that W_O is all that follows z."""
-        name, layer = self.rows.runs.model.name, self.layer
-        tolerance = max(1e-4, 16 * torch.finfo(self.z.dtype).eps)
-        added = self.rows.base("attn_out", layer)
-        if not _near(self.attended(self.z[None])[0], added, tolerance):
-            raise ModelError(f"Attention of layer {layer} of {name} adds something else than z W_O: no edges there.")
-        projected = self.projected(self.entering[None])
-        for kind in KINDS:
-            heads, n = projected[kind].clone(), projected[kind].shape[2]
-            # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
-            heads[:, :, 0] = 2 * heads[:, :, 0] + 1
-            z, touched = self.heads_of({kind: heads})[0], 1 if kind == "q" else self.group
-            if n > 1 and not _near(z[:, touched:], self.z[:, touched:], tolerance):
-                raise ModelError(
-                    f"The heads of layer {layer} of {name} change with the {kind} of another head: they have no edges "
-                    "of their own."
-                )
-
 
 def refuse_heads_that_meet(rows: EdgeRows) -> None:
-    """Check the structure of every layer, of a model that was not seen to have it."""
+    """Check of every layer that a head's output hangs on its own q, k and v, and that W_O is all that follows z."""
     model = rows.runs.model
     # A property of the model, not of the prompt: once is enough.
     if model.heads_checked:
         return
     for layer in range(rows.n_layers):
-        receivers = Receivers(rows, layer)
-        with receivers.hooked():
-            receivers.refuse_heads_that_meet()
+        here = Receivers(rows, layer)
+        tolerance = max(1e-4, 16 * torch.finfo(here.z.dtype).eps)
+        if not _near(here.attended(here.z[None])[0], rows.base("attn_out", layer), tolerance):
+            raise ModelError(
+                f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
+            )
+        projected = here.projected(here.entering[None])
+        for kind in KINDS:
+            heads, n = projected[kind].clone(), projected[kind].shape[2]
+            # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
+            heads[:, :, 0] = 2 * heads[:, :, 0] + 1
+            z, touched = here.heads_of({kind: heads})[0], 1 if kind == "q" else here.group
+            if n > 1 and not _near(z[:, touched:], here.z[:, touched:], tolerance):
+                raise ModelError(
+                    f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
+                    "no edges of their own."
+                )
     model.heads_checked = True
 
 
@@ -277,15 +253,18 @@ def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 class Exact:
-    """Exact effects of the edges of one example, at one place."""
+    """Exact effects of the edges of one example, at one place; `through` as in `ResidualChange`."""
 
-    def __init__(self, runs: BothRuns, place: Place, tile_tokens: int | None = None):
+    def __init__(self, runs: BothRuns, place: Place, through: str = "direct"):
         self.runs, self.place, self.graph = runs, place, runs.graph
-        self.rows = EdgeRows(runs, place.start, tile_tokens)
-        self.changes = runs.changes_at(place)
+        self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
         # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
         self.reaching: Reaching = lambda layer: (self.changes, self.changes)
+        if through != "direct":
+            # Every sender a set of its own: an edge through MLPs is a path from one sender.
+            each = [np.array([sender]) for sender in range(len(self.graph.senders))]
+            self.reaching = ResidualChange(self.rows, self.changes, each, through).at
 
     def effects(self, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
         """Return the effects of edges, all to receivers of one layer (or to the logits: stage `n_layers`)."""
@@ -295,8 +274,11 @@ class Exact:
 
         def measure(some: Sequence[int], enter: Enter) -> None:
             part = torch.tensor(some)
+            going = enter(part)
+            for layer in range(stage + 1, rows.n_layers):
+                going = rows.through(layer, going)
             try:
-                effects[part] = rows.measure(rows.finish(enter(part), stage + 1)) - rows.unedited
+                effects[part] = rows.measure(going) - rows.unedited
             except NotFiniteRowError as error:
                 edge = self.graph.name(int(edges[int(part[error.row])]))
                 raise rows.not_finite(f"the edge {edge} changed") from None
@@ -349,14 +331,12 @@ class Exact:
         """The same for the q, k and v that some senders feed."""
         sender, kind, head = columns
         leaving = self.rows.leaving(receivers.layer)
-        with receivers.hooked():
-            # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
-            projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
+        # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
+        projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
         for number, name in enumerate(KINDS):
             if not len(fed := mine[kind[mine] == number]):
                 continue
-            with receivers.hooked():
-                z = receivers.heads_of({name: projected[name]})[:, leaving]
+            z = receivers.heads_of({name: projected[name]})[:, leaving]
 
             # As defaults: a closure would see the loop's last kind.
             def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
@@ -372,6 +352,16 @@ class Exact:
         read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
         middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
         return middle + rows.blocks.feed_forward(layer, read[:, leaving])
+
+
+# By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
+#
+# direct   δ_l = Σ Δ_s, over the exchanged senders s before l
+# mlps     the same, and each MLP on the way is recomputed:  δ after it = δ + mlp(x + δ) - mlp(x)
+#
+# Every head gives what it gave in the base run (an exchanged one what it gave in the other), so that a change reaches a
+# receiver along the residual stream, or through MLPs, and through no other head (Wang et al. 2022). One walk up the
+# layers serves every receiver of every set of senders.
 
 
 ThroughName: TypeAlias = Literal["direct", "mlps"]

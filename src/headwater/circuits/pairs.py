@@ -34,7 +34,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Exchanged, Place, refuse_other_kinds
-from headwater.circuits.exact import Exact, ResidualChange, refuse_heads_that_meet
+from headwater.circuits.exact import Exact, refuse_heads_that_meet
 from headwater.circuits.graph import Graph, Indices
 from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
@@ -48,11 +48,9 @@ from headwater.patching.prompts import (
     DIRECTIONS,
     PromptPair,
     Prompts,
-    aligned_positions,
     prompt_options,
     read_pairs,
     side_by_side,
-    spans_by_role,
 )
 from headwater.patching.replacements import Replacement, build_replacement
 from headwater.progress import say, spelled_time
@@ -75,16 +73,15 @@ class Places:
     def __len__(self) -> int:
         return max(map(len, self.by_example))
 
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions that are taken apart; none where they are not."""
-        return tuple(range(len(self))) if self.apart else ()
-
     def of(self, runs: BothRuns) -> Iterator[tuple[int, Place]]:
         """Yield the places of an example that can be felt, each with its number."""
+        if runs.first >= runs.stop:
+            return  # nothing that is read feels any sender
         for number, positions in enumerate(self.by_example[runs.example]):
-            if (place := runs.place(positions)) is not None:
-                yield number, place
+            if positions is None:
+                yield number, Place(runs.start)
+            elif at := tuple(position for position in positions if runs.start <= position < runs.stop):
+                yield number, Place(min(*at, runs.kept[0]), at)
 
     def zeros(self, example: int, *size: int) -> Tensor:
         """Return a table with 0 at the places of an example and NaN beyond: its prompt may be shorter than others."""
@@ -103,25 +100,24 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
     """Resolve `over=` (None or `position`) and `positions=` (a mapping for roles), of a plan's prompts."""
     if over is not None:
         checked_name("over", over, ("position",))
-    others = plan.pair.other if plan.pair.other is not None else (None,) * len(plan.pair.base)
-    pairs, base_side = list(zip(plan.pair.base, others, strict=True)), int(not plan.pair.base_is_clean)
-    n = len(pairs)
     if isinstance(where, Mapping):
         if over is not None:
             raise InputError("over='position' and positions by role were both given: give one of them.")
-        by_role = [spans_by_role(where, *pair, i, n, base_side) for i, pair in enumerate(pairs)]
-        for i, (base, other) in enumerate(pairs):
-            for role, span in by_role[i].items():
-                if span.base != span.other and other is not None:
+        by_role = plan.pair.spans(where)
+        for i, spans in enumerate(by_role):
+            for role, span in spans.items():
+                if span.base != span.other:
+                    assert plan.pair.other is not None
+                    both = side_by_side(plan.pair.base[i], plan.pair.other[i])
                     raise InputError(
                         f"The role {role!r} is tokens {list(span.base)} of one prompt of pair {i} and "
                         f"{list(span.other)} of the other. What senders add is exchanged position by position: give "
-                        f"pairs in which roles are at the same positions.\n{side_by_side(base, other)}"
+                        f"pairs in which roles are at the same positions.\n{both}"
                     )
         return Places(tuple(tuple(span.base for span in one.values()) for one in by_role), tuple(where), chosen=True)
-    chosen: list[tuple[int, ...] | None] = [None] * n
+    chosen: list[tuple[int, ...] | None] = [None] * len(plan.pair.base)
     if where is not None:
-        chosen = [aligned_positions(where, *pair, i, n, base_side) for i, pair in enumerate(pairs)]
+        chosen = [spans[""].base for spans in plan.pair.spans(where)]
     if over is None:
         return Places(tuple((one,) for one in chosen), chosen=where is not None)
     apart = [
@@ -162,15 +158,23 @@ def plan_of(
     direction: str,
     batch_size: int | None,
     values: object = OTHER_RUN,
-) -> Plan:
-    """Resolve pairs of prompts, metrics and a direction; with values of their own, prompts need no other."""
+    dataset: Prompts | None = None,
+    seed: int = 0,
+) -> tuple[Plan, Replacement]:
+    """Resolve pairs of prompts, metrics and a direction, and what senders' outputs are exchanged for.
+
+    With values of their own, prompts need no other.
+    """
     checked_name("direction", direction, DIRECTIONS)
     first, second = read_pairs(model, clean, corrupted)
     if second is None and isinstance(values, str) and values == OTHER_RUN:
         raise InputError("Edges need pairs of prompts: give corrupted=, or a table with the columns clean, corrupted.")
     metrics = metrics_at_logits(metric, "edges are measured")
     pair = PromptPair(first, second, direction)
-    return Plan(model, pair, CellTable.unedited(len(first)), metrics, batch_size=batch_size)
+    plan = Plan(model, pair, CellTable.unedited(len(first)), metrics, batch_size=batch_size)
+    source = build_replacement(model, values, dataset, pair, (), seed)
+    refuse_other_kinds(source)
+    return plan, source
 
 
 def metrics_at_logits(metric: Metric | Any, what: str) -> tuple[Metric, ...]:
@@ -179,13 +183,6 @@ def metrics_at_logits(metric: Metric | Any, what: str) -> tuple[Metric, ...]:
     if elsewhere := [one.name for one in metrics if one.site != LOGITS]:
         raise InputError(f"The metric {elsewhere[0]!r} reads the residual stream; {what} at the logits.")
     return metrics
-
-
-def source_in(plan: Plan, values: object, dataset: Prompts | None, seed: int) -> Replacement:
-    """Resolve what senders' outputs are exchanged for."""
-    source = build_replacement(plan.model, values, dataset, plan.pair, (), seed)
-    refuse_other_kinds(source)
-    return source
 
 
 def options_of(plan: Plan, source: Replacement) -> dict[str, object]:
@@ -208,9 +205,6 @@ class Pairs:
         self.plan, self.graph = plan, graph
         self._runs: BothRuns | None = None
 
-    def __len__(self) -> int:
-        return len(self.plan.pair.base)
-
     def runs(self, example: int) -> BothRuns:
         """Return the two runs of a pair, made now unless they are the last ones."""
         if self._runs is None or self._runs.example != example:
@@ -219,31 +213,19 @@ class Pairs:
             self._runs = BothRuns(self.plan, self.graph, example, self._weights, self._exchanged, self._sloped)
         return self._runs
 
-    def tile(self, runs: BothRuns, place: Place) -> int | None:
-        """Return how many tokens go through a sublayer at once, where the caller said how many rows."""
-        return self.plan.batch_size * (runs.stop - place.start) if self.plan.batch_size else None
-
-    def exact(self, runs: BothRuns, place: Place, through: str = "direct") -> Exact:
-        """Return what computes exact effects at a place."""
-        exact = Exact(runs, place, self.tile(runs, place))
-        if through != "direct":
-            # Every sender a set of its own: an edge through MLPs is a path from one sender.
-            each = [np.array([sender]) for sender in range(len(self.graph.senders))]
-            exact.reaching = ResidualChange(exact.rows, exact.changes, each, through).at
-        return exact
-
     def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:
         """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
 
         Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
         """
-        pieces = run.pieces("baselines", range(len(self)), partial(self._baselines, recomputed=recomputed))
+        examples = range(len(self.plan.pair.base))
+        pieces = run.pieces("baselines", examples, partial(self._baselines, recomputed=recomputed))
         return torch.stack([piece["baselines"] for piece in pieces])
 
     def _baselines(self, example: int, recomputed: bool) -> dict[str, Tensor]:
         with torch.no_grad(), self.plan.model.lock:
             runs = self.runs(example)
-            exact = self.exact(runs, Place(runs.start))
+            exact = Exact(runs, Place(runs.start))
             refuse_heads_that_meet(exact.rows)
             unedited = runs.wave.readout.unedited(range(example, example + 1))
             base, other = unedited.unedited[0], unedited.other[0]

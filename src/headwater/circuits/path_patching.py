@@ -19,14 +19,11 @@ list. A list within the list is taken together, and so is what a mapping gives u
     senders=["head 9.9", "head 9.6"]                          two senders
     receivers=[["q 9.9", "q 10.0"], "logits"]                 two receivers, the first of two nodes together
     receivers={"movers": ["q 9.9", "q 10.0"]}                 one, under a name of its own
-
-What `hw.path_patch` found: the effect of each sender by way of each receiver, and what can be asked of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,12 +49,11 @@ from headwater.circuits.pairs import (
     plan_of,
     runs_of,
     say_how_long,
-    source_in,
 )
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device
-from headwater.models.edits import replace_hook
+from headwater.models.edits import Hook, replace_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.part_names import read_part
@@ -238,30 +234,6 @@ class PathEffects(ByMetric, Result):
         return self.metrics[0] if name is None else checked_name("metric", name, self.metrics)
 
 
-def tabulated(
-    effects: Float[Tensor, "example place sender receiver metric"],
-    baselines: Float[Tensor, "example metric 3"],
-    ends: tuple[Sequence[str], Sequence[str]],
-    metrics: Sequence[str],
-    places: Places,
-    options: Mapping[str, Any],
-) -> pd.DataFrame:
-    """Lay effects, NaN where no path leads, out as rows; see `PathEffects.table`. Ends are senders and receivers."""
-    example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
-    if not len(example):
-        raise InputError("No position that was named can change what is read.")
-    senders, receivers, named = (np.array(names, dtype=object) for names in (*ends, metrics))
-    columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
-    columns["through"] = str(options["through"])
-    if places.roles:
-        columns["role"] = np.array(places.roles, dtype=object)[place]
-    elif places.apart:
-        columns["position"] = place
-    effect = effects.numpy()[example, place, sender, receiver, m]
-    columns |= {"metric": named[m], "effect": effect}
-    return pd.DataFrame(columns | beside_baselines(effect, baselines.numpy()[example, m], str(options["direction"])))
-
-
 Ends: TypeAlias = str | Iterable[str | Iterable[str]] | Mapping[str, str | Iterable[str]]
 """Senders or receivers, one by one or together."""
 
@@ -333,8 +305,7 @@ def path_patch(
     ends = [first_layer(graph, r) for r in received.values() for s in sent.values() if has_path(graph, s, r)]
     if not ends:
         graph.refuse_order(next(iter(sent)), next(iter(received)))
-    plan = plan_of(model, clean, corrupted, metric, direction, batch_size, values)
-    source = source_in(plan, values, dataset, seed)
+    plan, source = plan_of(model, clean, corrupted, metric, direction, batch_size, values, dataset, seed)
     places = places_in(plan, over, positions)
     request = PathRequest(plan, source, graph, sent, received, through, places)
     tokens = runs_of(graph, np.array(ends)) * len(places) * changed_tokens(plan, source.since).sum()
@@ -370,8 +341,9 @@ class PathRequest:
         layers = [first_layer(self.graph, one) for one in self.receivers.values()]
         stages = [[i for i, own in enumerate(layers) if own == layer] for layer in sorted(set(layers))]
         baselines = pairs.baselines(run)
-        items = [(example, stage) for example in range(len(pairs)) for stage in stages]
-        size = (len(pairs), len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
+        n_examples = len(self.plan.pair.base)
+        items = [(example, stage) for example in range(n_examples) for stage in stages]
+        size = (n_examples, len(self.places), len(self.senders), len(self.receivers), len(self.plan.metrics))
         effects = torch.full(size, torch.nan, dtype=torch.float64)
 
         def count(item: tuple[int, list[int]]) -> int:
@@ -379,10 +351,24 @@ class PathRequest:
 
         with run.bar("paths", "path", sum(map(count, items))) as bar:
             pieces = run.pieces("layer", items, partial(self._stage, pairs), bar, count)
-            for (example, stage), piece in zip(items, pieces, strict=True):
-                effects[example][:, :, stage] = piece["effects"]
-        ends, metrics = (tuple(self.senders), tuple(self.receivers)), tuple(one.name for one in self.plan.metrics)
-        return PathEffects(tabulated(effects, baselines, ends, metrics, self.places, run.record.options), run.record)
+            for (i, stage), piece in zip(items, pieces, strict=True):
+                effects[i][:, :, stage] = piece["effects"]
+        # A row for each number; NaN where no path leads.
+        example, place, sender, receiver, m = (column.numpy() for column in (~effects.isnan()).nonzero().T)
+        if not len(example):
+            raise InputError("No position that was named can change what is read.")
+        names = list(self.senders), list(self.receivers), [metric.name for metric in self.plan.metrics]
+        senders, receivers, metrics = (np.array(some, dtype=object) for some in names)
+        columns: dict[str, Any] = {"example": example, "sender": senders[sender], "receiver": receivers[receiver]}
+        columns["through"] = self.through
+        if self.places.roles:
+            columns["role"] = np.array(self.places.roles, dtype=object)[place]
+        elif self.places.apart:
+            columns["position"] = place
+        effect, direction = effects.numpy()[example, place, sender, receiver, m], run.record.options["direction"]
+        columns |= {"metric": metrics[m], "effect": effect}
+        columns |= beside_baselines(effect, baselines.numpy()[example, m], str(direction))
+        return PathEffects(pd.DataFrame(columns), run.record)
 
     def _stage(self, pairs: Pairs, item: tuple[int, list[int]]) -> dict[str, Tensor]:
         """Return the effects of all senders by way of some receivers, `position sender receiver metric`."""
@@ -395,8 +381,7 @@ class PathRequest:
             found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
             found[:, ~leads] = torch.nan
             for number, place in self.places.of(runs):
-                paths = Paths(runs, place, self.through, pairs.tile(runs, place))
-                found[number] = paths.effects(senders, receivers)
+                found[number] = Paths(runs, place, self.through).effects(senders, receivers)
         return {"effects": found}
 
 
@@ -432,10 +417,9 @@ Made: TypeAlias = dict[str, Tensor]
 class Paths:
     """Exact effects of paths of one example, at one place; `through` as in `headwater.circuits.exact`."""
 
-    def __init__(self, runs: BothRuns, place: Place, through: str, tile_tokens: int | None = None):
+    def __init__(self, runs: BothRuns, place: Place, through: str):
         self.runs, self.graph, self.through = runs, runs.graph, through
-        self.rows = EdgeRows(runs, place.start, tile_tokens)
-        self.changes = runs.changes_at(place)
+        self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
         self.changed: Bool[np.ndarray, " sender"] = self.changes.flatten(1).any(1).cpu().numpy()
 
     def effects(
@@ -485,8 +469,7 @@ class Paths:
             for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
                 if kinds & set(range(len(KINDS))):
                     receivers_here = Receivers(self.rows, layer)
-                    with receivers_here.hooked():
-                        heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
+                    heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
                 if MLP in kinds:
                     mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
             made: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
@@ -510,8 +493,7 @@ class Paths:
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
             own = receivers[nodes.layer[receivers] == layer]
-            attends = bool((nodes.kind[own] < MLP).any())
-            with self._written(layer, own, which, made) if attends else contextlib.nullcontext():
+            with self.runs.model.hooks(self._writing(layer, own, which, made)):
                 attended = rows.attention(layer, residual)
             leaving = rows.leaving(layer)
             residual = residual[:, leaving]
@@ -523,16 +505,14 @@ class Paths:
                 residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
         return residual
 
-    @contextlib.contextmanager
-    def _written(self, layer: int, own: Indices, which: Tensor, made: dict[int, Made]) -> Iterator[None]:
-        """Write what the receivers of a layer made in place of what they would make."""
-        nodes, hooks = self.graph.receivers, []
+    def _writing(self, layer: int, own: Indices, which: Tensor, made: dict[int, Made]) -> list[Hook]:
+        """Return what writes what the receivers of a layer made in place of what they would make."""
+        nodes, hooks = self.graph.receivers, list[Hook]()
         for number, kind in enumerate(KINDS):
             if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
                 written = partial(_exchanged, heads=heads, given=made[layer][kind][which])
                 hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
-        with self.runs.model.hooks(hooks):
-            yield
+        return hooks
 
     def _named(self, senders: Indices, receivers: Indices) -> str:
         ends = (self.graph.senders, senders), (self.graph.receivers, receivers)

@@ -1,8 +1,6 @@
 """What `hw.edges` found: effects and estimates of edges by example and metric, and what can be asked of them.
 
 The numbers are in tensors, an edge in a column; tables are made of them when they are requested.
-
-A result with several metrics, of which a figure shows one.
 """
 
 from __future__ import annotations

@@ -85,36 +85,6 @@ class Rule:
         return (-self.sign * effect if self.sign else abs(effect)) < self.threshold
 
 
-class _Left:
-    """The circuit that is left, and which senders have an edge in it that leads to the logits."""
-
-    def __init__(self, graph: Graph, together: bool, inside: Bool[np.ndarray, " edge"]):
-        self.graph, self.together, self.inside = graph, together, inside.copy()
-        self.heard: Bool[np.ndarray, " sender"] = np.zeros(len(graph.senders), dtype=bool)
-
-    def copy(self) -> _Left:
-        other = _Left(self.graph, self.together, self.inside)
-        other.heard[:] = self.heard
-        return other
-
-    def leads(self, receiver: int) -> bool:
-        """Whether a receiver leads to the logits, all edges out of its node being decided."""
-        driven = self.graph.driven(receiver, self.together)
-        # The logits are what is to be reached; they drive no sender.
-        return not len(driven) or bool(self.heard[driven].any())
-
-    def decide(self, edge: int, stays: bool) -> None:
-        """Keep an edge that leads to the logits, or take it out."""
-        self.inside[edge] = stays
-        self.heard[self.graph.sender[edge]] |= stays
-
-    def without(self, edge: int) -> Indices:
-        """Return the edges that are left when one more is taken out."""
-        left = self.inside.copy()
-        left[edge] = False
-        return np.flatnonzero(left)
-
-
 class Greedy:
     """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided.
 
@@ -136,7 +106,6 @@ class Greedy:
         self.graph, self.rule, self.evaluate, self.decided = graph, rule, evaluate, decided
         self.start = np.arange(graph.n_edges) if start is None else start
         inside = np.isin(np.arange(graph.n_edges), self.start)
-        self.left = _Left(graph, rule.together, inside)
         self.guessed_in: Bool[np.ndarray, " edge"] = np.zeros(graph.n_edges, dtype=bool)
         self.decision: Int8[np.ndarray, " edge"] = np.where(inside, NOT_TRIED, LEFT_OUT).astype(np.int8)
         self.effect, self.value = np.full((2, graph.n_edges), np.nan)
@@ -145,7 +114,7 @@ class Greedy:
     @property
     def inside(self) -> Indices:
         """The edges that are left, ascending."""
-        return np.flatnonzero((self.decision == KEPT) | (self.decision == NOT_TRIED))
+        return np.flatnonzero(np.isin(self.decision, (KEPT, NOT_TRIED)))
 
     def search(self) -> Greedy:
         """Try all edges, or as many as the budget allows; return the search itself."""
@@ -162,23 +131,29 @@ class Greedy:
 
     def _ahead(self, width: int) -> list[tuple[int, Indices | None]]:
         """Return the next edges, each with the circuit without it if all guesses are right; None: it leads nowhere."""
-        # A copy: guesses are decided in it, and only measured effects in the circuit itself.
-        left, batch, trials = self.left.copy(), [], 0
+        graph, batch, trials = self.graph, list[tuple[int, Indices | None]](), 0
+        # The circuit that is left, and which senders have an edge in it that leads to the logits, as it is guessed.
+        inside, heard = np.isin(self.decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
+        heard[graph.sender[self.decision == KEPT]] = True
         if self.rule.budget is not None:
             width = min(width, self.rule.budget - self.tried)
         leads: dict[int, bool] = {}
         # Edges are numbered by receiver, then sender: from the last number down is ACDC's order.
         for edge in self.start[self.start <= self.next][::-1].tolist():
-            receiver = int(self.graph.receiver[edge])
+            receiver = int(graph.receiver[edge])
             if receiver not in leads:
-                leads[receiver] = left.leads(receiver)
+                # All edges out of its node are decided. The logits are what is to be reached; they drive no sender.
+                driven = graph.driven(receiver, self.rule.together)
+                leads[receiver] = not len(driven) or bool(heard[driven].any())
             # An edge that leads nowhere needs no run: those at the end of a batch are taken along.
             if leads[receiver] and trials >= width:
                 break
-            batch.append((edge, left.without(edge) if leads[receiver] else None))
+            inside[edge] = False
+            batch.append((edge, np.flatnonzero(inside) if leads[receiver] else None))
             trials += leads[receiver]
             # Guessed as it came out in an earlier batch, else removed, as most edges are.
-            left.decide(edge, leads[receiver] and bool(self.guessed_in[edge]))
+            inside[edge] = leads[receiver] and self.guessed_in[edge]
+            heard[graph.sender[edge]] |= inside[edge]
         return batch
 
     def _settle(self, batch: Sequence[tuple[int, Indices | None]], values: Float[np.ndarray, " circuit"]) -> int:
@@ -205,7 +180,6 @@ class Greedy:
 
     def _decide(self, edge: int, decision: int, effect: float) -> None:
         self.decision[edge], self.effect[edge], self.value[edge] = decision, effect, self.now
-        self.left.decide(edge, decision == KEPT)
         self.next = edge - 1
 
 
