@@ -32,7 +32,7 @@ from headwater.pathways.effects import Halves, halves
 from headwater.pathways.tables import span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
+from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, probe_positions, states_at
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -141,7 +141,7 @@ def probe_map(
 
         def compute(part: tuple[str, str]) -> dict[str, Tensor]:
             subset, half = sets[part[0]], split[part[0]]
-            at = map_positions(subset, part[1])
+            at = probe_positions(subset, part[1])
             states = states_at(model, list(subset.table["tokens"]), at, site, batch_size, progress=False)
             logits = {"logit": torch.from_numpy(_logits(states, subset.z, half))}
             if controls:
@@ -215,7 +215,6 @@ def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Ten
 def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
     """Measure how well the length and place of the exact answer alone detect wrong ones."""
     logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
-    known = np.isfinite(logits).all()
-    found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"]))) if known else None
-    names = ("auc", "low", "high")
-    return {"dataset": one.datasets[0]} | dict(zip(names, found or (np.nan, np.nan, np.nan), strict=True))
+    # Of logits with a NaN, where the other half has too few of a kind, the AUC and its interval are NaN.
+    found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"])))
+    return {"dataset": one.datasets[0], "auc": found.value, "low": found.low, "high": found.high}
