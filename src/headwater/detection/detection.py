@@ -43,7 +43,7 @@ from headwater.questions.states import ProbeSiteName, TokenName, check_probe_opt
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size
+from headwater.runs.result import Result, Size, rounded
 from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Bootstrap, percentile_interval
 
@@ -133,7 +133,7 @@ class Detection(Result):
                     "dataset": name,
                     "layers": fits["layer"].tolist(),
                     "q_anchored": round(float(((fits["q_right"] + fits["q_wrong"]) / fits["train"]).mean()), 4),
-                    "auc": {method: None if np.isnan(auc) else round(auc, 4) for method, auc in aucs},
+                    "auc": {method: rounded(value) for method, value in aucs},
                 }
             )
         options = self.run.options

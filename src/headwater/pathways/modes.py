@@ -245,7 +245,7 @@ def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: ND
 #
 # One long table. A row is of an intervention, a way to split, a group and a layer:
 #
-# intervention   EXACT, WINDOWED, BESIDE, RANDOM, ... (`interventions`)
+# intervention   EXACT, WINDOWED, EXACT_ON_RANDOM_ROWS, RANDOM, ... (`interventions`)
 # split_by       how examples are grouped (`modes`); "not split" where all are one group
 # group          "all", or one of the two modes
 # layer          the layer whose probe is read; missing where each fit's own l* is
@@ -257,7 +257,6 @@ ALL, UNSPLIT = "all", "not split"
 FEWEST = 10
 """With fewer examples a mean gets no interval."""
 VALUES = ("flip_rate", "delta_p", "delta_logit")
-WAYS = (UNSPLIT, PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT)
 KEYS = ["dataset", "intervention", "split_by", "group", "layer"]
 NUMBERS = ["examples", *(f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")), "share"]
 Splits: TypeAlias = Mapping[str, Bool[np.ndarray, "seed layer example"] | None]

@@ -8,7 +8,7 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025, Figure 2; Luo et al., 
    way round, for every seed. AUC is that of the halves, averaged; intervals draw questions, with the fits as they are.
 3. Control: labels drawn again among the questions. A probe of many coordinates learns them by heart, and reads nothing
    on the other half: its AUC lies about 0.5, and shows how far chance alone goes.
-4. Beside the map, what needs no states: length and place of the exact answer (`controls.span_logits`).
+4. Beside the map, what needs no states: length and place of the exact answer (`tables.span_logits`).
 """
 
 from __future__ import annotations

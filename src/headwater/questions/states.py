@@ -107,9 +107,9 @@ def states_at(
 ) -> States:
     """Return the state of every layer at one position of each row of token ids.
 
-    What all rows begin with, such as a prompt's examples, is run once (`models.gradients`), and the rest of each row on
-    top of it, where the model gives the same state so as in one run. `editing` gives the hooks of the runs of some
-    rows, given these and how many first tokens are not run with them; no position before `edited_from` is edited.
+    What all rows begin with, such as a prompt's examples, is run once, and the rest of each row on top of it, where the
+    model gives the same state so as in one run. `editing` gives the hooks of the runs of some rows, from these and how
+    many first tokens are not run with them; no position before `edited_from` is edited.
     """
     n_layers = model.shape.n_layers
     states = torch.empty(n_layers, len(tokens), model.shape.d_model)
