@@ -347,8 +347,7 @@ def _of_layer(
     states: Float[ndarray, "row feature"], task: _Task, splits: list[tuple[ndarray, ndarray]]
 ) -> dict[str, Tensor]:
     """Return the logits of one layer, those of its control tasks, and a probe fitted on all rows."""
-    given = (task.groups, splits, task.strengths, task.seed)
-    found = cross_fitted(states, task.labels, *given)
+    found = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
     chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
     weight, bias = fit_linear(states, task.labels, chosen)
     logits, folds, labels = [], [], []

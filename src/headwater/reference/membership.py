@@ -172,7 +172,8 @@ def reproduce_membership(
         check_model(reference, "reference")
     source = published_numbers("membership")
     name = source.name_of(model.name, model.shape, published)
-    options = {"published": name, "benchmark": benchmark, "files": [digest_of_file(Path(file)) for file in files]}
+    digests = [digest_of_file(Path(file)) for file in files]
+    options = {"published": name, "benchmark": benchmark, "files": digests, "reference": reference}
 
     def work(run: Run) -> Reproduction:
         numbers = source.models[name].get(benchmark, {}) if name else {}
@@ -186,8 +187,7 @@ def reproduce_membership(
         rows = compare_membership(scored, benchmark, numbers)
         return Reproduction(compared(rows), name, source.source, [*notes, BEST_K, BLIND], run.record)
 
-    whole = options | {"reference": reference}
-    return run_or_resume(Reproduction, "reproduce_membership", model, whole, work, out=out, progress=progress)
+    return run_or_resume(Reproduction, "reproduce_membership", model, options, work, out=out, progress=progress)
 
 
 def _scored(
