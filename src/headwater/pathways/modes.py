@@ -289,10 +289,10 @@ def mean_effects_of(
 
 def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
     """Average each intervention in the ways to split that are its own; `randomly`: random tokens by their own flips."""
-    told_by = _split_for_controls(splits)
+    for_controls = _split_for_controls(splits)
     tables = []
     for name, measured in pooled.items():
-        by = {UNSPLIT: None, **(splits if name == EXACT else {told_by: splits[told_by]})}
+        by = {UNSPLIT: None, **(splits if name == EXACT else {for_controls: splits[for_controls]})}
         if name == RANDOM and randomly:
             by[RANDOM_SPLIT] = measured.flipped
         tables.append(averaged(measured, by, draws).assign(intervention=name))

@@ -266,7 +266,7 @@ def score_in(reply: str) -> float | None:
 
 
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
-    """Return the score of each key, NaN where there is none, or what an earlier run was told."""
+    """Return the score of each key, NaN where there is none, or what an earlier run got."""
     # In order, unlike a set: pieces are numbered, and a resumed run must cut them in the same way.
     different, workers, failures = list(dict.fromkeys(keys)), workers_of(scorer), FailureLimit()
     size = workers if workers > 1 else JUDGED_AT_ONCE

@@ -108,7 +108,7 @@ def load_questions(
     Args:
         source: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a data frame; one of the world's sets by its
             name (`properties`, `paraphrased`, `natural`, `multi_hop`); a list of these; None for the world's four.
-        format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default told from the first row.
+        format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default read off the first row.
         sample: draw this many questions of each set, without replacement; default all.
         seed: of the draw of questions.
 
@@ -478,7 +478,7 @@ FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
 
 
 def unquoted(text: object) -> object:
-    """Undo a CSV writer's quotation marks around a whole text, where they were left standing."""
+    """Undo a CSV writer's quotation marks around a whole text, where they are still there."""
     if not isinstance(text, str) or len(text) < 3 or not text.startswith('"') or not text.endswith('"'):
         return text
     inner = text[1:-1]
