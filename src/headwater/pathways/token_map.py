@@ -28,7 +28,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
-from headwater.pathways.effects import Halves, halves
+from headwater.pathways.effects import Halves, each_half, halves
 from headwater.pathways.tables import span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -163,10 +163,9 @@ def _logits(
     """Return the logit of z = 1 of every answer at every layer, from the probe of the other half."""
     logits = np.empty((len(half), len(states), half.shape[1]))
     labels = np.broadcast_to(z, half.shape)
-    for seed, layer in np.ndindex(len(half), len(states)):
+    for layer in range(len(states)):
         features = states[layer].double().numpy()
-        for side in (0, 1):
-            other, here = np.flatnonzero(half[seed] != side), np.flatnonzero(half[seed] == side)
+        for seed, other, here in each_half(half):
             logits[seed, layer, here] = read_linear(features[here], *fit_linear(features[other], labels[seed, other]))
     return logits
 
@@ -187,11 +186,7 @@ def _mean_auc(
     logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Bootstrap
 ) -> Float[ndarray, " draw"]:
     """Return the AUC within each half of each seed, averaged, in every draw."""
-    aucs = [
-        auc(logits[seed, here], z[seed, here], counts=draws.per_example(here))
-        for seed in range(len(half))
-        for here in (half[seed] == 0, half[seed] == 1)
-    ]
+    aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
     return np.asarray(np.mean(aucs, axis=0))
 
 
