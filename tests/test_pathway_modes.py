@@ -22,7 +22,7 @@ from headwater.pathways.modes import (
     splits_of,
     within_relations,
 )
-from headwater.pathways.report import survives
+from headwater.pathways.report import SetAtBest
 from headwater.pathways.tables import (
     aware_logits,
     compare,
@@ -231,7 +231,7 @@ def test_the_report_says_no_two_modes_of_three_relations_of_different_difficulty
     names = np.array(["hard", "middling", "easy"], dtype=object)[relation]
     before = rng.normal(0.8, 0.7, 450)
     single = traced(before, before + np.array([-6.0, -3.0, 0.0])[relation] + rng.normal(0, 0.3, 450), names)
-    assert not survives(single, "made")
+    assert not SetAtBest(single, "made").survives
     report = single.report()
     assert any("all relations together, the changes of the probe's logit have two peaks over all" in s for s in report)
     assert any("the dip test does not reject one mode" in sentence for sentence in report)
@@ -239,7 +239,7 @@ def test_the_report_says_no_two_modes_of_three_relations_of_different_difficulty
     assert "Two modes survive the controls on none of the question sets (tested within each rel" in report[-1]
     anchored = rng.random(450) < 0.5
     both = traced(before, np.where(anchored, before - 6, before) + rng.normal(0, 0.3, 450), names)
-    assert survives(both, "made")
+    assert SetAtBest(both, "made").survives
     assert both.report()[-1].startswith("Two modes survive the controls on made (tested within each relation on made)")
     assert both.components.query("population == 'within relations'")["verdict"].iloc[0] == "two modes"
 

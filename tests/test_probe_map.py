@@ -10,7 +10,7 @@ from headwater.pathways.effects import halves
 from headwater.pathways.refusal_rates import Refusals, rates, refusals
 from headwater.pathways.token_map import probe_map
 from headwater.probes.linear import fit_linear
-from headwater.questions.states import MAP_TOKENS, PROBE_TOKENS, map_positions, probe_positions, states_at
+from headwater.questions.states import MAP_TOKENS, PROBE_TOKENS, probe_positions, states_at
 from headwater.stats.discrimination import auc
 from tests import chance
 from tests.test_span_baseline import SAID, answered, coin_flips, model, name_of  # noqa: F401
@@ -58,7 +58,7 @@ def test_every_token_stands_where_its_name_says(told):
     row = told.table.iloc[0]
     first, last = min(row["exact_answer_tokens"]), max(row["exact_answer_tokens"])
     start, end = row["answer_start"], len(row["tokens"]) - 1
-    at = {token: map_positions(told, token)[0] for token in MAP_TOKENS}
+    at = {token: probe_positions(told, token)[0] for token in MAP_TOKENS}
     assert at == {
         "question_last": max(told.exact_question_tokens()[0]), "prompt_last": start - 1, "answer_first": start,
         "before_answer": first - 1, "exact_answer_first": first, "exact_answer_last": last, "after_answer": last + 1,

@@ -6,7 +6,7 @@ import torch
 
 import headwater as hw
 from headwater.models.generation import Generated
-from headwater.pathways.report import survives
+from headwater.pathways.report import SetAtBest
 from headwater.questions import asking
 from headwater.questions.words import span_shapes
 from tests import chance
@@ -109,7 +109,7 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     assert "does not show that the states know which answer is wrong" in first
     assert "100% of the answer, where it is wrong" in second
     assert "does not differ clearly from this" in second or "the probe is worse" in second
-    assert not survives(pathways, "popqa")
+    assert not SetAtBest(pathways, "popqa").survives
     assert pathways.findings()["datasets"][0]["auc_spans"] > 0.95
 
 

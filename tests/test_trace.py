@@ -18,7 +18,7 @@ from headwater.pathways.interventions import (
     block_random_tokens,
     other_question_tokens,
 )
-from headwater.pathways.report import survives
+from headwater.pathways.report import SetAtBest
 from headwater.probes.linear import fit_linear
 from headwater.questions import states
 from headwater.questions.answers import AnsweredQuestions
@@ -69,7 +69,7 @@ def test_a_shift_of_every_example_to_one_side_is_not_reported_as_two_modes(by_qu
     assert verdicts["exact question tokens", "predicted right"] == "one peak"
     assert verdicts["exact question tokens", "predicted wrong"] == "one peak"
     assert verdicts["exact question tokens", "within relations"] == "too few examples"
-    assert not survives(by_question, "lookup")
+    assert not SetAtBest(by_question, "lookup").survives
     report = " ".join(by_question.report())
     assert "Flips go one way" in report
     assert "the two peaks are those of the two predictions" in report

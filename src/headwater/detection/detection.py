@@ -43,7 +43,7 @@ from headwater.questions.states import ProbeSiteName, TokenName, check_probe_opt
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size
+from headwater.runs.result import Result, Size, rounded
 from headwater.stats.discrimination import against_chance, auc
 from headwater.stats.resample import Bootstrap, percentile_interval
 
@@ -133,7 +133,7 @@ class Detection(Result):
                     "dataset": name,
                     "layers": fits["layer"].tolist(),
                     "q_anchored": round(float(((fits["q_right"] + fits["q_wrong"]) / fits["train"]).mean()), 4),
-                    "auc": {method: None if np.isnan(auc) else round(auc, 4) for method, auc in aucs},
+                    "auc": {method: rounded(value) for method, value in aucs},
                 }
             )
         options = self.run.options
@@ -314,8 +314,8 @@ def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> di
     if not (found["low"] > 0.5 and found["gain_high"] >= 0):
         return {}
     return {
-        "probe": f"length and place of the exact answer alone reach AUC {found['auc']:.3f}, {found['low']:.3f} to "
-        f"{found['high']:.3f}: this is not a sign that the states know which answer is wrong"
+        "probe": f"length and place of the exact answer alone reach {_auc(found)}: this is not a sign that the states "
+        "know which answer is wrong"
     }
 
 
@@ -377,12 +377,11 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     if measured.empty:
         return f"{dataset}: no method could be measured."
     best = measured.iloc[0]
-    reached = f"AUC {best['auc']:.3f}, {best['low']:.3f} to {best['high']:.3f}"
     chance = against_chance(best["low"], best["high"])
     many = f"of {len(measured)} methods " if len(measured) > 1 else ""
     sentences = [
         f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
-        f"{NAMES[best['method']]} tells them apart best ({reached}{f'; {chance}' if chance else ''})."
+        f"{NAMES[best['method']]} tells them apart best ({_auc(best)}{f'; {chance}' if chance else ''})."
     ]
     found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # What is short for a method keeps its letters as the first word of a sentence.
@@ -393,13 +392,16 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     ]
     if "question" in found and "probe" in found:
         alone = found["question"]
-        reached = f"AUC {alone['auc']:.3f}, {alone['low']:.3f} to {alone['high']:.3f}"
         sentences.append(
-            f"Relation and popularity alone ({reached}): this {_verdict(alone)} the probe ({_signed(alone)})."
+            f"Relation and popularity alone ({_auc(alone)}): this {_verdict(alone)} the probe ({_signed(alone)})."
         )
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]
     return " ".join(sentences)
+
+
+def _auc(row: Mapping[str, Any] | pd.Series) -> str:
+    return f"AUC {row['auc']:.3f}, {row['low']:.3f} to {row['high']:.3f}"
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

@@ -202,7 +202,7 @@ class AnswerSet:
         return logits
 
     def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Return which training answers are fitted on, and which are told by that: the other half, or the same ones."""
+        """Return which training answers are fitted on, and which are predicted by that: the other half, or the same."""
         if not self.recipe.cross_fit:
             return [(np.arange(len(train)), np.arange(len(train)))]
         return grouped_folds(self.answered.z[train], [self.groups[i] for i in train], 2, seed)

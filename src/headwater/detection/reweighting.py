@@ -47,7 +47,7 @@ from headwater.questions.states import probe_positions
 #
 # What a causal model computes at a position hangs on no later one. Rows that are edited from some position on are run
 # up to it once, and as often as wanted from there on. Beginnings of several lengths lie in one tensor, each up against
-# its end, and go together in one run, which is told by a mask what is before a shorter one.
+# its end, and go together in one run, whose mask says what is before a shorter one.
 
 
 KEPT_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}

@@ -347,9 +347,9 @@ def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPair
 # The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.
 #
 # Of an example only the tokens up to the probe's are run, and gradients are wanted from its first edge on: from E_Q for
-# E_Q→*, from E_A for E_Q→E_A. What comes before is run once without gradients (`models.gradients`), for all examples at
-# once as far as they begin alike. Examples run together in a batch; of these, as many as fit in memory record a graph
-# at once (and half of them, where memory runs out all the same).
+# E_Q→*, from E_A for E_Q→E_A. What comes before is run once without gradients, for all examples at once as far as they
+# begin alike. Examples run together in a batch; of these, as many as fit in memory record a graph at once (and half of
+# them, where memory runs out all the same).
 
 
 BEFORE_A_GRAPH = 16

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.errors import InputError
@@ -110,6 +111,12 @@ def halves(answered: AnsweredQuestions, seeds: int) -> Halves:
             # Only to see now that the half can be split again to choose a layer; it raises where that cannot be.
             grouped_folds(answered.z[rows], [groups[row] for row in rows], FOLDS, seed)
     return half
+
+
+def each_half(half: Halves) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield each half of each seed: the seed, the examples of the other half, and those of this one."""
+    for seed, side in np.ndindex(len(half), 2):
+        yield seed, np.flatnonzero(half[seed] != side), np.flatnonzero(half[seed] == side)
 
 
 def measure(

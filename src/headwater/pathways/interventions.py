@@ -2,7 +2,7 @@
 
     exact question tokens    no later position may attend to E_Q (Luo et al., ACL 2026, §3.2)
     random question tokens   the same for as many others of the question, drawn at random, where it has as many
-`swap` makes those that change the tokens instead. An intervention is a list of rows to run; `after_states` runs them.
+Others change the tokens instead (below). An intervention is a list of rows to run; `after_states` runs them.
 
 States after a knockout in every layer: one ordinary run of many rows, in which hooks sever the edges of each.
 

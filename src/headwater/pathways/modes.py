@@ -245,7 +245,7 @@ def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: ND
 #
 # One long table. A row is of an intervention, a way to split, a group and a layer:
 #
-# intervention   EXACT, WINDOWED, BESIDE, RANDOM, ... (`interventions`)
+# intervention   EXACT, WINDOWED, EXACT_ON_RANDOM_ROWS, RANDOM, ... (`interventions`)
 # split_by       how examples are grouped (`modes`); "not split" where all are one group
 # group          "all", or one of the two modes
 # layer          the layer whose probe is read; missing where each fit's own l* is
@@ -257,7 +257,6 @@ ALL, UNSPLIT = "all", "not split"
 FEWEST = 10
 """With fewer examples a mean gets no interval."""
 VALUES = ("flip_rate", "delta_p", "delta_logit")
-WAYS = (UNSPLIT, PER_LAYER, BEST_LAYER, CROSSED, RANDOM_SPLIT)
 KEYS = ["dataset", "intervention", "split_by", "group", "layer"]
 NUMBERS = ["examples", *(f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")), "share"]
 Splits: TypeAlias = Mapping[str, Bool[np.ndarray, "seed layer example"] | None]
@@ -290,10 +289,10 @@ def mean_effects_of(
 
 def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
     """Average each intervention in the ways to split that are its own; `randomly`: random tokens by their own flips."""
-    told_by = _split_for_controls(splits)
+    for_controls = _split_for_controls(splits)
     tables = []
     for name, measured in pooled.items():
-        by = {UNSPLIT: None, **(splits if name == EXACT else {told_by: splits[told_by]})}
+        by = {UNSPLIT: None, **(splits if name == EXACT else {for_controls: splits[for_controls]})}
         if name == RANDOM and randomly:
             by[RANDOM_SPLIT] = measured.flipped
         tables.append(averaged(measured, by, draws).assign(intervention=name))

@@ -133,16 +133,15 @@ def refusals(
     chat = prompt is None and bool(getattr(model.tokenizer, "chat_template", None))
     prompts: Any = [{"role": "user", "content": f"{ALLOWED}\n{SLOT}"}] if chat else PROMPT if prompt is None else prompt
     frame = question_frame(model, CHAT if chat else "raw", prompts)
-    options = {"answered": answered, "pathways": pathways, "prompt": frame.asking(SLOT)}
-    max_new_tokens = limit_of(model, frame, max_new_tokens)
-    options |= {"max_new_tokens": max_new_tokens}
+    limit = limit_of(model, frame, max_new_tokens)
+    options = {"answered": answered, "pathways": pathways, "prompt": frame.asking(SLOT), "max_new_tokens": limit}
 
     def work(run: Run) -> Refusals:
         rows = answered.table.iloc[sorted(pathways.modes["example"].unique())]
         # A question is asked once, however often it was answered; greedy decoding would repeat itself.
         questions = list(dict.fromkeys(rows["question"]))
         prompts = [frame.asking(question) for question in questions]
-        texts = answer_texts(run, model, prompts, max_new_tokens, "line", batch_size)
+        texts = answer_texts(run, model, prompts, limit, "line", batch_size)
         answers = [texts.get(frame.asking(question), ("", False)) for question in rows["question"]]
         replies = pd.DataFrame(
             {

@@ -6,7 +6,7 @@ layer; the report names the one chosen most often. Two intervals that do not ove
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,18 +56,18 @@ def report_of(pathways: Traced) -> list[str]:
             "The probe reads a token before the answer: nothing there can come from the answer, so A-anchored means "
             "no more here than that no prediction flips."
         )
-    for dataset in pathways.datasets:
-        view = SetAtBest(pathways, dataset)
+    views = [SetAtBest(pathways, dataset) for dataset in pathways.datasets]
+    for view in views:
         for part in (_probe, _spans, _knockout, _modes, _shape, _direction, _awareness, _swaps, _properties):
-            sentences += [f"{dataset}: {sentence}" for sentence in part(view)]
-    return [*sentences, _conclusion(pathways)]
+            sentences += [f"{view.dataset}: {sentence}" for sentence in part(view)]
+    return [*sentences, _conclusion(views)]
 
 
-def _conclusion(pathways: Traced) -> str:
+def _conclusion(views: Sequence[SetAtBest]) -> str:
     """Say where two modes are found, and where that could not be asked."""
-    verdicts = {name: SetAtBest(pathways, name).verdict(EXACT, WITHIN) for name in pathways.datasets}
+    verdicts = {view.dataset: view.verdict(WITHIN) for view in views}
     tested = [name for name, verdict in verdicts.items() if verdict not in (TOO_FEW, NO_RELATIONS)]
-    surviving = [name for name in tested if survives(pathways, name)]
+    surviving = [view.dataset for view in views if view.survives]
     untested = [f"{name}: {verdict}" for name, verdict in verdicts.items() if verdict == TOO_FEW]
     where = ", ".join(surviving) if surviving else "none of the question sets"
     tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
@@ -153,9 +153,9 @@ def _modes(view: SetAtBest) -> Iterator[str]:
         f"with modes by the probe's own flips, as published, ΔP at l* is {_points(q)} for {n_q:,} Q-anchored and "
         f"{_points(a)} for {n_a:,} A-anchored examples (an example counts in both where seeds disagree)."
     )
-    for mode in MODES:
-        if view.members(mode) < FEWEST:
-            yield f"only {view.members(mode)} examples are {mode} at l*: too few for a 95 % band."
+    for mode, members in zip(MODES, (n_q, n_a), strict=True):
+        if members < FEWEST:
+            yield f"only {members} examples are {mode} at l*: too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q[0]) and np.isfinite(a[0]):
         holds = "the two stay apart" if q[2] < a[1] else "the two do not differ clearly"
@@ -172,14 +172,14 @@ def _modes(view: SetAtBest) -> Iterator[str]:
 
 
 def _shape(view: SetAtBest) -> Iterator[str]:
-    verdicts = [view.verdict(EXACT, name) for name in ("all", "predicted right", "predicted wrong")]
+    verdicts = [view.verdict(name) for name in ("all", "predicted right", "predicted wrong")]
     yield (
         f"all relations together, the changes of the probe's logit have {verdicts[0]} over all examples, "
         f"{verdicts[1]} where it said right, {verdicts[2]} where it said wrong."
     )
     if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
-    test = view.component(EXACT, WITHIN)
+    test = view.component(WITHIN)
     if test is not None and test["verdict"] != NO_RELATIONS:
         yield _within(test)
 
@@ -343,15 +343,34 @@ class SetAtBest:
         """How many examples have as many random question tokens as exact ones."""
         return int(self._own(self.pathways.controls_at_best, intervention=RANDOM, group=ALL)["examples"].sum())
 
-    def component(self, intervention: str, population: str) -> pd.Series | None:
-        """The test of one population, if there is one."""
-        rows = self._own(self.pathways.components, intervention=intervention, population=population)
+    def component(self, population: str) -> pd.Series | None:
+        """The test of one population after the knockout of E_Q, if there is one."""
+        rows = self._own(self.pathways.components, intervention=EXACT, population=population)
         return rows.iloc[0] if len(rows) else None
 
-    def verdict(self, intervention: str, population: str) -> str:
+    def verdict(self, population: str) -> str:
         """What the test says."""
-        found = self.component(intervention, population)
+        found = self.component(population)
         return TOO_FEW if found is None else str(found["verdict"])
+
+    @property
+    def survives(self) -> bool:
+        """Whether two modes survive the controls.
+
+        1. Within relations and predictions, the logit changes of E_Q's knockout have two modes (`modes.decided`): all
+           changes together have two peaks also because relations differ, or because two predictions start from two
+           sides.
+        2. Predictions flip more often than when as many random question tokens are knocked out, on the rows that have
+           as many.
+        3. The probe predicts better than the exact answer's length and place, where these predict at all.
+
+        That the groups stay apart under another seed's probe is not a criterion: it reads the same states, and one
+        population stays apart as well.
+        """
+        if self.explained_by_spans:
+            return False
+        exact, random = (self.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
+        return self.verdict(WITHIN) == TWO and exact[1] > random[2]
 
 
 def findings_of(pathways: Traced) -> list[dict[str, Any]]:
@@ -379,8 +398,8 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
                 "flip_rate_random": rounded(random),
                 "random_control_examples": view.controlled,
                 "delta_p": {mode: rounded(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},
-                "components": view.verdict(EXACT, WITHIN),
-                "two_modes_survive": survives(pathways, dataset),
+                "components": view.verdict(WITHIN),
+                "two_modes_survive": view.survives,
             }
         )
     return sets
@@ -394,25 +413,6 @@ def summary_of(pathways: Traced) -> pd.DataFrame:
         by_mode = {f"delta_p_{mode[0].lower()}_anchored": found["delta_p"][mode] for mode in MODES}
         rows.append(flat | by_mode)
     return frame_of(rows)
-
-
-def survives(pathways: Traced, dataset: str) -> bool:
-    """Say whether two modes survive the controls.
-
-    1. Within relations and predictions, the logit changes of E_Q's knockout have two modes (`modes.decided`): all
-       changes together have two peaks also because relations differ, or because two predictions start from two sides.
-    2. Predictions flip more often than when as many random question tokens are knocked out, on the rows that have as
-       many.
-    3. The probe predicts better than the exact answer's length and place, where these predict at all.
-
-    That the groups stay apart under another seed's probe is not a criterion: it reads the same states, and one
-    population stays apart as well.
-    """
-    view = SetAtBest(pathways, dataset)
-    if view.explained_by_spans:
-        return False
-    exact, random = view.control(EXACT_ON_RANDOM_ROWS, ALL, "flip_rate"), view.control(RANDOM, ALL, "flip_rate")
-    return view.verdict(EXACT, WITHIN) == TWO and exact[1] > random[2]
 
 
 def _triple(rows: pd.DataFrame, *columns: str) -> tuple[float, float, float]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
-from headwater.pathways.effects import Effects
+from headwater.pathways.effects import Effects, each_half
 from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.modes import (
     MODES,
@@ -198,8 +198,7 @@ def _components(measured: Effects, exact: ModeEffects, random: ModeEffects | Non
     relations = table["relation"].to_numpy(dtype=object)[first] if known else None
     logits, half = at_layer(measured.before, best), measured.fits.half
     spread = np.empty(logits.shape)
-    for seed, side in np.ndindex(len(half), 2):
-        here = half[seed] == side
+    for seed, _, here in each_half(half):
         spread[seed, here] = logits[seed, here].std() or 1.0
     predicted_wrong = _by_question(logits.mean(0), question) > 0
     populations = {
@@ -256,14 +255,12 @@ def relation_logits(
 ) -> PerExample:
     """Return the log-odds of a wrong answer by relation, counted in the other half, one of each kind added."""
     logits = np.empty(half.shape)
-    for seed, halves in enumerate(half):
-        for side in (0, 1):
-            counted = pd.Series(z[halves != side]).groupby(relations[halves != side]).agg(["sum", "size"])
-            shares = (counted["sum"] + 1) / (counted["size"] + 2)
-            overall = (z[halves != side].sum() + 1) / ((halves != side).sum() + 2)
-            here = halves == side
-            # A relation that the other half lacks has the share of all.
-            logits[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
+    for seed, other, here in each_half(half):
+        counted = pd.Series(z[other]).groupby(relations[other]).agg(["sum", "size"])
+        shares = (counted["sum"] + 1) / (counted["size"] + 2)
+        overall = (z[other].sum() + 1) / (len(other) + 2)
+        # A relation that the other half lacks has the share of all.
+        logits[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
     return logits
 
 
@@ -277,12 +274,10 @@ def relation_answer_logits(
     words = pd.Series(list(answers), dtype=str).str.strip().str.casefold().to_numpy(dtype=object)
     keys = pd.MultiIndex.from_arrays([relations, words])
     by_relation, logits = relation_logits(relations, z, half), np.empty(half.shape)
-    for seed, halves in enumerate(half):
-        for side in (0, 1):
-            other, here = halves != side, halves == side
-            counted = pd.Series(z[other]).groupby(keys[other]).agg(["sum", "size"]).reindex(keys[here], fill_value=0)
-            prior = PRIOR * expit(by_relation[seed, here])
-            logits[seed, here] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
+    for seed, other, here in each_half(half):
+        counted = pd.Series(z[other]).groupby(keys[other]).agg(["sum", "size"]).reindex(keys[here], fill_value=0)
+        prior = PRIOR * expit(by_relation[seed, here])
+        logits[seed, here] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
     return logits
 
 
@@ -318,13 +313,11 @@ def _from_other_half(
     half: Int[np.ndarray, "seed example"],
 ) -> PerExample:
     result = np.full(flips.shape, np.nan)
-    for seed, (q_anchored, halves) in enumerate(zip(flips, half, strict=True)):
-        for side in (0, 1):
-            fitting, here = np.flatnonzero(halves != side), np.flatnonzero(halves == side)
-            if min(q_anchored[fitting].sum(), (~q_anchored[fitting]).sum()) < FEWEST_OF_A_MODE:
-                continue
+    for seed, other, here in each_half(half):
+        q_anchored = flips[seed, other]
+        if min(q_anchored.sum(), (~q_anchored).sum()) >= FEWEST_OF_A_MODE:
             known = features(seed, here)
-            result[seed, here] = read_linear(known[here], *fit_linear(known[fitting], q_anchored[fitting]))
+            result[seed, here] = read_linear(known[here], *fit_linear(known[other], q_anchored))
     return result
 
 
@@ -359,12 +352,11 @@ def _mean_auc(
     draws: Bootstrap, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
-    aucs = []
-    for expected, halves, values in zip(np.broadcast_to(truth, half.shape), half, scores, strict=True):
-        for side in (0, 1):
-            here = (halves == side) & np.isfinite(values)
-            # Resamples are counts of examples, so that one sort of the scores serves all draws.
-            aucs.append(auc(values[here], expected[here], counts=draws.per_example(here)))
+    aucs, expected = [], np.broadcast_to(truth, half.shape)
+    for seed, _, here in each_half(half):
+        known = here[np.isfinite(scores[seed, here])]
+        # Resamples are counts of examples, so that one sort of the scores serves all draws.
+        aucs.append(auc(scores[seed, known], expected[seed, known], counts=draws.per_example(known)))
     # 0 / 0 where no half of a draw holds both kinds: NaN, as meant.
     with np.errstate(invalid="ignore"):
         return np.nansum(aucs, axis=0) / np.isfinite(aucs).sum(0)

@@ -8,7 +8,7 @@ Orgad et al., "LLMs Know More Than They Show", ICLR 2025, Figure 2; Luo et al., 
    way round, for every seed. AUC is that of the halves, averaged; intervals draw questions, with the fits as they are.
 3. Control: labels drawn again among the questions. A probe of many coordinates learns them by heart, and reads nothing
    on the other half: its AUC lies about 0.5, and shows how far chance alone goes.
-4. Beside the map, what needs no states: length and place of the exact answer (`controls.span_logits`).
+4. Beside the map, what needs no states: length and place of the exact answer (`tables.span_logits`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.models.hooked import HookedModel
 from headwater.options import checked_flag, checked_name, checked_repeats, checked_several
-from headwater.pathways.effects import Halves, halves
+from headwater.pathways.effects import Halves, each_half, halves
 from headwater.pathways.tables import span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
-from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, map_positions, states_at
+from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, probe_positions, states_at
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -141,7 +141,7 @@ def probe_map(
 
         def compute(part: tuple[str, str]) -> dict[str, Tensor]:
             subset, half = sets[part[0]], split[part[0]]
-            at = map_positions(subset, part[1])
+            at = probe_positions(subset, part[1])
             states = states_at(model, list(subset.table["tokens"]), at, site, batch_size, progress=False)
             logits = {"logit": torch.from_numpy(_logits(states, subset.z, half))}
             if controls:
@@ -163,10 +163,9 @@ def _logits(
     """Return the logit of z = 1 of every answer at every layer, from the probe of the other half."""
     logits = np.empty((len(half), len(states), half.shape[1]))
     labels = np.broadcast_to(z, half.shape)
-    for seed, layer in np.ndindex(len(half), len(states)):
+    for layer in range(len(states)):
         features = states[layer].double().numpy()
-        for side in (0, 1):
-            other, here = np.flatnonzero(half[seed] != side), np.flatnonzero(half[seed] == side)
+        for seed, other, here in each_half(half):
             logits[seed, layer, here] = read_linear(features[here], *fit_linear(features[other], labels[seed, other]))
     return logits
 
@@ -187,11 +186,7 @@ def _mean_auc(
     logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Bootstrap
 ) -> Float[ndarray, " draw"]:
     """Return the AUC within each half of each seed, averaged, in every draw."""
-    aucs = [
-        auc(logits[seed, here], z[seed, here], counts=draws.per_example(here))
-        for seed in range(len(half))
-        for here in (half[seed] == 0, half[seed] == 1)
-    ]
+    aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
     return np.asarray(np.mean(aucs, axis=0))
 
 
@@ -215,7 +210,6 @@ def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Ten
 def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
     """Measure how well the length and place of the exact answer alone detect wrong ones."""
     logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
-    known = np.isfinite(logits).all()
-    found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"]))) if known else None
-    names = ("auc", "low", "high")
-    return {"dataset": one.datasets[0]} | dict(zip(names, found or (np.nan, np.nan, np.nan), strict=True))
+    # Of logits with a NaN, where the other half has too few of a kind, the AUC and its interval are NaN.
+    found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"])))
+    return {"dataset": one.datasets[0], "auc": found.value, "low": found.low, "high": found.high}

@@ -66,7 +66,7 @@ class Pathways(Result):
     """A row per dataset, example and seed, at l*: `layer, split, logit, margin, predicted_wrong, delta_p, delta_logit,
     mode, crossed_mode` (by the next seed's probe, which reads the same states: a description, no test), `aware_logit`
     (a probe of the mode), `correct`, `question`, relation, popularity and depth where the questions have them, and the
-    length and place of E_A (`spans.span_shapes`)."""
+    length and place of E_A (`questions.words.span_shapes`)."""
     auc: pd.DataFrame
     """`dataset, seed, split, layer, best, validation_auc, auc, auc_after_knockout, auc_after_random`."""
     mean_effects: pd.DataFrame
@@ -175,9 +175,6 @@ class Pathways(Result):
         `dataset, examples, layer`; AUCs of the probe, of relation and spans alone, and after the knockout; flip rates
         of E_Q and of as many random question tokens; ΔP of both modes (percentage points); what the test of two modes
         says.
-
-        Raises:
-            InputError: the result is of a version that did not test one mode within relations.
         """
         return summary_of(self)
 

@@ -152,14 +152,12 @@ class ProbeFit(Result):
             InputError: there is no such layer.
         """
         layers = self.table["layer"].tolist()
-        wanted = (
-            [self.best] if layer is None else [one for one in layers if isinstance(layer, Integral) and one == layer]
-        )
-        if not wanted:
+        wanted = self.best if layer is None else layer
+        if not isinstance(wanted, Integral) or wanted not in layers:
             raise InputError(f"There is no probe of layer {shown(layer)}; there are {', '.join(map(str, layers))}.")
-        place = layers.index(wanted[0])
+        place = layers.index(wanted)
         seen = frozenset(one for one in self.predictions["group"] if isinstance(one, str))
-        return Probe(self.site, "given", wanted[0], self.weight[place], float(self.bias[place]), seen)
+        return Probe(self.site, "given", layers[place], self.weight[place], float(self.bias[place]), seen)
 
     def report(self) -> list[str]:
         """Return what the best layer reads, and what of it a probe could have learned of anything."""
@@ -349,8 +347,7 @@ def _of_layer(
     states: Float[ndarray, "row feature"], task: _Task, splits: list[tuple[ndarray, ndarray]]
 ) -> dict[str, Tensor]:
     """Return the logits of one layer, those of its control tasks, and a probe fitted on all rows."""
-    given = (task.groups, splits, task.strengths, task.seed)
-    found = cross_fitted(states, task.labels, *given)
+    found = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
     chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
     weight, bias = fit_linear(states, task.labels, chosen)
     logits, folds, labels = [], [], []

@@ -37,8 +37,8 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.tokens import Batch, Offsets, Tokenizer, encode, note_on_chats
 from headwater.options import checked_count, checked_name
 from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answer_ends, answering_frame, ask, limit_of
-from headwater.questions.endpoint import FailureLimit
-from headwater.questions.extract import Extractor, call_extractor_on, extractor_of, workers_of
+from headwater.questions.endpoint import FailureLimit, workers_of
+from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
 from headwater.questions.labels import CONTAINS, NO_VERDICT, Label, Verdict, check_label, is_refusal, match, verdict
 from headwater.questions.sources import SPAN_COLUMNS, Questions, columns_found
 from headwater.questions.words import Span, continuation_offsets, normalised_words, shifted, tokens_of

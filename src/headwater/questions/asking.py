@@ -168,20 +168,16 @@ def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
     except InputError:
         if not _opens_with_system(messages):
             raise
-        return chat_text(tokenizer, _without_system(messages))
-    # Some templates raise on a system message, others leave it out without a word: what was written is searched.
-    if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
-        return written
-    return chat_text(tokenizer, _without_system(messages))
+    else:
+        # Some templates raise on a system message, others leave it out without a word: what was written is searched.
+        if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
+            return written
+    system, first, *others = messages
+    return chat_text(tokenizer, [{**first, "content": f"{system['content']}\n{first['content']}"}, *others])
 
 
 def _opens_with_system(messages: Messages) -> bool:
     return len(messages) > 1 and messages[0].get("role") == "system"
-
-
-def _without_system(messages: Messages) -> Messages:
-    system, first, *others = messages
-    return [{**first, "content": f"{system['content']}\n{first['content']}"}, *others]
 
 
 def ask(

@@ -146,6 +146,11 @@ def json_object(text: str) -> dict[str, object] | None:
     return None
 
 
+def workers_of(asked: object) -> int:
+    """Return how many things an extractor or a judge is asked about at a time, 1 where it says nothing."""
+    return max(1, getattr(asked, "workers", 1))
+
+
 class FailureLimit:
     """Counts what brought no reply, and ends a run where nothing has for long."""
 

@@ -22,7 +22,7 @@ from headwater.errors import InputError
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import failures_named
 from headwater.options import shown
-from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
+from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
 from headwater.questions.sources import Questions
 from headwater.questions.words import Span, find_words
 from headwater.registry import Registry
@@ -122,11 +122,6 @@ def call_extractor_on(
     if (many := getattr(extractor, "many", None)) is not None:
         return [exact_words(one, *pair) for one, pair in zip(many(pairs), pairs, strict=True)]
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
-
-
-def workers_of(extractor: Extractor) -> int:
-    """Return how many examples an extractor is asked about at a time, 1 where it says nothing."""
-    return max(1, getattr(extractor, "workers", 1))
 
 
 def _wrong_parts(found: Mapping[str, object] | None, question: str, answer: str) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from headwater.errors import InputError, did_you_mean
 from headwater.models.memory import failures_named
 from headwater.options import checked_name, shown
-from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object
+from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
 from headwater.questions.words import MARKS, Span, Word, normalised_words
 from headwater.runs.analysis import Run
 
@@ -266,9 +266,9 @@ def score_in(reply: str) -> float | None:
 
 
 def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
-    """Return the score of each key, NaN where there is none, or what an earlier run was told."""
+    """Return the score of each key, NaN where there is none, or what an earlier run got."""
     # In order, unlike a set: pieces are numbered, and a resumed run must cut them in the same way.
-    different, workers, failures = list(dict.fromkeys(keys)), max(1, getattr(scorer, "workers", 1)), FailureLimit()
+    different, workers, failures = list(dict.fromkeys(keys)), workers_of(scorer), FailureLimit()
     size = workers if workers > 1 else JUDGED_AT_ONCE
     parts = [different[start : start + size] for start in range(0, len(different), size)]
     with run.bar("Judging", "answer", len(different)) as bar:

@@ -297,15 +297,15 @@ def _answer(question: str, answer: str) -> str | None:
     sides = [words] if verb is None else [words[verb + 1 :], words[:verb]]
     # "X was written by Y": what is new follows "by", although a name is in front of the verb.
     is_passive = verb is not None and any(word == "by" for word in sides[0][:3])
-    comes_behind = is_passive or KINDS & {*lower} or lower[:1] in (["in"], ["where"])
-    if verb is not None and not comes_behind and _tells(words[:verb], is_new[:verb]):
+    comes_after = is_passive or KINDS & {*lower} or lower[:1] in (["in"], ["where"])
+    if verb is not None and not comes_after and _tells(words[:verb], is_new[:verb]):
         sides.reverse()
     sides = [part for part in sides if part]
     # First what the question does not say; only where that is nothing, any name or phrase.
     for known_now in (known, _Known([])):  # of what the question has too, the answer may choose one
         for part in sides if not KINDS & {*lower} else ():
             if name := _new_name(
-                text, part, known_now, is_behind=verb is not None and part[0].start > words[verb].start
+                text, part, known_now, is_after=verb is not None and part[0].start > words[verb].start
             ):
                 return name
         for part in sides:
@@ -365,7 +365,7 @@ def _named(text: str, words: list[_Word]) -> list[str]:
     return [text[start:end] for start, end in _names(words)]
 
 
-def _new_name(text: str, words: list[_Word], known: _Known, is_behind: bool) -> str | None:
+def _new_name(text: str, words: list[_Word], known: _Known, is_after: bool) -> str | None:
     """The first title in quotation marks or name that says something new, with the noun that it describes."""
     low, high = words[0].start, words[-1].end
     for start, end in (*((low + start, low + end) for start, end in _quoted(text[low:high])), *_names(words)):
@@ -376,7 +376,7 @@ def _new_name(text: str, words: list[_Word], known: _Known, is_behind: bool) -> 
             start = own[1].start
         before = next((word.lower() for word in reversed(words) if word.end < start), "")
         after = next((word for word in words if word.start == end + 1), None)
-        describes = before in ("a", "an") or (before == "the" and is_behind and len(own) == 1)
+        describes = before in ("a", "an") or (before == "the" and is_after and len(own) == 1)
         if after is not None and describes and after.islower() and after not in ENDS | SMALL:
             return _new_phrase(text, [word for word in words if word.start >= start], known)
         return text[start:end]

@@ -108,7 +108,7 @@ def load_questions(
     Args:
         source: a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet` file; a data frame; one of the world's sets by its
             name (`properties`, `paraphrased`, `natural`, `multi_hop`); a list of these; None for the world's four.
-        format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default told from the first row.
+        format: "popqa", "triviaqa", "hotpotqa", "nq_open" or "table"; by default read off the first row.
         sample: draw this many questions of each set, without replacement; default all.
         seed: of the draw of questions.
 
@@ -215,10 +215,7 @@ def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, 
 def _spans(where: str, name: str, value: object, question: str) -> tuple[Span, ...]:
     """Read spans given as [start, end], as a list of these, as words of the question, or as a list of words."""
     if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise InputError(f"{where}: {name} is not JSON ({error}).") from None
+        value = _parsed(value, where, name)
     is_single = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     parts = [value] if is_single or not isinstance(value, list) else value
     return tuple(_span(where, name, part, question) for part in parts)
@@ -448,10 +445,7 @@ def _in_original_names(row: dict[str, object], where: str) -> dict[str, object]:
     _require(row, where, "triviaqa", "question")
     answer = row.get("answer", row)
     if isinstance(answer, str):
-        try:
-            answer = parse_json(answer)
-        except ValueError as error:
-            raise InputError(f"{where}: answer is not JSON ({error}).") from None
+        answer = _parsed(answer, where, "answer")
     assert isinstance(answer, Mapping)  # of a text that begins with a brace, as of what is an object
     found = {name.capitalize(): answer[name] for name in ("value", "aliases") if name in answer}
     if "Aliases" in found:
@@ -484,7 +478,7 @@ FORMATS: Mapping[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {
 
 
 def unquoted(text: object) -> object:
-    """Undo a CSV writer's quotation marks around a whole text, where they were left standing."""
+    """Undo a CSV writer's quotation marks around a whole text, where they are still there."""
     if not isinstance(text, str) or len(text) < 3 or not text.startswith('"') or not text.endswith('"'):
         return text
     inner = text[1:-1]
@@ -495,12 +489,16 @@ def _answers(value: object, where: str, name: str) -> object:
     """Read the accepted answers of a row: a list, its JSON text, or one text with " | " between them."""
     if not isinstance(value, str):
         return value
-    if value.lstrip().startswith("["):
-        try:
-            return parse_json(value)
-        except ValueError as error:
-            raise InputError(f"{where}: {name} is not JSON ({error}): json.dumps writes a list so.") from None
-    return value.split(" | ")
+    is_json = value.lstrip().startswith("[")
+    return _parsed(value, where, name, ": json.dumps writes a list so") if is_json else value.split(" | ")
+
+
+def _parsed(text: str, where: str, name: str, hint: str = "") -> Any:
+    """Read the JSON text of a column."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{where}: {name} is not JSON ({error}){hint}.") from None
 
 
 def number_of(value: Any, where: str, name: str) -> float:

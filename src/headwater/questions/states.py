@@ -57,7 +57,9 @@ def check_probe_options(site: str, token: str, batch_size: int) -> None:
 
 
 def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
-    """Return the position that a probe reads in each row's tokens."""
+    """Return the position that a probe, or one of a map (`MAP_TOKENS`), reads in each row's tokens."""
+    if token == "question_last":
+        return [max(positions) for positions in answered.exact_question_tokens()]
     table = answered.table
     exact, last = table["exact_answer_tokens"], table["tokens"].map(len) - 1
     found = {
@@ -72,13 +74,6 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
     if token not in found:
         raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
     return [int(position) for position in found[token]()]
-
-
-def map_positions(answered: AnsweredQuestions, token: str) -> list[int]:
-    """Return the same, also of the last token of E_Q."""
-    if token == "question_last":
-        return [max(positions) for positions in answered.exact_question_tokens()]
-    return probe_positions(answered, token)
 
 
 def probe_states(
@@ -112,9 +107,9 @@ def states_at(
 ) -> States:
     """Return the state of every layer at one position of each row of token ids.
 
-    What all rows begin with, such as a prompt's examples, is run once (`models.gradients`), and the rest of each row on
-    top of it, where the model gives the same state so as in one run. `editing` gives the hooks of the runs of some
-    rows, given these and how many first tokens are not run with them; no position before `edited_from` is edited.
+    What all rows begin with, such as a prompt's examples, is run once, and the rest of each row on top of it, where the
+    model gives the same state so as in one run. `editing` gives the hooks of the runs of some rows, from these and how
+    many first tokens are not run with them; no position before `edited_from` is edited.
     """
     n_layers = model.shape.n_layers
     states = torch.empty(n_layers, len(tokens), model.shape.d_model)

@@ -164,8 +164,8 @@ def reproduce_maps(
         "multi_token": multi_token,
         "templates": list(templates) if correlations else [],
         "bos": "tokenizer" if correlations else None,
+        "relations": relations_digest(relations),
     }
-    options |= {"relations": relations_digest(relations)}
 
     def parts(steps: Steps, of: Sequence[Relation]) -> Iterator[pd.DataFrame]:
         numbers = reference.models[name]["relations"] if name else {}

@@ -52,7 +52,7 @@ from headwater.reference.published import Reproduction, compared, no_numbers, no
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
 from headwater.stats.discrimination import auc, true_positives
-from headwater.stats.resample import Bootstrap, Interval, interval
+from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
 
 WORDS = 32
 
@@ -172,7 +172,8 @@ def reproduce_membership(
         check_model(reference, "reference")
     source = published_numbers("membership")
     name = source.name_of(model.name, model.shape, published)
-    options = {"published": name, "benchmark": benchmark, "files": [digest_of_file(Path(file)) for file in files]}
+    digests = [digest_of_file(Path(file)) for file in files]
+    options = {"published": name, "benchmark": benchmark, "files": digests, "reference": reference}
 
     def work(run: Run) -> Reproduction:
         numbers = source.models[name].get(benchmark, {}) if name else {}
@@ -186,8 +187,7 @@ def reproduce_membership(
         rows = compare_membership(scored, benchmark, numbers)
         return Reproduction(compared(rows), name, source.source, [*notes, BEST_K, BLIND], run.record)
 
-    whole = options | {"reference": reference}
-    return run_or_resume(Reproduction, "reproduce_membership", model, whole, work, out=out, progress=progress)
+    return run_or_resume(Reproduction, "reproduce_membership", model, options, work, out=out, progress=progress)
 
 
 def _scored(
@@ -236,7 +236,7 @@ def _measured(scored: Sequence[_Scored], columns: Sequence[str], measure: str) -
     """Return a measure of a score, the best of several columns, averaged over files; NaN of a score there is not."""
     each = [[_of_file(one, column, measure) for one in scored] for column in columns if column in scored[0].values]
     if not each:
-        return Interval(math.nan, math.nan, math.nan)
+        return NOTHING
     means = [float(np.mean([one.value for one in row])) for row in each]
     place = int(np.argmin(means) if measure == "fpr_at_95" else np.argmax(means))
     if len(scored) == 1:
