@@ -48,7 +48,6 @@ from headwater.runs.result import DRAWINGS
 class Shade(NamedTuple):
     """How a column of `AttentionBehaviour.heads` is coloured."""
 
-    title: str
     bar: str
     colors: str
     ticks: tuple[float, ...]
@@ -56,8 +55,8 @@ class Shade(NamedTuple):
 
 SEEN = {"random": "random tokens", "text": "text"}
 SHADES = {
-    "copying": Shade("copying", "Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
-    "position": Shade("position", "its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
+    "copying": Shade("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    "position": Shade("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
 UNCALLED_AREA = 0.12
 LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
@@ -76,12 +75,9 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
         for name, place in zip(shown, axes, strict=True):
             frame(place, result.heads)
-            title = SEEN[name] if name in SEEN else SHADES[name].title
-            place.set_title(
-                title
-                if len(shown) > 1
-                else model_title(result.run, f"attention on {title}" if name in SEEN else f"{title} by head")
-            )
+            title = SEEN.get(name, name)
+            alone = f"attention on {title}" if name in SEEN else f"{title} by head"
+            place.set_title(title if len(shown) > 1 else model_title(result.run, alone))
             if name in SHADES:
                 _shade(result.heads, name, place)
             else:
@@ -169,9 +165,6 @@ def _mark(name: str, count: str) -> Line2D:
 # cannot be (the later head is not later) are left grey.
 
 
-COLORS = "Blues"
-
-
 @DRAWINGS.add(Composition)
 def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
     """Draw the scores: what `Composition.plot` says."""
@@ -186,7 +179,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
             axes = [ax]
         else:
             figure = new_figure(0.6 + 2.5 * len(kinds), 2.8)
-            axes = list(np.atleast_1d(figure.subplots(1, len(kinds), squeeze=False)[0]))
+            axes = list(figure.subplots(1, len(kinds), squeeze=False)[0])
         for one, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]
             mesh = _map(one, part, above[part.index], limit)
@@ -207,7 +200,7 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
     grid[rows, columns] = above
     ax.set_facecolor(UNSEEN)
-    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=COLORS, vmin=0, vmax=limit, rasterized=True)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap="Blues", vmin=0, vmax=limit, rasterized=True)
     step = -(-layers // 12)
     for edge in range(1, layers - 1):
         ax.axhline(edge * heads, color="white", linewidth=0.6)

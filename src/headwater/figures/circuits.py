@@ -19,6 +19,7 @@ from headwater.circuits.search import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED, Circ
 from headwater.colors import BLUE, FAINT, INK
 from headwater.figures.style import (
     DASHED,
+    MOST_TICKS,
     WAYS,
     cell_ticks,
     inches,
@@ -177,7 +178,6 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
 
 
 DIVERGING = "RdBu_r"
-MOST_TICKS = 16
 
 
 @DRAWINGS.add(EdgeEffects)

@@ -206,7 +206,6 @@ def mark_of(label: str) -> tuple[str, str]:
 
 def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
     frame(ax, head_map.categories)
-    ax.set_title(drawn_label(head_map.title))
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))

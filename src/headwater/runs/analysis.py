@@ -21,7 +21,7 @@ from headwater.calls import checked_call
 from headwater.errors import Interrupted
 from headwater.options import checked_flag
 from headwater.progress import Bar, progress_bar
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.folder import Compute, RunFolder
 from headwater.runs.record import Recorded, RunRecord
 from headwater.runs.result import Result
 from headwater.runs.storage import Shards, shard_name
@@ -71,7 +71,11 @@ class Run:
                     # Less what `compute` counted itself, as a judge does; a piece that was read counts whole.
                     bar.update(done - bar.n)
 
-        yield from run_pieces(self.folder, work())
+        if self.folder is not None:
+            yield from self.folder.pieces(work())
+        else:
+            for _, make in work():
+                yield dict(make())
 
     def stored(
         self,
