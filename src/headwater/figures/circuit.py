@@ -159,7 +159,11 @@ def _write_effects(
             continue
         text = f"{line.kind} {effect:+.2g}" if line.kind in "qkv" else f"{effect:+.2g}"
         spots = [_point(curves[line], t) for t in (0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74, 0.18, 0.82)]
-        free = [spot for spot in spots if not any(_meets(spot, other) for other in taken)]
+        free = [
+            (x, y)
+            for x, y in spots
+            if not any(abs(x - a) < wide + 0.4 and abs(y - b) < high + 0.05 for a, b, wide, high in taken)
+        ]
         if not free:
             continue
         x, y = free[0]
@@ -168,11 +172,6 @@ def _write_effects(
         color = ABOVE if effect > 0 else BELOW
         look: dict[str, Any] = {"size": 5.5, "color": color, "zorder": 6, "bbox": BEHIND}
         ax.text(x, y, text.replace("-", MINUS), ha="center", va="center", **look)
-
-
-def _meets(spot: Place, other: tuple[float, float, float, float]) -> bool:
-    x, y, width, height = other
-    return abs(spot[0] - x) < width + 0.4 and abs(spot[1] - y) < height + 0.05
 
 
 def _point(curve: Path, t: float) -> Place:

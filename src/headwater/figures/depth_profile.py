@@ -192,6 +192,12 @@ def _title_look(titles: Sequence[str]) -> dict[str, Any]:
     return {"fontsize": min(LONG_TITLE, TITLE_WIDTH / longest)} if longest > LONG and len(titles) > 1 else {}
 
 
+def looks_of_depths(profile: DepthProfile) -> dict[int, tuple[str, str]]:
+    """Return the colour and mark of each depth."""
+    n = len(DEPTH_COLORS)
+    return {depth: (DEPTH_COLORS[i % n], DEPTH_MARKS[i % n]) for i, depth in enumerate(profile.depths)}
+
+
 def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
     """Draw a box per depth: median, quartiles, whiskers to the last value within 1.5 interquartile ranges."""
     averages = profile.depthwise
@@ -206,8 +212,8 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
         capprops={"linewidth": 0.7},
         boxprops={"linewidth": 0.7},
     )
-    for number, box in enumerate(drawn["boxes"]):
-        box.set_facecolor(DEPTH_COLORS[number % len(DEPTH_COLORS)])
+    for box, (color, _) in zip(drawn["boxes"], looks_of_depths(profile).values(), strict=True):
+        box.set_facecolor(color)
         box.set_alpha(0.85)
     names = [f"Depth {depth}\nn = {len(found):,}" for depth, found in zip(profile.depths, values, strict=True)]
     ax.set_xticks(range(1, len(values) + 1), names)
@@ -262,9 +268,8 @@ def layer_curves(
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
     with one_panel(ax, 3.6, 2.9) as ax:
-        for number, depth in enumerate(profile.depths):
+        for depth, (color, mark) in looks_of_depths(profile).items():
             line = rows[rows["depth"] == depth]
-            color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]
             ax.fill_between(line["layer"], -line["high"], -line["low"], color=color, alpha=0.2, linewidth=0)
             ax.plot(line["layer"], -line["value"], f"{mark}-", markersize=3, color=color, label=f"Depth {depth}")
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")

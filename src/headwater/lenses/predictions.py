@@ -13,8 +13,6 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
    (`kernels.layer_predictions`). Logits are kept for a tile of the vocabulary, of all layers.
-
-The role of each position in a table, where positions were named by role (`models.positions`).
 """
 
 from __future__ import annotations
@@ -57,22 +55,6 @@ from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def with_roles(table: pd.DataFrame, where: Where, prompts: Sequence[Prompt]) -> pd.DataFrame:
-    """Return a table of examples and positions with a column `role`; as it is where positions have other names.
-
-    A position of several roles has all of them, joined by a comma.
-    """
-    if not isinstance(where, Mapping):
-        return table
-    named: dict[tuple[int, int], list[str]] = {}
-    for example, prompt in enumerate(prompts):
-        for role, places in roles_of(where, prompt, example, len(prompts), None).items():
-            for place in places:
-                named.setdefault((example, place), []).append(role)
-    rows = zip(table["example"], table["position"], strict=True)
-    return table.assign(role=[", ".join(named[int(example), int(place)]) for example, place in rows])
 
 
 NONE = -1
@@ -203,9 +185,7 @@ def lens(
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(given), "layers": chosen,
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
         **note_on_chats(prompt.text for prompt in read),
-    }  # fmt: skip
-
-    options |= {"roles": list(positions)} if isinstance(positions, Mapping) else {}
+    } | ({"roles": list(positions)} if isinstance(positions, Mapping) else {})  # fmt: skip
 
     def work(run: Run) -> LayerPredictions:
         layered = _Layers(model, read, where, targets, chosen, transform, top_k, run.record)
@@ -213,7 +193,9 @@ def lens(
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, layered.measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
-        table = with_roles(_table(model, found, chosen, read, where, targets), positions, read)
+        table = _table(model, found, chosen, read, where, targets)
+        if isinstance(positions, Mapping):
+            table = _with_roles(table, positions, read)
         return LayerPredictions(table, _target_table(model, where, targets), run.record)
 
     return run_or_resume(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
@@ -331,6 +313,17 @@ def _table(
     )
 
 
+def _with_roles(table: pd.DataFrame, where: Mapping[Any, Any], prompts: Sequence[Prompt]) -> pd.DataFrame:
+    """Return a table of examples and positions with a column `role`: all that a position has, with commas between."""
+    named: dict[tuple[int, int], list[str]] = {}
+    for example, prompt in enumerate(prompts):
+        for role, places in roles_of(where, prompt, example, len(prompts), None).items():
+            for place in places:
+                named.setdefault((example, place), []).append(role)
+    rows = zip(table["example"], table["position"], strict=True)
+    return table.assign(role=[", ".join(named[int(example), int(place)]) for example, place in rows])
+
+
 def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets: Sequence[Tensor]) -> pd.DataFrame:
     """Name the token whose rank each position has."""
     ids = [int(one) for part in targets for one in part]
@@ -437,7 +430,13 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def opened_lens(lens: Lens, n_layers: int) -> Lens:
-    """Return a lens, read from its folder where it is given as one."""
+    """Return a lens, read from its folder where it is given as one; refuse a mapping that is not a tuned lens."""
+    given: Any = lens
+    for layer, pair in given.items() if isinstance(lens, Mapping) else ():
+        if isinstance(layer, bool) or not isinstance(layer, Integral):
+            raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
+        if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
+            raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
         return lens
     found = load_tuned_lens(lens)
@@ -451,7 +450,6 @@ def opened_lens(lens: Lens, n_layers: int) -> Lens:
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
     """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads."""
     if isinstance(lens, Mapping):
-        _check_translators(lens)
         missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
         if missing:
             raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
@@ -480,15 +478,6 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
     return lambda residual, layer: residual
 
 
-def _check_translators(lens: Mapping[Any, Any]) -> None:
-    """Refuse a mapping that is not a tuned lens."""
-    for layer, given in lens.items():
-        if isinstance(layer, bool) or not isinstance(layer, Integral):
-            raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
-        if not (isinstance(given, list | tuple) and [isinstance(part, Tensor) for part in given] == [True, True]):
-            raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(given)}.")
-
-
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
     with failures_named("The lens failed"):
         found = lens(residual.float(), layer)
@@ -504,5 +493,4 @@ def lens_named(lens: Lens) -> Any:
     """Return what represents a lens in the record of a run: a mapping is named by the hash of its numbers."""
     if not isinstance(lens, Mapping):
         return lens
-    _check_translators(lens)
     return f"tuned lens {digest([(layer, [part.double() for part in lens[layer]]) for layer in sorted(lens)])}"

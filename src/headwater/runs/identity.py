@@ -355,10 +355,8 @@ def _without_computed(cls: type, state: object) -> object:
     """Return a state without what follows from the rest of it and is kept once computed."""
     if not isinstance(state, dict):
         return state
-    computed = {
-        name for name in state if isinstance(inspect.getattr_static(cls, str(name), None), functools.cached_property)
-    }
-    return {name: value for name, value in state.items() if name not in computed}
+    of_class = {name: inspect.getattr_static(cls, str(name), None) for name in state}
+    return {name: state[name] for name, own in of_class.items() if not isinstance(own, functools.cached_property)}
 
 
 # The hash of plain data: parts put together, the numbers of a tensor, the cells of a table.

@@ -473,7 +473,6 @@ def plain_text(text: str) -> str:
 
 Size: TypeAlias = tuple[float, float]
 """Width and height, in inches."""
-PLACES: tuple[Any, ...] = ("left", "center", "right")
 LARGEST = 100.0
 """Inches; the largest picture that can be written has 65,536 dots, at 300 an inch 218 inches."""
 
@@ -516,7 +515,7 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
         _break(figure._suptitle, _share, figure, "width", 0.98)
     for ax in figure.axes if whole else [drawn, *_bars(drawn)]:
         # The title where the next panel or the figure ends, labels where their axes do.
-        for place in (ax.title, ax._left_title, ax._right_title):
+        for place in _titles(ax):
             _break(place, _to_the_right, ax)
         _break(ax.xaxis.label, _around, ax)
         _break(ax.yaxis.label, _share, ax, "height", 1.05)
@@ -564,15 +563,15 @@ def _narrowest(text: Any, least: dict[tuple[float, ...], float], room: Callable[
 
 def _title(ax: Any, title: str) -> None:
     """Put a title where the axes' own is, as far above them."""
-    place_of_title = next((place for place in PLACES if ax.get_title(place)), None)
-    if place_of_title is None:
-        ax.set_title(title)
-        return
-    words = ax.get_title(place_of_title)
-    for child in ax.get_children():
-        if getattr(child, "get_text", str)() == words:
-            child.set_text(title)
+    for place in _titles(ax):
+        if place.get_text():
+            place.set_text(title)
             return
+    ax.set_title(title)
+
+
+def _titles(ax: Any) -> tuple[Any, Any, Any]:
+    return ax._left_title, ax.title, ax._right_title
 
 
 # A view of a result: a page of HTML that holds all that it shows, to look at in a notebook or to keep as a file.
