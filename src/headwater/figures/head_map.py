@@ -67,7 +67,6 @@ SEEN = "heads by category"
 @DRAWINGS.add(HeadMap)
 def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     """Draw one head map on a new figure of fitting size, its legend to the right; or on `ax`, its legend below."""
-    checked_place(ax, 1, None)
     with shared_look(ax):
         lines, is_alone = _lines([head_map]), ax is None
         if ax is None:
