@@ -359,34 +359,22 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
     return pairs[:PAIRS]
 
 
-def _figure(name: str, **options: object) -> Callable[[Any], Figure | Axes]:
-    """Return what draws a companion."""
-
-    def draw(result: object) -> Figure | Axes:
-        from headwater import figures
-
-        drawn: Figure | Axes = getattr(figures, name)([result] if name == "delta_p" else result, **options)
-        return drawn
-
-    return draw
-
-
 COMPANIONS = (
     (
         "crossed",
-        _figure("delta_p", split_by="cross-fitted"),
+        lambda result: hw.figures.delta_p([result], split_by="cross-fitted"),
         "The same with modes taken from another seed's probe, fitted on other answers. Both probes read the same "
         "states, so one population stays apart as well: this describes the split, and tests nothing.",
     ),
     (
         "logit_changes",
-        _figure("logit_changes"),
+        lambda result: hw.figures.logit_changes(result),
         "All changes of the probe's logit at l*. Two mechanisms would show as two peaks also within each relation, "
         "which is what is tested; all together may have two because relations, or predictions, differ.",
     ),
     (
         "controls",
-        _figure("controls"),
+        lambda result: hw.figures.controls(result),
         "The knockout and its controls: as many random question tokens, on the rows that have as many; another "
         "subject; the answer alone.",
     ),
@@ -465,7 +453,13 @@ STEPS = {
         "(25%) and in its highest (75%).",
         lambda seen, options: hw.memorization(seen.model, hw.load_depth_graph(), layers="all", **options),
         number=memorization,
-        companions=(("layers", _figure("layer_curves"), "The same, read off every layer by the logit lens."),),
+        companions=(
+            (
+                "layers",
+                lambda result: hw.figures.layer_curves(result),
+                "The same, read off every layer by the logit lens.",
+            ),
+        ),
         leads=("Min-K%, median", "The medians", "From depth 1 to 3", "Among answers", "The score gap", "Over all"),
         table=depth_table,
     ),
