@@ -271,16 +271,15 @@ def bundle_of(shown: Any) -> dict[str, str | bytes]:
     Else the table, and why there is no more than that.
     """
     table = shown._repr_html_()
-    bundle: dict[str, str | bytes] = {"text/plain": repr(shown), "text/html": table}
+    bundle: dict[str, str | bytes] = {"text/plain": repr(shown)}
     try:
-        view, why = shown.view(), ""
+        view = shown.view()
+        size = len(view.page)
+        large = f"Its view takes {size / 1000:,.0f} kB, so it is not shown unasked: call view(), or save_html()."
+        why = large if size > INLINE else ""
     except InputError as error:
-        view, why = None, f"There is no view of all of it: {error}"
-    if view is not None and len(view.page) > INLINE:
-        why = (
-            f"Its view takes {len(view.page) / 1000:,.0f} kB, so it is not shown unasked: call view(), or save_html()."
-        )
-    if view is None or why:
+        why = f"There is no view of all of it: {error}"
+    if why:
         return bundle | {"text/html": f"{table}<p>{html.escape(why, quote=False)}</p>"}
     below = f"<details><summary>table</summary>{table}</details>"
     bundle["text/html"] = f"<p>{html.escape(repr(shown), quote=False)}</p>{view._repr_html_()}{below}"
