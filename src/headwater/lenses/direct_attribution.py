@@ -366,23 +366,21 @@ class Contributions:
         recorded: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
-            recorded[name] = activation[
-                to_device(rows, activation.device), to_device(places, activation.device)
-            ].float()
-
-        def keep_sources(activation: Tensor, hook: object, name: str) -> None:
             of, at = to_device(rows, activation.device), to_device(places, activation.device)
-            recorded[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
+            if name.endswith("pattern"):
+                taken = activation[of, :, at]
+            else:  # values at all positions, as each may be attended to
+                taken = activation[of] if name.endswith("hook_v") else activation[of, at]
+            recorded[name] = taken.float()
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         for layer in range(n_layers):
             read = ("z", "attn_out") if layer in self.attended else ("resid_pre", "resid_mid")
             sites += [(site, layer) for site in (*read, "mlp_out")]
+        if self.by_source:
+            sites += [(site, layer) for layer in self.attended for site in ("pattern", "v")]
         names = [SITES[site].hook_name(layer) for site, layer in sites]
         hooks = [(name, read_hook(partial(keep, name=name))) for name in names]
-        if self.by_source:
-            more = [SITES[site].hook_name(layer) for layer in self.attended for site in ("pattern", "v")]
-            hooks += [(name, read_hook(partial(keep_sources, name=name))) for name in more]
         self.model.run(batch, hooks, stop_at=n_layers)
         return recorded
 
