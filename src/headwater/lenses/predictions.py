@@ -37,13 +37,14 @@ from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, first_line
 from headwater.kernels.devices import to_device
 from headwater.kernels.layer_predictions import layer_predictions
-from headwater.models.edits import Hook, read_hook
+from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import failures_named
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
-from headwater.models.unembedding import refuse_other_logits, unembedding_head
+from headwater.models.unembedding import Normalise, refuse_other_logits, unembedding_head
 from headwater.options import checked_count, checked_path, resolve_indices, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
@@ -188,10 +189,11 @@ def lens(
     } | ({"roles": list(positions)} if isinstance(positions, Mapping) else {})  # fmt: skip
 
     def work(run: Run) -> LayerPredictions:
-        layered = _Layers(model, read, where, targets, chosen, transform, top_k, run.record)
+        normalise, head = unembedding_head(model, run.record)
+        measure = partial(_measured, model, read, where, targets, chosen, transform, top_k, normalise, head)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
-            pieces = list(run.pieces("examples", batches, layered.measure, bar, len))
+            pieces = list(run.pieces("examples", batches, measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
         table = _table(model, found, chosen, read, where, targets)
         if isinstance(positions, Mapping):
@@ -220,60 +222,43 @@ def _targets(
     return targets
 
 
-class _Layers:
-    """Reads the layers of some prompts."""
+@torch.inference_mode()
+def _measured(
+    model: HookedModel,
+    prompts: Sequence[Prompt],
+    where: Sequence[tuple[int, ...]],
+    targets: Sequence[Tensor],
+    layers: Sequence[int],
+    transform: Callable[[Tensor, int], Tensor],
+    top_k: int,
+    normalise: Normalise,
+    head: UnembeddingHead,
+    examples: range,
+) -> dict[str, Tensor]:
+    """Run some prompts; return what the layers predict, `layer row ...`; a row is a position read of an example."""
+    batch = Batch.of([prompts[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
+    rows = torch.tensor([i - examples.start for i in examples for _ in where[i]])
+    places = torch.tensor([place for i in examples for place in where[i]])
+    recorded: dict[int, Tensor] = {}
+    ends: list[Tensor] = []
 
-    def __init__(
-        self,
-        model: HookedModel,
-        prompts: Sequence[Prompt],
-        where: Sequence[tuple[int, ...]],
-        targets: Sequence[Tensor],
-        layers: Sequence[int],
-        transform: Callable[[Tensor, int], Tensor],
-        top_k: int,
-        record: RunRecord,
-    ):
-        self.model, self.prompts, self.where, self.targets = model, prompts, where, targets
-        self.layers, self.transform, self.top_k = layers, transform, top_k
-        self.normalise, self.head = unembedding_head(model, record)
+    def keep(residual: Tensor, hook: object, layer: int) -> None:
+        there = residual.device
+        recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
+        if layer == layers[-1]:
+            ends.append(residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)])
 
-    @torch.inference_mode()
-    def measure(self, examples: range) -> dict[str, Tensor]:
-        """Return what the layers predict, `layer row ...`; a row is a position read of an example."""
-        recorded, ends, expected = self._run(examples)
-        # Checked at the last tokens whatever is read: these logits the run gives anyway.
-        end = self.normalise(ends)
-        refuse_other_logits(self.model, self.head.logits(end.float(), slice(None)), expected)
-        device = self.head.W_U.device
-        last = self.normalise(recorded[self.layers[-1]]).to(device)
-        hidden = [self.normalise(self.transform(recorded[layer], layer)).to(device).float() for layer in self.layers]
-        # The last position has no next token: it is given token 0, and its rank is taken out of the table.
-        target = to_device(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
-        found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
-        return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
-
-    def _run(self, examples: range) -> tuple[dict[int, Tensor], Tensor, Tensor]:
-        """Run some prompts: the residual streams by layer, `row d_model`; the last tokens' at the end; their logits."""
-        batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
-        rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
-        places = torch.tensor([place for i in examples for place in self.where[i]])
-        recorded: dict[int, Tensor] = {}
-        ends: list[Tensor] = []
-
-        def keep(layer: int) -> Hook:
-            def take(residual: Tensor, hook: object) -> None:
-                there = residual.device
-                recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
-                if layer == self.layers[-1]:
-                    ends.append(
-                        residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
-                    )
-
-            return hook_name("resid_post", layer), read_hook(take)
-
-        logits = self.model.run(batch, [keep(layer) for layer in self.layers], keep="last")
-        return recorded, ends[0], logits[:, 0]
+    hooks = [(hook_name("resid_post", layer), read_hook(partial(keep, layer=layer))) for layer in layers]
+    expected = model.run(batch, hooks, keep="last")[:, 0]
+    # Checked at the last tokens whatever is read: these logits the run gives anyway.
+    refuse_other_logits(model, head.logits(normalise(ends[0]).float(), slice(None)), expected)
+    device = head.W_U.device
+    last = normalise(recorded[layers[-1]]).to(device)
+    hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in layers]
+    # The last position has no next token: it is given token 0, and its rank is taken out of the table.
+    target = to_device(torch.cat([targets[i] for i in examples]).clamp(min=0), device)
+    found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
+    return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
 
 def _table(
