@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,19 +45,12 @@ from headwater.runs.result import DRAWINGS
 # much of the scores before the softmax the positions decide. What has no value is grey.
 
 
-class Shade(NamedTuple):
-    """How a column of `AttentionBehaviour.heads` is coloured."""
-
-    bar: str
-    colors: str
-    ticks: tuple[float, ...]
-
-
 SEEN = {"random": "random tokens", "text": "text"}
-SHADES = {
-    "copying": Shade("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
-    "position": Shade("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
+SHADES: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "copying": ("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    "position": ("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
+"""By column of `AttentionBehaviour.heads`: what its bar says, its colours, and the ticks of the bar."""
 UNCALLED_AREA = 0.12
 LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
 """Inches: beside a map and below it, above and below all of them, beside a single one, the least height of a map."""
@@ -131,17 +124,18 @@ def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
 
 def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     """Colour each head by a number of its own, with a bar that says which."""
-    shade, values = SHADES[name], heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
+    bar, colors, ticks = SHADES[name]
+    values = heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
     ax.set_facecolor(UNSEEN)
     grid = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
     edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
-    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=shade.colors, vmin=shade.ticks[0], vmax=1.0, rasterized=True)
+    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=colors, vmin=ticks[0], vmax=1.0, rasterized=True)
     ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
     if name == "copying":
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
         mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
         ax.set_xlabel("Layer (dot: beyond random heads)")
-    color_bar(mesh, ax, shade.bar, ticks=shade.ticks)
+    color_bar(mesh, ax, bar, ticks=ticks)
 
 
 def _look(name: str) -> tuple[str, str, float]:
