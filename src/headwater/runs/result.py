@@ -637,12 +637,7 @@ class View:
         return f'<div style="display:grid;grid-template-columns:100%">{below}{frame}{fitting}</div>'
 
     def framed(self, look: str = "", title: str | None = None) -> str:
-        """Return the page in a frame that can reach nothing of the document around it.
-
-        Args:
-            look: what else is said of the frame's style.
-            title: of the frame, for who does not see it; default: the page's.
-        """
+        """Return the page in a frame, of a look and title, that can reach nothing of the document around it."""
         page = self.page.replace("&", "&amp;").replace('"', "&quot;")  # all that a quoted attribute needs: a tenth less
         return (
             f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(title or self.title, quote=True)}" '
