@@ -416,8 +416,8 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 def opened_lens(lens: Lens, n_layers: int) -> Lens:
     """Return a lens, read from its folder where it is given as one; refuse a mapping that is not a tuned lens."""
-    given: Any = lens
-    for layer, pair in given.items() if isinstance(lens, Mapping) else ():
+    pairs: Any = lens.items() if isinstance(lens, Mapping) else ()
+    for layer, pair in pairs:
         if isinstance(layer, bool) or not isinstance(layer, Integral):
             raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
         if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
