@@ -62,19 +62,20 @@ class Run:
             size: what an item counts.
         """
 
-        def work() -> Iterator[tuple[str, Compute]]:
+        def work() -> Iterator[Compute]:
             done = bar.n if bar is not None else 0
-            for number, item in enumerate(items):
-                yield self._piece_name(stage, number), partial(compute, item)
+            for item in items:
+                yield partial(compute, item)
                 done += size(item)
                 if bar is not None:
                     # Less what `compute` counted itself, as a judge does; a piece that was read counts whole.
                     bar.update(done - bar.n)
 
         if self.folder is not None:
-            yield from self.folder.pieces(work())
+            named = ((self._piece_name(stage, number), make) for number, make in enumerate(work()))
+            yield from self.folder.pieces(named)
         else:
-            for _, make in work():
+            for make in work():
                 yield dict(make())
 
     def stored(
