@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from headwater.runs.folder import RunFolder, processes, run_pieces
+from headwater.runs.folder import RunFolder, processes
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 
@@ -59,7 +59,7 @@ def count_up(
     folder = RunFolder(out, record())
     if folder.finished:
         return Numbers.load(out)
-    made = run_pieces(folder, ((f"piece-{i}", lambda i=i: piece(i)) for i in range(pieces)))
+    made = folder.pieces((f"piece-{i}", lambda i=i: piece(i)) for i in range(pieces))
     table = pd.DataFrame({"value": np.concatenate([one["value"].numpy() for one in made])})
     result = Numbers(table, folder.run)
     folder.finish(result)

@@ -29,7 +29,7 @@ from headwater.errors import RunFolderError
 from headwater.likelihood.graph import DepthGraph
 from headwater.models import cache_collection
 from headwater.runs import storage
-from headwater.runs.folder import RunFolder, run_pieces
+from headwater.runs.folder import RunFolder
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result
 from headwater.runs.storage import read_sealed
@@ -60,7 +60,7 @@ def work(out: Path, computed: list[int] | None = None) -> Sums:
     folder = RunFolder(out, run)
     if folder.finished:
         return Sums.load(out)
-    made = list(run_pieces(folder, ((f"piece-{i}", lambda i=i: piece(i)) for i in range(PIECES))))
+    made = list(folder.pieces((f"piece-{i}", lambda i=i: piece(i)) for i in range(PIECES)))
     values = torch.stack([one["value"] for one in made])
     result = Sums(pd.DataFrame({"mean": values.mean(1).numpy().astype(np.float64)}), values.sum(0), folder.run)
     folder.finish(result)

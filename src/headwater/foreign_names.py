@@ -176,33 +176,21 @@ HINTS = {
 def hint_for(place: str, name: str) -> str | None:
     """Return what does here what another library has under a name; None for a name that is not known.
 
-    Args:
-        place: where the name was met: "package", "model", "result", "Cache", or the function whose option it was.
-        name: the name.
+    The place where it was met is "package", "model", "result", "Cache", or the function whose option it was.
     """
     hint = HINTS.get((place, name))
     return hint.replace("{name}", name) if hint else None
 
 
 def missing(owner: str, place: str, name: str, known: Iterable[str], raw: object = None) -> str:
-    """Say of a name that something does not have what to use in its place.
-
-    Args:
-        owner: what does not have it, as the sentence begins.
-        place: of its table of hints.
-        name: the name.
-        known: the names that it has.
-        raw: TransformerLens's own model, which may have it.
-    """
+    """Say of a name that its owner lacks what to use instead; `raw` is TransformerLens's model, which may have it."""
     hint, here = hint_for(place, name), f"{owner} has no {name!r}"
     if hasattr(raw, name):
         own = (
             f" model.raw.{name} is TransformerLens's own, past headwater's checks (docs: Coming from TransformerLens)."
         )
         return f"{here}{f': {hint}' if hint else ''}.{own}"
-    near = did_you_mean(name, [one for one in known if one[:1] != "_"])
-    return (
-        f"{here}: {hint}."
-        if hint
-        else f"{here}{f'.{near}' if near.startswith(' Did') else '; dir() of it lists its names.'}"
-    )
+    if hint:
+        return f"{here}: {hint}."
+    near = did_you_mean(name, [one for one in known if one[:1] != "_"], or_all=False)
+    return f"{here}.{near}" if near else f"{here}; dir() of it lists its names."

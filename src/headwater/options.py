@@ -68,13 +68,7 @@ def has_no_order(value: object) -> bool:
 
 
 def checked_several(option: str, value: Any, wanted: str) -> list[Any]:
-    """Return several things as a list, in their order.
-
-    Args:
-        option: what they are called.
-        value: what was given.
-        wanted: what is to be given, as "a list with a label for each text".
-    """
+    """Return several things as a list, in their order; `wanted` is what is to be given, as "a list of texts"."""
     if is_one(value) or has_no_order(value):
         kind = type(value).__name__
         raise InputError(f"A{'n' * (kind[0] in 'aeio')} {kind} was given as {option}: give {wanted}.")
@@ -111,11 +105,7 @@ def whole_numbers(value: Any) -> list[int]:
 def resolve_indices(values: Any, size: int, axis: str, option: str | None = None) -> tuple[int, ...]:
     """Return indices along an axis, ascending: None is all of them, negative ones count from the end.
 
-    Args:
-        values: a whole number, or several.
-        size: of the axis.
-        axis: its name, such as "layer".
-        option: what the values were given as; default: the name of the axis with an s.
+    `option` is what the values were given as; default: the name of the axis with an s.
     """
     option = option or f"{axis}s"
     if values is None:

@@ -78,7 +78,7 @@ def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **opti
     shown = checked_flag("progress", progress)
     if shown and not is_seen():
         return Lines(total, desc, unit)
-    options.setdefault("leave", not in_notebook())
+    options.setdefault("leave", not (shown and in_notebook()))
     return tqdm(total=total, desc=desc, unit=unit, disable=not shown, **options)
 
 

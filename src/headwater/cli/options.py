@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -52,8 +52,6 @@ ProbeToken = Annotated[
     ],
     Parameter(help="Where probes read; `before_answer` is the token that the exact answer follows."),
 ]  # fmt: skip
-Sections: TypeAlias = Mapping[str, Sequence[Any]]
-"""What a command prints: by title, sentences, or the rows of a table."""
 ENDPOINT = '"URL MODEL [VARIABLE]" of an OpenAI-compatible endpoint, with the environment variable that holds its key'
 Extract = Annotated[
     str | None,
@@ -221,8 +219,8 @@ def is_main() -> bool:
     return processes().is_main
 
 
-def report(found: dict[str, Any], sections: Sections, as_json: bool) -> None:
-    """Print what was found: as one JSON line, or its sections, followed by the files written."""
+def report(found: dict[str, Any], sections: Mapping[str, Sequence[Any]], as_json: bool) -> None:
+    """Print what was found: as one JSON line, or by title sentences or the rows of a table, and the files written."""
     if not is_main():
         return
     if as_json:

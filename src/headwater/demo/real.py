@@ -49,14 +49,13 @@ def _edges(seen: Seen, options: dict[str, Any]) -> Result:
 
 
 def _circuit(seen: Seen, options: dict[str, Any]) -> Result:
-    edges: Any = seen.found["indirect_object"]
     clean, corrupted, metric = _gift_prompts((HELD_OUT,), shift=5)
-    circuits = {f"the {EDGES} strongest edges": edges.circuit(EDGES)}
+    circuits = {f"the {EDGES} strongest edges": seen.found["indirect_object"].circuit(EDGES)}
     return hw.run_circuits(seen.real, clean, corrupted, circuits, metric=metric, placebos=8, **options)
 
 
 def _shown_circuit(seen: Seen, runs: Any) -> View:
-    edges: Any = seen.found["indirect_object"]
+    edges = seen.found["indirect_object"]
     shown: View = edges.circuit(EDGES).view(n=100, edges=edges)
     return shown
 

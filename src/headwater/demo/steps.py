@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from headwater.models.hooked import HookedModel
-    from headwater.questions.answers import AnsweredQuestions
     from headwater.questions.states import TokenName
     from headwater.runs.result import View
 
@@ -274,7 +273,8 @@ class Seen:
     """The embedded one."""
     questions: int
     """How many of each set are asked."""
-    found: dict[str, Result] = field(default_factory=dict)
+    found: dict[str, Any] = field(default_factory=dict)
+    """The result of each step."""
     loaded: HookedModel | None = None
 
     @property
@@ -310,16 +310,11 @@ class Step:
 
 
 def _pathways(token: TokenName) -> Callable[[Seen, dict[str, Any]], Result]:
-    return lambda seen, options: hw.trace_pathways(seen.model, _answered(seen), token=token, **options)
-
-
-def _saliency(seen: Seen, options: dict[str, Any]) -> Result:
-    traced: Any = seen.found["pathways"]
-    return hw.saliency(seen.model, _answered(seen), traced.probe, **options)
+    return lambda seen, options: hw.trace_pathways(seen.model, seen.found["answers"], token=token, **options)
 
 
 def _patching(seen: Seen, options: dict[str, Any]) -> Result:
-    pairs = prompt_pairs(_answered(seen).table)
+    pairs = prompt_pairs(seen.found["answers"].table)
     clean, corrupted, right, wrong = (list(column) for column in zip(*pairs, strict=True))
     metric = hw.logit_difference(right, wrong)
     return hw.patch(seen.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
@@ -331,11 +326,6 @@ def _attention(seen: Seen, sweep: Any) -> View:
     cache = seen.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)
     cache = replace(cache, run=replace(cache.run, created=sweep.run.created))
     return cache.view(example=[0, 1], values=seen.model)
-
-
-def _answered(seen: Seen) -> AnsweredQuestions:
-    answered: Any = seen.found["answers"]
-    return answered
 
 
 def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, int]]:
@@ -359,34 +349,22 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
     return pairs[:PAIRS]
 
 
-def _figure(name: str, **options: object) -> Callable[[Any], Figure | Axes]:
-    """Return what draws a companion."""
-
-    def draw(result: object) -> Figure | Axes:
-        from headwater import figures
-
-        drawn: Figure | Axes = getattr(figures, name)([result] if name == "delta_p" else result, **options)
-        return drawn
-
-    return draw
-
-
 COMPANIONS = (
     (
         "crossed",
-        _figure("delta_p", split_by="cross-fitted"),
+        lambda result: hw.figures.delta_p([result], split_by="cross-fitted"),
         "The same with modes taken from another seed's probe, fitted on other answers. Both probes read the same "
         "states, so one population stays apart as well: this describes the split, and tests nothing.",
     ),
     (
         "logit_changes",
-        _figure("logit_changes"),
+        lambda result: hw.figures.logit_changes(result),
         "All changes of the probe's logit at l*. Two mechanisms would show as two peaks also within each relation, "
         "which is what is tested; all together may have two because relations, or predictions, differ.",
     ),
     (
         "controls",
-        _figure("controls"),
+        lambda result: hw.figures.controls(result),
         "The knockout and its controls: as many random question tokens, on the rows that have as many; another "
         "subject; the answer alone.",
     ),
@@ -442,7 +420,7 @@ STEPS = {
         "Saliency |A · ∂L/∂A| of the attention that the answer's tokens, or all tokens, pay to the question's exact "
         "tokens. A confident and right probe has no cross-entropy gradient whatever flows: the logit's is given too.",
         "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",
-        _saliency,
+        lambda seen, options: hw.saliency(seen.model, seen.found["answers"], seen.found["pathways"].probe, **options),
         number=saliency,
         is_on_top=False,
         needs=("answers", "pathways"),
@@ -452,7 +430,7 @@ STEPS = {
         "Detectors are fitted on half of each question set and measured on the other half; the first row needs no "
         "model, only the question's relation, popularity and depth. Probes read the token before the answer.",
         "AUC with 95 % intervals over questions; the dashed line is chance.",
-        lambda seen, options: hw.detect(seen.model, _answered(seen), token="before_answer", **options),
+        lambda seen, options: hw.detect(seen.model, seen.found["answers"], token="before_answer", **options),
         number=detection,
         needs=("answers",),
         table=detection_table,
@@ -465,7 +443,13 @@ STEPS = {
         "(25%) and in its highest (75%).",
         lambda seen, options: hw.memorization(seen.model, hw.load_depth_graph(), layers="all", **options),
         number=memorization,
-        companions=(("layers", _figure("layer_curves"), "The same, read off every layer by the logit lens."),),
+        companions=(
+            (
+                "layers",
+                lambda result: hw.figures.layer_curves(result),
+                "The same, read off every layer by the logit lens.",
+            ),
+        ),
         leads=("Min-K%, median", "The medians", "From depth 1 to 3", "Among answers", "The score gap", "Over all"),
         table=depth_table,
     ),

@@ -23,7 +23,17 @@ from torch import Tensor
 
 from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE
 from headwater.errors import InputError
-from headwater.figures.style import DASHED, cell_ticks, entitle, label, model_title, new_figure, style, whole_numbers
+from headwater.figures.style import (
+    DASHED,
+    cell_ticks,
+    color_bar,
+    entitle,
+    label,
+    model_title,
+    new_figure,
+    style,
+    whole_numbers,
+)
 from headwater.figures.sweep import shown as written
 from headwater.models.cache import Cache
 from headwater.options import checked_count, checked_several, shown
@@ -115,7 +125,7 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
         panel.set_title(name, fontsize=7)
     for panel in panels[len(named) :]:
         panel.remove()
-    _bar(image, panels[: len(named)])
+    color_bar(image, panels[: len(named)], "Attention", aspect=30)
     if len(named) == 1:
         panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
         return panels[0]
@@ -140,15 +150,8 @@ def _tiles(tiles: dict[tuple[int, int], Tensor], ax: Axes | None, title: str) ->
         axis.set_label_text(what)
     ax.tick_params(length=0)
     ax.set_title(title)
-    _bar(image, [ax])
+    color_bar(image, [ax], "Attention", aspect=30)
     return ax
-
-
-def _bar(image: AxesImage, panels: Sequence[Axes]) -> None:
-    """Put the scale of weights beside panels."""
-    bar = panels[0].figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=30)
-    bar.outline.set_visible(False)
-    bar.set_label("Attention")
 
 
 def _panel(ax: Axes, weights: Tensor, tokens: list[str], left: bool, below: bool) -> AxesImage:

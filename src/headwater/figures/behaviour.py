@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,20 +45,12 @@ from headwater.runs.result import DRAWINGS
 # much of the scores before the softmax the positions decide. What has no value is grey.
 
 
-class Shade(NamedTuple):
-    """How a column of `AttentionBehaviour.heads` is coloured."""
-
-    title: str
-    bar: str
-    colors: str
-    ticks: tuple[float, ...]
-
-
 SEEN = {"random": "random tokens", "text": "text"}
-SHADES = {
-    "copying": Shade("copying", "Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
-    "position": Shade("position", "its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
+SHADES: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "copying": ("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    "position": ("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
 }
+"""By column of `AttentionBehaviour.heads`: what its bar says, its colours, and the ticks of the bar."""
 UNCALLED_AREA = 0.12
 LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
 """Inches: beside a map and below it, above and below all of them, beside a single one, the least height of a map."""
@@ -76,12 +68,9 @@ def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: st
         axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
         for name, place in zip(shown, axes, strict=True):
             frame(place, result.heads)
-            title = SEEN[name] if name in SEEN else SHADES[name].title
-            place.set_title(
-                title
-                if len(shown) > 1
-                else model_title(result.run, f"attention on {title}" if name in SEEN else f"{title} by head")
-            )
+            title = SEEN.get(name, name)
+            alone = f"attention on {title}" if name in SEEN else f"{title} by head"
+            place.set_title(title if len(shown) > 1 else model_title(result.run, alone))
             if name in SHADES:
                 _shade(result.heads, name, place)
             else:
@@ -135,17 +124,18 @@ def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
 
 def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
     """Colour each head by a number of its own, with a bar that says which."""
-    shade, values = SHADES[name], heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
+    bar, colors, ticks = SHADES[name]
+    values = heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
     ax.set_facecolor(UNSEEN)
     grid = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
     edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
-    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=shade.colors, vmin=shade.ticks[0], vmax=1.0, rasterized=True)
+    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=colors, vmin=ticks[0], vmax=1.0, rasterized=True)
     ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
     if name == "copying":
         beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
         mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
         ax.set_xlabel("Layer (dot: beyond random heads)")
-    color_bar(mesh, ax, shade.bar, ticks=shade.ticks)
+    color_bar(mesh, ax, bar, ticks=ticks)
 
 
 def _look(name: str) -> tuple[str, str, float]:
@@ -169,9 +159,6 @@ def _mark(name: str, count: str) -> Line2D:
 # cannot be (the later head is not later) are left grey.
 
 
-COLORS = "Blues"
-
-
 @DRAWINGS.add(Composition)
 def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
     """Draw the scores: what `Composition.plot` says."""
@@ -186,7 +173,7 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
             axes = [ax]
         else:
             figure = new_figure(0.6 + 2.5 * len(kinds), 2.8)
-            axes = list(np.atleast_1d(figure.subplots(1, len(kinds), squeeze=False)[0]))
+            axes = list(figure.subplots(1, len(kinds), squeeze=False)[0])
         for one, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]
             mesh = _map(one, part, above[part.index], limit)
@@ -207,7 +194,7 @@ def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
     columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
     grid[rows, columns] = above
     ax.set_facecolor(UNSEEN)
-    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap=COLORS, vmin=0, vmax=limit, rasterized=True)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap="Blues", vmin=0, vmax=limit, rasterized=True)
     step = -(-layers // 12)
     for edge in range(1, layers - 1):
         ax.axhline(edge * heads, color="white", linewidth=0.6)

@@ -89,7 +89,8 @@ def plot_circuit(circuit: Circuit, ax: Axes | None = None) -> Axes | Figure:
             ax.text(x, y, name, ha="center", va="center", size=points, zorder=5, bbox=box)
         if len(circuit) <= FEW and wide >= 0.8 * COLUMN:
             _write_effects(ax, circuit, list(reversed(order)), curves, places)
-        _frame(ax, circuit.graph, places, (low, high))
+        ax.set(xlim=(-0.6, far + 0.6), ylim=(low, high + 0.7), yticks=[])
+        _number_layers(ax, circuit.graph, places)
         _legend(ax, circuit, lines, top)
     return ax
 
@@ -159,7 +160,11 @@ def _write_effects(
             continue
         text = f"{line.kind} {effect:+.2g}" if line.kind in "qkv" else f"{effect:+.2g}"
         spots = [_point(curves[line], t) for t in (0.5, 0.42, 0.58, 0.34, 0.66, 0.26, 0.74, 0.18, 0.82)]
-        free = [spot for spot in spots if not any(_meets(spot, other) for other in taken)]
+        free = [
+            (x, y)
+            for x, y in spots
+            if not any(abs(x - a) < wide + 0.4 and abs(y - b) < high + 0.05 for a, b, wide, high in taken)
+        ]
         if not free:
             continue
         x, y = free[0]
@@ -170,11 +175,6 @@ def _write_effects(
         ax.text(x, y, text.replace("-", MINUS), ha="center", va="center", **look)
 
 
-def _meets(spot: Place, other: tuple[float, float, float, float]) -> bool:
-    x, y, width, height = other
-    return abs(spot[0] - x) < width + 0.4 and abs(spot[1] - y) < height + 0.05
-
-
 def _point(curve: Path, t: float) -> Place:
     """A point of a cubic Bézier curve."""
     a, b, c, d = np.asarray(curve.vertices)
@@ -182,14 +182,12 @@ def _point(curve: Path, t: float) -> Place:
     return float(x), float(y)
 
 
-def _frame(ax: Axes, graph: Graph, places: Mapping[int, Place], rows: tuple[float, float]) -> None:
+def _number_layers(ax: Axes, graph: Graph, places: Mapping[int, Place]) -> None:
     """Leave only the layers' numbers of the frame."""
     by_layer: dict[int, list[float]] = {}
     for node, (x, _) in places.items():
         if 0 < node < len(graph.senders):
             by_layer.setdefault(int(graph.senders.layer[node]), []).append(x)
-    far = max((x for x, _ in places.values()), default=1.0)
-    ax.set(xlim=(-0.6, far + 0.6), ylim=(rows[0], rows[1] + 0.7), yticks=[])
     ax.spines[["left", "bottom"]].set_visible(False)
     cell_ticks(ax.xaxis, [float(np.mean(xs)) for xs in by_layer.values()], [str(layer) for layer in by_layer])
     ax.tick_params(axis="x", length=0)

@@ -19,6 +19,7 @@ from headwater.circuits.search import DECISIONS, KEPT, LEFT_OUT, NOT_TRIED, Circ
 from headwater.colors import BLUE, FAINT, INK
 from headwater.figures.style import (
     DASHED,
+    MOST_TICKS,
     WAYS,
     cell_ticks,
     inches,
@@ -30,7 +31,7 @@ from headwater.figures.style import (
 )
 from headwater.options import checked_name
 from headwater.runs.claim import Claim
-from headwater.runs.result import DRAWINGS, whole_summary
+from headwater.runs.result import DRAWINGS, Result, whole_summary
 
 # Circuits run alone: the faithfulness of each beside its placebos, and the curve over sizes with theirs as a band.
 #
@@ -44,9 +45,7 @@ CIRCUIT, PLACEBO, LINE = "#0b5394", "#9a9a9a", "#d0d0d0"
 @DRAWINGS.add(CircuitRuns)
 def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw circuits: what `CircuitRuns.plot` says."""
-    table, name = _of_metric(runs.table, metric)
-    summary = whole_summary(runs)
-    summary = summary[summary["metric"] == name].reset_index(drop=True)
+    name, table, summary = _of_metric(runs, metric)
     with one_panel(ax, 4.6, 0.8 + 0.4 * len(summary)) as ax:
         for x in (0.0, 1.0):
             ax.axvline(x, color=LINE, linewidth=0.8)
@@ -67,9 +66,8 @@ def plot_circuit_runs(runs: CircuitRuns, ax: Axes | None = None, *, metric: str 
 @DRAWINGS.add(CircuitCurve)
 def plot_circuit_curve(curve: CircuitCurve, ax: Axes | None = None, *, metric: str | None = None) -> Axes | Figure:
     """Draw a curve: what `CircuitCurve.plot` says."""
-    table, name = _of_metric(curve.table, metric)
-    summary = whole_summary(curve)
-    summary = summary[summary["metric"] == name].sort_values("size")
+    name, table, summary = _of_metric(curve, metric)
+    summary = summary.sort_values("size")
     with one_panel(ax, 4.6, 3.2) as ax:
         for y in (0.0, 1.0):
             ax.axhline(y, color=LINE, linewidth=0.8)
@@ -109,10 +107,12 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
     return ax
 
 
-def _of_metric(table: pd.DataFrame, metric: str | None) -> tuple[pd.DataFrame, str]:
-    names = tuple(table["metric"].unique())
+def _of_metric(result: Result, metric: str | None) -> tuple[str, pd.DataFrame, pd.DataFrame]:
+    """The metric to draw, the first by default, and its rows of a table and of its summary."""
+    names = tuple(result.table["metric"].unique())
     name = names[0] if metric is None else checked_name("metric", metric, names)
-    return table[table["metric"] == name], name
+    table, summary = (rows[rows["metric"] == name] for rows in (result.table, whole_summary(result)))
+    return name, table, summary
 
 
 def _placebos(part: pd.DataFrame) -> np.ndarray:
@@ -177,7 +177,6 @@ def plot_claim(claim: Claim, ax: Axes | None = None) -> Axes | Figure:
 
 
 DIVERGING = "RdBu_r"
-MOST_TICKS = 16
 
 
 @DRAWINGS.add(EdgeEffects)

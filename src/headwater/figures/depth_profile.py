@@ -192,48 +192,51 @@ def _title_look(titles: Sequence[str]) -> dict[str, Any]:
     return {"fontsize": min(LONG_TITLE, TITLE_WIDTH / longest)} if longest > LONG and len(titles) > 1 else {}
 
 
-def plot_boxes(profile: DepthProfile, ax: Axes) -> Axes:
+def looks_of_depths(profile: DepthProfile) -> dict[int, tuple[str, str]]:
+    """Return the colour and mark of each depth."""
+    n = len(DEPTH_COLORS)
+    return {depth: (DEPTH_COLORS[i % n], DEPTH_MARKS[i % n]) for i, depth in enumerate(profile.depths)}
+
+
+def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
     """Draw a box per depth: median, quartiles, whiskers to the last value within 1.5 interquartile ranges."""
     averages = profile.depthwise
     values = [-averages.loc[averages["depth"] == depth, profile.main].dropna().to_numpy() for depth in profile.depths]
-    with shared_look():
-        drawn = ax.boxplot(
-            values,
-            widths=0.55,
-            patch_artist=True,
-            medianprops={"color": INK, "linewidth": 1.2},
-            flierprops={"marker": "o", "markersize": 2, "markerfacecolor": FAINT, "markeredgewidth": 0},
-            whiskerprops={"linewidth": 0.7},
-            capprops={"linewidth": 0.7},
-            boxprops={"linewidth": 0.7},
-        )
-        for number, box in enumerate(drawn["boxes"]):
-            box.set_facecolor(DEPTH_COLORS[number % len(DEPTH_COLORS)])
-            box.set_alpha(0.85)
-        names = [f"Depth {depth}\nn = {len(found):,}" for depth, found in zip(profile.depths, values, strict=True)]
-        ax.set_xticks(range(1, len(values) + 1), names)
-        is_group = profile.run.options["aggregate"] == "group"
-        ax.set_ylabel(AVERAGE if is_group else "MIN-K% of a Question\n(nats)")
-        if any(len(found) for found in values):
-            ax.set_ylim(bottom=min(0.0, min(found.min() for found in values if len(found))))
-    return ax
+    drawn = ax.boxplot(
+        values,
+        widths=0.55,
+        patch_artist=True,
+        medianprops={"color": INK, "linewidth": 1.2},
+        flierprops={"marker": "o", "markersize": 2, "markerfacecolor": FAINT, "markeredgewidth": 0},
+        whiskerprops={"linewidth": 0.7},
+        capprops={"linewidth": 0.7},
+        boxprops={"linewidth": 0.7},
+    )
+    for box, (color, _) in zip(drawn["boxes"], looks_of_depths(profile).values(), strict=True):
+        box.set_facecolor(color)
+        box.set_alpha(0.85)
+    names = [f"Depth {depth}\nn = {len(found):,}" for depth, found in zip(profile.depths, values, strict=True)]
+    ax.set_xticks(range(1, len(values) + 1), names)
+    is_group = profile.run.options["aggregate"] == "group"
+    ax.set_ylabel(AVERAGE if is_group else "MIN-K% of a Question\n(nats)")
+    if any(len(found) for found in values):
+        ax.set_ylim(bottom=min(0.0, min(found.min() for found in values if len(found))))
 
 
 def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:
     """Draw the density of the score gap of the deepest questions in the lowest and in the highest quarter of Min-K%."""
-    with shared_look():
-        drawn = sum(_density(ax, _gaps(profile, quartile), quartile) for quartile in QUARTILES)
-        ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
-        ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
-        shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
-        whose = "\nof the answers in the data" if drawn and profile.run.options["answers"] == DATA else ""
-        ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower}){whose}")
-        ax.set_ylim(bottom=0)
-        if drawn:
-            legend_above(ax, 1, "", handlelength=2.2)
-        else:
-            ax.set_yticks([])
-            ax.text(0.5, 0.5, "no judge scores", color=FAINT, ha="center", va="center", transform=ax.transAxes)
+    drawn = sum(_density(ax, _gaps(profile, quartile), quartile) for quartile in QUARTILES)
+    ax.set(xlim=(-GAP_RANGE, GAP_RANGE), ylabel="Density")
+    ax.set_xticks(np.linspace(-GAP_RANGE, GAP_RANGE, 7)[:: 3 if narrow else 1])
+    shallower = profile.depths[-2] if len(profile.depths) > 1 else "?"
+    whose = "\nof the answers in the data" if drawn and profile.run.options["answers"] == DATA else ""
+    ax.set_xlabel(f"Score Gap (D{profile.depths[-1]} − D{shallower}){whose}")
+    ax.set_ylim(bottom=0)
+    if drawn:
+        legend_above(ax, 1, "", handlelength=2.2)
+    else:
+        ax.set_yticks([])
+        ax.text(0.5, 0.5, "no judge scores", color=FAINT, ha="center", va="center", transform=ax.transAxes)
     return ax
 
 
@@ -265,9 +268,8 @@ def layer_curves(
     if rows.empty:
         raise InputError(f"There is no score {score!r}.{did_you_mean(score, set(profile.by_layer['score']))}")
     with one_panel(ax, 3.6, 2.9) as ax:
-        for number, depth in enumerate(profile.depths):
+        for depth, (color, mark) in looks_of_depths(profile).items():
             line = rows[rows["depth"] == depth]
-            color, mark = DEPTH_COLORS[number % len(DEPTH_COLORS)], DEPTH_MARKS[number % len(DEPTH_MARKS)]
             ax.fill_between(line["layer"], -line["high"], -line["low"], color=color, alpha=0.2, linewidth=0)
             ax.plot(line["layer"], -line["value"], f"{mark}-", markersize=3, color=color, label=f"Depth {depth}")
         ax.set(xlabel=f"Layer ({BANDS_ARE})", ylabel=AVERAGE if score == profile.main else f"minus {score}")

@@ -20,7 +20,6 @@ from headwater.errors import InputError
 from headwater.figures.style import (
     LINES_ARE,
     cell_ticks,
-    checked_place,
     color_bar,
     entitle,
     legend_beside,
@@ -57,7 +56,6 @@ LINE = 0.17
 @DRAWINGS.add(EvidenceSuite)
 def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
     """Draw relation by relation the named head's share of the largest effect, the baselines beside it."""
-    checked_place(ax, 1, None)
     order = suite.measured.sort_values(["family", "share"], ascending=[True, True])["relation"].tolist()
     if not order:
         raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")

@@ -67,7 +67,6 @@ SEEN = "heads by category"
 @DRAWINGS.add(HeadMap)
 def plot_head_map(head_map: HeadMap, ax: Axes | None = None) -> Axes:
     """Draw one head map on a new figure of fitting size, its legend to the right; or on `ax`, its legend below."""
-    checked_place(ax, 1, None)
     with shared_look(ax):
         lines, is_alone = _lines([head_map]), ax is None
         if ax is None:
@@ -120,11 +119,11 @@ def head_maps(
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
     note = rule_note(maps) if as_published else ""
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
-    widest = max(map(_panel_width, maps))
-    widths = {id(one): widest if as_published else _panel_width(one) for one in maps}
-    pitches = [LEFT + max(widths[id(one)], LETTER * len(name)) + GAP for one, name in zip(maps, titles, strict=True)]
+    widths = [_panel_width(one) for one in maps]
+    widths = [max(widths)] * len(maps) if as_published else widths
+    pitches = [LEFT + max(wide, LETTER * len(name)) + GAP for wide, name in zip(widths, titles, strict=True)]
     pitches = [max(pitches)] * len(maps) if as_published else pitches
-    panels = list(zip(maps, titles, pitches, strict=True))
+    panels = list(zip(maps, titles, widths, pitches, strict=True))
     rows = [panels[start : start + columns] for start in range(0, len(panels), columns)]
     row_width = max(sum(pitch for *_, pitch in row) for row in rows)
     table_width = 0.0 if as_published else LABEL_COLUMN + sum(map(_count_column, names))
@@ -134,8 +133,8 @@ def head_maps(
         figure = new_figure(width, len(rows) * row_height + below + above, layout=None)
         for number, row in enumerate(reversed(rows)):
             left = LEFT + (width - row_width) / 2
-            for head_map, name, pitch in row:
-                ax = _axes(figure, left, below + number * row_height + BOTTOM, widths[id(head_map)], PANEL_HEIGHT)
+            for head_map, name, wide, pitch in row:
+                ax = _axes(figure, left, below + number * row_height + BOTTOM, wide, PANEL_HEIGHT)
                 _draw(head_map, ax, sized=not as_published)
                 ax.set_title(drawn_label(name))
                 left += pitch
@@ -206,7 +205,6 @@ def mark_of(label: str) -> tuple[str, str]:
 
 def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
     frame(ax, head_map.categories)
-    ax.set_title(drawn_label(head_map.title))
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))

@@ -190,9 +190,9 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     heads = table[table["component"] == "head"]
     sums = heads.groupby(["layer", "position"])["contribution"].sum()
     drawn = (sums / heads.groupby(["layer", "position"])["example"].nunique()).unstack()
-    limit = float(np.abs(drawn.to_numpy(dtype=float)).max()) or 1.0
-    edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
     grid = drawn.to_numpy(dtype=float)
+    limit = float(np.abs(grid).max()) or 1.0
+    edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
     mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     ax.spines[:].set_visible(False)
     whole_numbers(ax.xaxis)

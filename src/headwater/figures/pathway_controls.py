@@ -346,15 +346,12 @@ def mode_properties(
     has_popularity = "popularity" in modes and bool(modes["popularity"].notna().any())
     size = checked_place(ax, 1 + has_popularity, figsize)
     with style(ax):
-        if ax is not None:
-            _accuracy(ax, pathways)
-            return apply_title_and_size(ax, title, None)
-        figure = new_figure(6.4 if has_popularity else 3.2, 2.7)
-        axes = figure.subplots(1, 2 if has_popularity else 1, squeeze=False)[0]
+        drawn = ax or new_figure(6.4 if has_popularity else 3.2, 2.7)
+        axes = [drawn] if isinstance(drawn, Axes) else drawn.subplots(1, 1 + has_popularity, squeeze=False)[0]
         _accuracy(axes[0], pathways)
         if has_popularity:
             _popularity(axes[1], pathways)
-    return apply_title_and_size(figure, title, size)
+    return apply_title_and_size(drawn, title, size)
 
 
 def _changes(pathways: Pathways, dataset: str) -> pd.DataFrame:

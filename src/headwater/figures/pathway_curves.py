@@ -104,8 +104,8 @@ def delta_p(
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
     if not isinstance(value, str) or value not in VALUES:
         raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
+    splits = [_split(one, split_by) for one in shown]
     if titles is None:
-        splits = [_split(one, split_by) for one in shown]
         if as_published:
             titles = [model_name(short_name(one.run.model)) for one in shown]
         elif len(shown) == 1:
@@ -122,7 +122,7 @@ def delta_p(
     names = in_order(names) if as_published else names
     if ax is not None:
         with shared_look(ax):
-            _draw(ax, shown[0], names, _split(shown[0], split_by), value, as_published)
+            _draw(ax, shown[0], names, splits[0], value, as_published)
             ax.set(ylabel=_axis_name(value, as_published), title=titles[0])
             handles, labels = _published_legend(names) if as_published else _legend(shown, names, split_by)
             look: dict[str, Any] = {"bbox_to_anchor": (0.5, -0.2), "title": None if as_published else _counted(shown)}
@@ -138,8 +138,8 @@ def delta_p(
         axes = panels.subplots(rows, columns, squeeze=False).ravel()
         for spare in axes[len(shown) :]:
             spare.remove()
-        for panel, one, name in zip(axes, shown, titles, strict=False):
-            _draw(panel, one, names, _split(one, split_by), value, as_published)
+        for panel, one, split, name in zip(axes, shown, splits, titles, strict=False):
+            _draw(panel, one, names, split, value, as_published)
             panel.set_title(name)
         for panel in axes[: len(shown) : columns]:
             panel.set_ylabel(_axis_name(value, as_published))
@@ -193,9 +193,7 @@ def title_of(pathways: Pathways, split_by: str, value: str = "delta_p") -> str:
     return plain_title(pathways.run.model, f"{SHORT[value]}, {SPLIT_BY[split_by]}")
 
 
-def _draw(
-    ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str, as_published: bool = False
-) -> None:
+def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str, as_published: bool) -> None:
     curves = pathways.curves[pathways.curves["split_by"] == split_by]
     ax.axhline(0, color=FAINT, linewidth=0.6)
     for mode in MODES:

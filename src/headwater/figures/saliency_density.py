@@ -206,12 +206,17 @@ def _panel(
     handles = {}
     for (kind, name), values in drawn.items():
         place = names.index(name)
-        height = _density(shown(values), grid, reflect=not log_scale)
+        density = gaussian_kde(shown(values))
+        height = density(grid) if log_scale else density(grid) + density(-grid)
         area, line = _looks(kind, name, names, as_published)
         ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
         counted = f"n = {len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
-        entry = _series(kind, name, names) if as_published else f"{label(name)}, {_kind(kind, name)} ({counted})"
+        # Mathematics, unless that would lose the letters of the question set beside it.
+        edges = KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
+        entry = f"{label(name)}, {edges} ({counted})"
+        if as_published:
+            entry = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})"
         handles[entry] = (Patch(**area), Line2D([], [], **line), (list(KINDS).index(kind), place))
     ax.set(xlim=(places[0], places[-1]), ylim=(0, None))
     exponent = int(np.floor(np.log10(stop))) if not log_scale else 0
@@ -257,16 +262,6 @@ def _published_axis(ax: Axes, axis: str) -> None:
         ax.annotate(f"$\\times 10^{{{-int(power)}}}$", (0, 1), (-3, 0), ha="right", va="bottom", **at)
 
 
-def _series(kind: str, name: str, names: Sequence[str]) -> str:
-    """The published name of a series: its kind of edge, and its question set beside the others of the figure."""
-    return f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})"
-
-
-def _kind(kind: str, name: str) -> str:
-    """The edges, as mathematics unless that would lose the letters of the question set beside it."""
-    return KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
-
-
 def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> NDArray[np.float64]:
     """The values of one density; empty when this kind was not measured for the set."""
     values = table.loc[table["dataset"] == dataset, kind].to_numpy(dtype=np.float64)
@@ -276,11 +271,6 @@ def _values(table: pd.DataFrame, dataset: str, kind: str, log_scale: bool) -> ND
         found = "one example" if len(values) == 1 else f"{len(values):,} examples, all with the value {values[0]:.3g}"
         raise InputError(f"{dataset}: {kind} has {found}: no density can be drawn. Give more examples.")
     return values
-
-
-def _density(values: NDArray[np.float64], grid: NDArray[np.float64], reflect: bool) -> NDArray[np.float64]:
-    density = gaussian_kde(values)
-    return np.asarray(density(grid) + density(-grid) if reflect else density(grid))
 
 
 def _at_chance(rows: pd.DataFrame) -> Interval | None:

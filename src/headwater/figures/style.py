@@ -106,7 +106,6 @@ def _is_joined(character: str) -> bool:
 
 DASHED: Any = (0, (4, 1.6))
 LINES_ARE = "lines: 95 % intervals"
-DEFAULT_FORMATS = ("png", "pdf")
 BANDS_ARE = "bands: 95 % intervals"
 DAGGER, DAGGER_IS = "†", "† the probe is not above chance"
 WAYS = {"denoise": "clean into corrupted", "noise": "corrupted into clean"}
@@ -418,7 +417,7 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     known = tuple(figure.canvas.get_supported_filetypes())
     if path.suffix[1:] in known:
         path, formats = path.with_suffix(""), path.suffix[1:] if formats is None else formats
-    listed = DEFAULT_FORMATS if formats is None else one_or_several(formats)
+    listed = ("png", "pdf") if formats is None else one_or_several(formats)
     make_folder(path.parent)
     files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
     # The time of writing would make two equal figures two files.

@@ -345,9 +345,10 @@ class Contributions:
         columns = [_dot(recorded[SITES["resid_pre"].hook_name(0)], direction)[:, None]]
         sources = []
         for layer in range(self.model.shape.n_layers):
-            columns += self._of_layer(layer, recorded, direction)
-            if self.by_source and layer in self.attended:
-                sources.append(self._of_sources(layer, recorded, direction))
+            of_layer, of_sources = self._of_layer(layer, recorded, direction)
+            columns += of_layer
+            if of_sources is not None:
+                sources.append(of_sources)
         columns.append(constant.double()[:, None])
         contributions = torch.cat([one.to(constant.device) for one in columns], 1).cpu()
         if sources:
@@ -366,59 +367,55 @@ class Contributions:
         recorded: dict[str, Tensor] = {}
 
         def keep(activation: Tensor, hook: object, name: str) -> None:
-            recorded[name] = activation[
-                to_device(rows, activation.device), to_device(places, activation.device)
-            ].float()
-
-        def keep_sources(activation: Tensor, hook: object, name: str) -> None:
             of, at = to_device(rows, activation.device), to_device(places, activation.device)
-            recorded[name] = (activation[of, :, at] if name.endswith("pattern") else activation[of]).float()
+            if name.endswith("pattern"):
+                taken = activation[of, :, at]
+            else:  # values at all positions, as each may be attended to
+                taken = activation[of] if name.endswith("hook_v") else activation[of, at]
+            recorded[name] = taken.float()
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         for layer in range(n_layers):
             read = ("z", "attn_out") if layer in self.attended else ("resid_pre", "resid_mid")
             sites += [(site, layer) for site in (*read, "mlp_out")]
+        if self.by_source:
+            sites += [(site, layer) for layer in self.attended for site in ("pattern", "v")]
         names = [SITES[site].hook_name(layer) for site, layer in sites]
         hooks = [(name, read_hook(partial(keep, name=name))) for name in names]
-        if self.by_source:
-            more = [SITES[site].hook_name(layer) for layer in self.attended for site in ("pattern", "v")]
-            hooks += [(name, read_hook(partial(keep_sources, name=name))) for name in more]
         self.model.run(batch, hooks, stop_at=n_layers)
         return recorded
 
-    def _of_layer(self, layer: int, recorded: dict[str, Tensor], direction: Tensor) -> list[Float[Tensor, "row part"]]:
-        """Return what a layer's heads, its attention bias and its MLP contribute; of one without heads, its mixer."""
-        mlp = _dot(recorded[SITES["mlp_out"].hook_name(layer)], direction)
+    def _of_layer(
+        self, layer: int, recorded: dict[str, Tensor], direction: Tensor
+    ) -> tuple[list[Float[Tensor, "row part"]], Float[Tensor, "row head key"] | None]:
+        """Return what a layer's heads (or mixer), attention bias and MLP contribute; if wanted, its heads by source."""
+        mlp = _dot(recorded[SITES["mlp_out"].hook_name(layer)], direction)[:, None]
         if layer not in self.attended:
             before, middle = (recorded[SITES[site].hook_name(layer)] for site in ("resid_pre", "resid_mid"))
-            return [_dot(middle - before, direction)[:, None], mlp[:, None]]
-        factors, z, along = self._read_along(layer, recorded, direction)
-        post_norm = attention_post_norm(self.model, layer)
-        heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
-        constant = z.new_zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
-        if post_norm is not None and post_norm.bias is not None:
-            constant = constant + _dot(post_norm.bias, direction).to(constant)
-        return [heads.double(), constant.double()[:, None], mlp[:, None]]
-
-    def _read_along(
-        self, layer: int, recorded: dict[str, Tensor], direction: Tensor
-    ) -> tuple[HeadWeights, Float[Tensor, "row head d_head"], Float[Tensor, "row d_model"]]:
-        """A layer's factors, its z, and the direction in front of the norm after attention at its recorded scale."""
+            return [_dot(middle - before, direction)[:, None], mlp], None
         factors, post_norm = self.weights.layer(layer), attention_post_norm(self.model, layer)
         z = recorded[SITES["z"].hook_name(layer)].to(factors.W_O)
         summed = torch.einsum("rhk,hkd->rd", z, factors.W_O)
         if factors.b_O is not None:
             summed = summed + factors.b_O
+        # In front of the norm after attention, at its recorded scale.
         along = direction if post_norm is None else post_norm.pulled_back(summed, direction)
-        return factors, z, residual_scale(self.model) * along.to(summed)
+        along = residual_scale(self.model) * along.to(summed)
+        heads = torch.einsum("rhk,hkd,rd->rh", z, factors.W_O, along)
+        constant = z.new_zeros(len(z)) if factors.b_O is None else _dot(factors.b_O, along)
+        if post_norm is not None and post_norm.bias is not None:
+            constant = constant + _dot(post_norm.bias, direction).to(constant)
+        columns = [heads.double(), constant.double()[:, None], mlp]
+        return columns, self._of_sources(layer, recorded, factors, along) if self.by_source else None
 
-    def _of_sources(self, layer: int, recorded: dict[str, Tensor], direction: Tensor) -> Float[Tensor, "row head key"]:
+    def _of_sources(
+        self, layer: int, recorded: dict[str, Tensor], factors: HeadWeights, along: Float[Tensor, "row d_model"]
+    ) -> Float[Tensor, "row head key"]:
         """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
-        factors, z, along = self._read_along(layer, recorded, direction)
         pattern, v = (recorded[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("pattern", "v"))
         read = torch.einsum("hkd,rd->rhk", factors.W_O, along)
         # The hook of v has key-value heads.
-        values = v.repeat_interleave(z.shape[1] // v.shape[2], dim=2)
+        values = v.repeat_interleave(len(factors.W_O) // v.shape[2], dim=2)
         shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())
         longest = max(len(prompt) for prompt in self.prompts)
         return torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))

@@ -13,8 +13,6 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
    (`kernels.layer_predictions`). Logits are kept for a tile of the vocabulary, of all layers.
-
-The role of each position in a table, where positions were named by role (`models.positions`).
 """
 
 from __future__ import annotations
@@ -39,13 +37,14 @@ from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, first_line
 from headwater.kernels.devices import to_device
 from headwater.kernels.layer_predictions import layer_predictions
-from headwater.models.edits import Hook, read_hook
+from headwater.kernels.likelihood import UnembeddingHead
+from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.memory import failures_named
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
-from headwater.models.unembedding import refuse_other_logits, unembedding_head
+from headwater.models.unembedding import Normalise, refuse_other_logits, unembedding_head
 from headwater.options import checked_count, checked_path, resolve_indices, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
@@ -57,22 +56,6 @@ from headwater.stats.resample import Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def with_roles(table: pd.DataFrame, where: Where, prompts: Sequence[Prompt]) -> pd.DataFrame:
-    """Return a table of examples and positions with a column `role`; as it is where positions have other names.
-
-    A position of several roles has all of them, joined by a comma.
-    """
-    if not isinstance(where, Mapping):
-        return table
-    named: dict[tuple[int, int], list[str]] = {}
-    for example, prompt in enumerate(prompts):
-        for role, places in roles_of(where, prompt, example, len(prompts), None).items():
-            for place in places:
-                named.setdefault((example, place), []).append(role)
-    rows = zip(table["example"], table["position"], strict=True)
-    return table.assign(role=[", ".join(named[int(example), int(place)]) for example, place in rows])
 
 
 NONE = -1
@@ -203,17 +186,18 @@ def lens(
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(given), "layers": chosen,
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
         **note_on_chats(prompt.text for prompt in read),
-    }  # fmt: skip
-
-    options |= {"roles": list(positions)} if isinstance(positions, Mapping) else {}
+    } | ({"roles": list(positions)} if isinstance(positions, Mapping) else {})  # fmt: skip
 
     def work(run: Run) -> LayerPredictions:
-        layered = _Layers(model, read, where, targets, chosen, transform, top_k, run.record)
+        normalise, head = unembedding_head(model, run.record)
+        measure = partial(_measured, model, read, where, targets, chosen, transform, top_k, normalise, head)
         batches = [range(len(read))[start : start + batch_size] for start in range(0, len(read), batch_size)]
         with run.bar("prompts", "prompt", len(read)) as bar:
-            pieces = list(run.pieces("examples", batches, layered.measure, bar, len))
+            pieces = list(run.pieces("examples", batches, measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
-        table = with_roles(_table(model, found, chosen, read, where, targets), positions, read)
+        table = _table(model, found, chosen, read, where, targets)
+        if isinstance(positions, Mapping):
+            table = _with_roles(table, positions, read)
         return LayerPredictions(table, _target_table(model, where, targets), run.record)
 
     return run_or_resume(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
@@ -238,60 +222,43 @@ def _targets(
     return targets
 
 
-class _Layers:
-    """Reads the layers of some prompts."""
+@torch.inference_mode()
+def _measured(
+    model: HookedModel,
+    prompts: Sequence[Prompt],
+    where: Sequence[tuple[int, ...]],
+    targets: Sequence[Tensor],
+    layers: Sequence[int],
+    transform: Callable[[Tensor, int], Tensor],
+    top_k: int,
+    normalise: Normalise,
+    head: UnembeddingHead,
+    examples: range,
+) -> dict[str, Tensor]:
+    """Run some prompts; return what the layers predict, `layer row ...`; a row is a position read of an example."""
+    batch = Batch.of([prompts[i].ids for i in examples], pad_id(model.tokenizer)).named(examples)
+    rows = torch.tensor([i - examples.start for i in examples for _ in where[i]])
+    places = torch.tensor([place for i in examples for place in where[i]])
+    recorded: dict[int, Tensor] = {}
+    ends: list[Tensor] = []
 
-    def __init__(
-        self,
-        model: HookedModel,
-        prompts: Sequence[Prompt],
-        where: Sequence[tuple[int, ...]],
-        targets: Sequence[Tensor],
-        layers: Sequence[int],
-        transform: Callable[[Tensor, int], Tensor],
-        top_k: int,
-        record: RunRecord,
-    ):
-        self.model, self.prompts, self.where, self.targets = model, prompts, where, targets
-        self.layers, self.transform, self.top_k = layers, transform, top_k
-        self.normalise, self.head = unembedding_head(model, record)
+    def keep(residual: Tensor, hook: object, layer: int) -> None:
+        there = residual.device
+        recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
+        if layer == layers[-1]:
+            ends.append(residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)])
 
-    @torch.inference_mode()
-    def measure(self, examples: range) -> dict[str, Tensor]:
-        """Return what the layers predict, `layer row ...`; a row is a position read of an example."""
-        recorded, ends, expected = self._run(examples)
-        # Checked at the last tokens whatever is read: these logits the run gives anyway.
-        end = self.normalise(ends)
-        refuse_other_logits(self.model, self.head.logits(end.float(), slice(None)), expected)
-        device = self.head.W_U.device
-        last = self.normalise(recorded[self.layers[-1]]).to(device)
-        hidden = [self.normalise(self.transform(recorded[layer], layer)).to(device).float() for layer in self.layers]
-        # The last position has no next token: it is given token 0, and its rank is taken out of the table.
-        target = to_device(torch.cat([self.targets[i] for i in examples]).clamp(min=0), device)
-        found = layer_predictions(torch.stack(hidden), last, self.head, target, self.top_k)
-        return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
-
-    def _run(self, examples: range) -> tuple[dict[int, Tensor], Tensor, Tensor]:
-        """Run some prompts: the residual streams by layer, `row d_model`; the last tokens' at the end; their logits."""
-        batch = Batch.of([self.prompts[i].ids for i in examples], pad_id(self.model.tokenizer)).named(examples)
-        rows = torch.tensor([i - examples.start for i in examples for _ in self.where[i]])
-        places = torch.tensor([place for i in examples for place in self.where[i]])
-        recorded: dict[int, Tensor] = {}
-        ends: list[Tensor] = []
-
-        def keep(layer: int) -> Hook:
-            def take(residual: Tensor, hook: object) -> None:
-                there = residual.device
-                recorded[layer] = residual[to_device(rows, there), to_device(places, there)]
-                if layer == self.layers[-1]:
-                    ends.append(
-                        residual[torch.arange(len(residual), device=there), to_device(batch.lengths - 1, there)]
-                    )
-
-            return hook_name("resid_post", layer), read_hook(take)
-
-        logits = self.model.run(batch, [keep(layer) for layer in self.layers], keep="last")
-        return recorded, ends[0], logits[:, 0]
+    hooks = [(hook_name("resid_post", layer), read_hook(partial(keep, layer=layer))) for layer in layers]
+    expected = model.run(batch, hooks, keep="last")[:, 0]
+    # Checked at the last tokens whatever is read: these logits the run gives anyway.
+    refuse_other_logits(model, head.logits(normalise(ends[0]).float(), slice(None)), expected)
+    device = head.W_U.device
+    last = normalise(recorded[layers[-1]]).to(device)
+    hidden = [normalise(transform(recorded[layer], layer)).to(device).float() for layer in layers]
+    # The last position has no next token: it is given token 0, and its rank is taken out of the table.
+    target = to_device(torch.cat([targets[i] for i in examples]).clamp(min=0), device)
+    found = layer_predictions(torch.stack(hidden), last, head, target, top_k)
+    return {name: part.cpu().contiguous() for name, part in found._asdict().items()}
 
 
 def _table(
@@ -329,6 +296,17 @@ def _table(
     return table.iloc[np.lexsort((table["top"], table["position"], table["layer"], table["example"]))].reset_index(
         drop=True
     )
+
+
+def _with_roles(table: pd.DataFrame, where: Mapping[Any, Any], prompts: Sequence[Prompt]) -> pd.DataFrame:
+    """Return a table of examples and positions with a column `role`: all that a position has, with commas between."""
+    named: dict[tuple[int, int], list[str]] = {}
+    for example, prompt in enumerate(prompts):
+        for role, places in roles_of(where, prompt, example, len(prompts), None).items():
+            for place in places:
+                named.setdefault((example, place), []).append(role)
+    rows = zip(table["example"], table["position"], strict=True)
+    return table.assign(role=[", ".join(named[int(example), int(place)]) for example, place in rows])
 
 
 def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets: Sequence[Tensor]) -> pd.DataFrame:
@@ -437,7 +415,13 @@ def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
 
 
 def opened_lens(lens: Lens, n_layers: int) -> Lens:
-    """Return a lens, read from its folder where it is given as one."""
+    """Return a lens, read from its folder where it is given as one; refuse a mapping that is not a tuned lens."""
+    pairs: Any = lens.items() if isinstance(lens, Mapping) else ()
+    for layer, pair in pairs:
+        if isinstance(layer, bool) or not isinstance(layer, Integral):
+            raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
+        if not (isinstance(pair, list | tuple) and [isinstance(part, Tensor) for part in pair] == [True, True]):
+            raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
         return lens
     found = load_tuned_lens(lens)
@@ -451,7 +435,6 @@ def opened_lens(lens: Lens, n_layers: int) -> Lens:
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
     """Return what takes a layer's residual stream, in the model's dtype, to what the final norm reads."""
     if isinstance(lens, Mapping):
-        _check_translators(lens)
         missing = [layer for layer in layers if layer not in lens and layer != n_layers - 1]
         if missing:
             raise InputError(f"The tuned lens has no translator for layer {missing[0]}; it has {sorted(lens)}.")
@@ -480,15 +463,6 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
     return lambda residual, layer: residual
 
 
-def _check_translators(lens: Mapping[Any, Any]) -> None:
-    """Refuse a mapping that is not a tuned lens."""
-    for layer, given in lens.items():
-        if isinstance(layer, bool) or not isinstance(layer, Integral):
-            raise InputError(f"A tuned lens has a translator for each layer, a whole number; found {shown(layer)}.")
-        if not (isinstance(given, list | tuple) and [isinstance(part, Tensor) for part in given] == [True, True]):
-            raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(given)}.")
-
-
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
     with failures_named("The lens failed"):
         found = lens(residual.float(), layer)
@@ -504,5 +478,4 @@ def lens_named(lens: Lens) -> Any:
     """Return what represents a lens in the record of a run: a mapping is named by the hash of its numbers."""
     if not isinstance(lens, Mapping):
         return lens
-    _check_translators(lens)
     return f"tuned lens {digest([(layer, [part.double() for part in lens[layer]]) for layer in sorted(lens)])}"

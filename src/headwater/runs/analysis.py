@@ -21,7 +21,7 @@ from headwater.calls import checked_call
 from headwater.errors import Interrupted
 from headwater.options import checked_flag
 from headwater.progress import Bar, progress_bar
-from headwater.runs.folder import Compute, RunFolder, run_pieces
+from headwater.runs.folder import Compute, RunFolder
 from headwater.runs.record import Recorded, RunRecord
 from headwater.runs.result import Result
 from headwater.runs.storage import Shards, shard_name
@@ -62,16 +62,21 @@ class Run:
             size: what an item counts.
         """
 
-        def work() -> Iterator[tuple[str, Compute]]:
+        def work() -> Iterator[Compute]:
             done = bar.n if bar is not None else 0
-            for number, item in enumerate(items):
-                yield self._piece_name(stage, number), partial(compute, item)
+            for item in items:
+                yield partial(compute, item)
                 done += size(item)
                 if bar is not None:
                     # Less what `compute` counted itself, as a judge does; a piece that was read counts whole.
                     bar.update(done - bar.n)
 
-        yield from run_pieces(self.folder, work())
+        if self.folder is not None:
+            named = ((self._piece_name(stage, number), make) for number, make in enumerate(work()))
+            yield from self.folder.pieces(named)
+        else:
+            for make in work():
+                yield dict(make())
 
     def stored(
         self,

@@ -217,14 +217,6 @@ class RunFolder:
         return self._pieces / f"{name}.safetensors"
 
 
-def run_pieces(folder: RunFolder | None, work: Iterable[tuple[str, Compute]]) -> Iterator[dict[str, Tensor]]:
-    """Yield every piece of a run in order, kept in its folder where it has one (see `RunFolder.pieces`)."""
-    if folder is not None:
-        yield from folder.pieces(work)
-    else:
-        yield from (dict(compute()) for _, compute in work)
-
-
 def _await(found: Callable[[], Value | None]) -> Value | None:
     """Ask until there is something: a file of another machine may be a while on its way."""
     # Monotonic: a clock that is set meanwhile must neither cut the wait nor stretch it.

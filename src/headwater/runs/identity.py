@@ -148,23 +148,20 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
     settings, kind = [str(getattr(tokenizer, name, None)) for name in named], type(tokenizer)
     backend: Any = getattr(tokenizer, "backend_tokenizer", None) or getattr(tokenizer, "_tokenizer", None)
     if callable(getattr(backend, "to_str", None)):
+        # What tells whether it is as it was, without writing out its vocabulary.
+        size = backend.get_vocab_size()
+        sample = [backend.id_to_token(number) for number in range(0, size, max(1, size // SAMPLED))]
+        parts = [getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+        states = [part and part.__getstate__() for part in parts]
+        of_model = [getattr(backend.model, name, None) for name in MODEL_OPTIONS]
+        look = str((size, sample, states, of_model, type(backend.model), backend.get_added_tokens_decoder()))
         own = None if is_library(kind.__module__) else kind
-        return digest([_digest_of_rules(backend, _look_at_rules(backend)), settings, own])
+        return digest([_digest_of_rules(backend, look), settings, own])
     model = getattr(tokenizer, "sp_model", None)
     options = {name: one for name, one in getattr(tokenizer, "init_kwargs", {}).items() if isinstance(one, PLAIN)}
     added = sorted((number, str(token)) for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items())
     rules = model.serialized_model_proto() if model is not None else getattr(tokenizer, "bpe_ranks", None)
     return digest([sorted(tokenizer.get_vocab().items()), added, rules, options, settings, kind])
-
-
-def _look_at_rules(backend: Any) -> str:
-    """What tells whether a fast tokenizer is as it was, without writing out its vocabulary."""
-    size = backend.get_vocab_size()
-    sample = [backend.id_to_token(number) for number in range(0, size, max(1, size // SAMPLED))]
-    parts = [getattr(backend, name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
-    states = [part and part.__getstate__() for part in parts]
-    options = [getattr(backend.model, name, None) for name in MODEL_OPTIONS]
-    return str((size, sample, states, options, type(backend.model), backend.get_added_tokens_decoder()))
 
 
 @functools.lru_cache(maxsize=8)
@@ -355,10 +352,8 @@ def _without_computed(cls: type, state: object) -> object:
     """Return a state without what follows from the rest of it and is kept once computed."""
     if not isinstance(state, dict):
         return state
-    computed = {
-        name for name in state if isinstance(inspect.getattr_static(cls, str(name), None), functools.cached_property)
-    }
-    return {name: value for name, value in state.items() if name not in computed}
+    of_class = {name: inspect.getattr_static(cls, str(name), None) for name in state}
+    return {name: state[name] for name, own in of_class.items() if not isinstance(own, functools.cached_property)}
 
 
 # The hash of plain data: parts put together, the numbers of a tensor, the cells of a table.

@@ -271,16 +271,15 @@ def bundle_of(shown: Any) -> dict[str, str | bytes]:
     Else the table, and why there is no more than that.
     """
     table = shown._repr_html_()
-    bundle: dict[str, str | bytes] = {"text/plain": repr(shown), "text/html": table}
+    bundle: dict[str, str | bytes] = {"text/plain": repr(shown)}
     try:
-        view, why = shown.view(), ""
+        view = shown.view()
+        size = len(view.page)
+        large = f"Its view takes {size / 1000:,.0f} kB, so it is not shown unasked: call view(), or save_html()."
+        why = large if size > INLINE else ""
     except InputError as error:
-        view, why = None, f"There is no view of all of it: {error}"
-    if view is not None and len(view.page) > INLINE:
-        why = (
-            f"Its view takes {len(view.page) / 1000:,.0f} kB, so it is not shown unasked: call view(), or save_html()."
-        )
-    if view is None or why:
+        why = f"There is no view of all of it: {error}"
+    if why:
         return bundle | {"text/html": f"{table}<p>{html.escape(why, quote=False)}</p>"}
     below = f"<details><summary>table</summary>{table}</details>"
     bundle["text/html"] = f"<p>{html.escape(repr(shown), quote=False)}</p>{view._repr_html_()}{below}"
@@ -473,7 +472,6 @@ def plain_text(text: str) -> str:
 
 Size: TypeAlias = tuple[float, float]
 """Width and height, in inches."""
-PLACES: tuple[Any, ...] = ("left", "center", "right")
 LARGEST = 100.0
 """Inches; the largest picture that can be written has 65,536 dots, at 300 an inch 218 inches."""
 
@@ -516,7 +514,7 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
         _break(figure._suptitle, _share, figure, "width", 0.98)
     for ax in figure.axes if whole else [drawn, *_bars(drawn)]:
         # The title where the next panel or the figure ends, labels where their axes do.
-        for place in (ax.title, ax._left_title, ax._right_title):
+        for place in _titles(ax):
             _break(place, _to_the_right, ax)
         _break(ax.xaxis.label, _around, ax)
         _break(ax.yaxis.label, _share, ax, "height", 1.05)
@@ -564,15 +562,15 @@ def _narrowest(text: Any, least: dict[tuple[float, ...], float], room: Callable[
 
 def _title(ax: Any, title: str) -> None:
     """Put a title where the axes' own is, as far above them."""
-    place_of_title = next((place for place in PLACES if ax.get_title(place)), None)
-    if place_of_title is None:
-        ax.set_title(title)
-        return
-    words = ax.get_title(place_of_title)
-    for child in ax.get_children():
-        if getattr(child, "get_text", str)() == words:
-            child.set_text(title)
+    for place in _titles(ax):
+        if place.get_text():
+            place.set_text(title)
             return
+    ax.set_title(title)
+
+
+def _titles(ax: Any) -> tuple[Any, Any, Any]:
+    return ax._left_title, ax.title, ax._right_title
 
 
 # A view of a result: a page of HTML that holds all that it shows, to look at in a notebook or to keep as a file.
@@ -639,12 +637,7 @@ class View:
         return f'<div style="display:grid;grid-template-columns:100%">{below}{frame}{fitting}</div>'
 
     def framed(self, look: str = "", title: str | None = None) -> str:
-        """Return the page in a frame that can reach nothing of the document around it.
-
-        Args:
-            look: what else is said of the frame's style.
-            title: of the frame, for who does not see it; default: the page's.
-        """
+        """Return the page in a frame, of a look and title, that can reach nothing of the document around it."""
         page = self.page.replace("&", "&amp;").replace('"', "&quot;")  # all that a quoted attribute needs: a tenth less
         return (
             f'<iframe sandbox="allow-scripts allow-downloads" title="{html.escape(title or self.title, quote=True)}" '

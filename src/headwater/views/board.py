@@ -253,11 +253,10 @@ def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
     found: dict[str, object] = {}
     for kind, sweep in sweeps.items():
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
-        effects = sweep.table.set_index(index)["effect"]
         wanted = [list(clicks.sites) if name == "site" else sorted(sweep.table[name].unique()) for name in index]
         grid = np.full([len(one) for one in wanted], np.nan)
         places = [sweep.table[name].map(one.index).to_numpy() for name, one in zip(index, wanted, strict=True)]
-        grid[tuple(places)] = effects.to_numpy(dtype=float)
+        grid[tuple(places)] = sweep.table["effect"].to_numpy(dtype=float)
         found[kind] = packed(grid, "f4")
     return found
 

@@ -252,14 +252,14 @@ class Clicks:
     def _look(self, bench: RecordedPair, nodes: tuple[ActivationNode, ...], how: str) -> Patched:
         since = time.perf_counter()
         (before, goal), parts = bench.unedited, self._parts(bench, nodes)
-        looked = bench.look(nodes, [[part] for part in parts])
-        first, after = bench.before, bench.read(looked.states)
+        value, of_parts, states = bench.look(nodes, [[part] for part in parts])
+        first, after = bench.before, bench.read(states)
         by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
         return Patched(
-            nodes, how, before, looked.value, goal,
+            nodes, how, before, value, goal,
             top=self._top(first, after),
             layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
-            parts=_parts_table(parts, looked, before, goal),
+            parts=_parts_table(parts, of_parts, before, goal),
             seconds=time.perf_counter() - since,
             code=self.code([node.described() for node in nodes], how),
         )  # fmt: skip
@@ -291,27 +291,15 @@ class Clicks:
         return f"{type(self).__name__}({self.model.name}: {state})"
 
 
-def _parts_table(parts: Sequence[ActivationNode], looked: NodeEffect, before: float, goal: float) -> pd.DataFrame:
+def _parts_table(parts: Sequence[ActivationNode], values: Sequence[float], before: float, goal: float) -> pd.DataFrame:
     """Lay out what each part does by itself."""
     columns = ["head", "position", "key", "effect", "normalized_effect"]
     rows = [
         [part.head, part.position, part.key, value - before, share(value - before, goal - before)]
-        for part, value in zip(parts, looked.parts, strict=True)
+        for part, value in zip(parts, values, strict=True)
     ]
     table = pd.DataFrame(rows, columns=columns)
     return table.astype(dict.fromkeys(columns[:3], "Int64"))
-
-
-@dataclass(frozen=True, eq=False)
-class NodeEffect:
-    """What some nodes did, and each of the other sets by itself."""
-
-    value: float
-    """The metric after the change."""
-    parts: tuple[float, ...]
-    """The same after the change of each other set."""
-    states: Float[Tensor, "layer kept d_model"]
-    """Behind each layer, at the positions of the metric."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,12 +328,10 @@ class RecordedPair:
         pair: PromptPair,
         metric: Metric,
         *,
-        values: Any = "other run",
-        dataset: Prompts | None = None,
+        values: Any,
+        dataset: Prompts | None,
         sites: Sequence[str],
     ):
-        if len(pair.prompts) != 1:
-            raise InputError(f"One pair of prompts was wanted; {len(pair.prompts)} were given.")
         if metric.site != LOGITS:
             raise InputError(f"The metric {metric.name!r} reads {metric.site}; one of the logits was wanted.")
         self.model, self.pair, self.metric = model, pair, metric
@@ -379,14 +365,15 @@ class RecordedPair:
         found = self._runner.readout.unedited(range(1))
         return float(found.unedited[0, 0]), float(found.other[0, 0])
 
-    @property
-    def states(self) -> Float[Tensor, "layer kept d_model"]:
-        """What is after each layer of the run that is edited, at the positions of the metric."""
-        base = self._runner.readout.base
-        return torch.stack([base[reading][0] for reading in self.plan.states])[:, self._columns]
+    def look(
+        self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]]
+    ) -> tuple[float, list[float], Float[Tensor, "layer kept d_model"]]:
+        """Change nodes together, and each of the other sets by itself, in one walk.
 
-    def look(self, nodes: Sequence[ActivationNode], parts: Sequence[Sequence[ActivationNode]] = ()) -> NodeEffect:
-        """Change nodes together, and each of the other sets by itself, in one walk."""
+        Returns:
+            The metric after the change, the same for each other set, and what is after each layer, at the positions of
+            the metric.
+        """
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")
         runner, end = self._runner, (LOGITS, self.model.shape.n_layers)
@@ -411,13 +398,13 @@ class RecordedPair:
                 for number, change in enumerate(variants.changes)
             )
             runner.run(replace(variants, changes=tuple(changes)), deliver)
-            kept = torch.stack([states[reading] for reading in self.plan.states])[:, self._columns]
-        return NodeEffect(values[0], tuple(values[1:]), kept)
+            return values[0], values[1:], self._at_metric([states[reading] for reading in self.plan.states])
 
     @cached_property
     def before(self) -> NextTokens:
         """What the run that is edited says, read once."""
-        return self.read(self.states)
+        base = self._runner.readout.base
+        return self.read(self._at_metric([base[reading][0] for reading in self.plan.states]))
 
     def read(self, states: Float[Tensor, "layer kept d_model"]) -> NextTokens:
         """Return what states after every layer say, each read as if it were the last (logit lens).
@@ -433,7 +420,7 @@ class RecordedPair:
                 readout = self._runner.readout
                 run = readout.base if self.plan.pair.base_is_clean else readout.other
                 assert run is not None
-                clean = self.logits(run[self.plan.states[-1]][0][None][:, self._columns]).expand_as(logits)
+                clean = self.logits(self._at_metric([run[self.plan.states[-1]][0]])).expand_as(logits)
             metric = self.metric.measure(logits, answers, clean).double().tolist()
             return NextTokens(metric, logits[-1, -1].double().softmax(-1).cpu())
 
@@ -444,7 +431,7 @@ class RecordedPair:
             hidden = self.normalise(states.flatten(0, 1)).to(self.head.W_U.device).float()
             return self.head.logits(hidden, slice(None)).view(*states.shape[:2], -1)
 
-    @property
-    def _columns(self) -> list[int]:
-        """Where the positions of the metric are among all that are read."""
-        return [self.plan.positions[0].index(position) for position in self.kept]
+    def _at_metric(self, states: list[Tensor]) -> Float[Tensor, "layer kept d_model"]:
+        """Put together what is after some layers, at those of all positions read that the metric reads."""
+        columns = [self.plan.positions[0].index(position) for position in self.kept]
+        return torch.stack(states)[:, columns]

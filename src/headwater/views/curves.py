@@ -14,7 +14,7 @@ import pandas as pd
 
 from headwater.colors import FAINT
 from headwater.errors import InputError
-from headwater.figures.depth_profile import AVERAGE, DEPTH_COLORS, DEPTH_MARKS, title_of
+from headwater.figures.depth_profile import AVERAGE, looks_of_depths, title_of
 from headwater.figures.likelihood import SEEN
 from headwater.figures.pathway_curves import DASHES, SPELLED, VALUES, default_split, look_of
 from headwater.figures.pathway_curves import title_of as pathways_title
@@ -37,7 +37,7 @@ def view_depth_profile(profile: DepthProfile) -> View:
     """Show a box per depth for every score, what each dot is made of, and means by layer where several were read."""
     scores = [name for name in profile.by_layer["score"].unique() if name in profile.depthwise]
     by_group, averages = profile.run.options["aggregate"] == "group", profile.depthwise
-    looks = _looks(profile)
+    looks = looks_of_depths(profile)
     spec = {
         "title": title_of(profile),
         "main": profile.main,
@@ -51,11 +51,6 @@ def view_depth_profile(profile: DepthProfile) -> View:
         "by_layer": _by_layer(profile, scores) if profile.by_layer["layer"].nunique() > 1 else None,
     }
     return interactive(profile, ("chart.js", "curves.js", "strip.js", "depth.js"), spec, height=900)
-
-
-def _looks(profile: DepthProfile) -> dict[int, tuple[str, str]]:
-    n = len(DEPTH_COLORS)
-    return {depth: (DEPTH_COLORS[i % n], DEPTH_MARKS[i % n]) for i, depth in enumerate(profile.depths)}
 
 
 def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
@@ -98,7 +93,7 @@ def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
         rows = curves[curves["score"] == score]
         lines = [
             line_of(rows[rows["depth"] == depth].sort_values("layer"), columns, name=f"Depth {depth}", look=look)
-            for depth, look in _looks(profile).items()
+            for depth, look in looks_of_depths(profile).items()
         ]
         charts.append({"y": f"minus {score}", "lines": lines})
     return {

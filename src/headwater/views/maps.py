@@ -19,7 +19,7 @@ from pandas.api.types import is_numeric_dtype
 from headwater.causes.naming import NAMED
 from headwater.causes.results import Evidence
 from headwater.figures.evidence import MAPS, ROLE_LOOKS, evidence_title
-from headwater.figures.head_map import mark_of, names_of, title_of
+from headwater.figures.head_map import extent, mark_of, names_of, title_of
 from headwater.figures.sweep import LABELS, panel_axes, panels_of
 from headwater.figures.sweep import title_of as sweep_title
 from headwater.heads.card import SIGNS
@@ -76,7 +76,7 @@ def view_head_map(
 def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence[str]) -> dict[str, object]:
     """Return one map: arrays are `layer head relation`, over the relations of all maps."""
     table, categories = head_map.table, head_map.categories
-    layers, heads = (int(categories[axis].max()) + 1 for axis in ("layer", "head"))
+    layers, heads = extent(categories)
     place = tuple(table[axis].to_numpy() for axis in ("layer", "head"))
     at = (*place, table["relation"].map({name: i for i, name in enumerate(relations)}).to_numpy())
     label = np.zeros((layers, heads))
@@ -148,7 +148,7 @@ def view_evidence(found: Evidence) -> View:
     if not found.is_measured:
         return picture(found)
     by_head = found.table.sort_values(["layer", "head"])
-    layers, heads = (int(by_head[axis].max()) + 1 for axis in ("layer", "head"))
+    layers, heads = extent(by_head)
     columns = [name for name in by_head if name not in ("layer", "head")]
     named = found.way(NAMED)
     ways = found.ways.dropna(subset=["share"])

@@ -50,11 +50,15 @@ code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
 def page_of(title: str, body: str, run: RunRecord | None = None, policy: str = "") -> str:
     """Return a page of HTML with a heading and, where there is a run, a line at its end that says what made it."""
     foot = f"<footer>{text_of(made_by(run))}</footer>" if run is not None else ""
+    return _document(text_of(title), STYLE, f"<h1>{text_of(title)}</h1>{body}{foot}", policy)
+
+
+def _document(title: str, style: str, body: str, policy: str) -> str:
+    """Return a page whose title and body are HTML."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{policy}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{text_of(title)}</h1>{body}{foot}</body></html>\n"
+        f"<title>{title}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
     )
 
 
@@ -227,15 +231,13 @@ def page_around(
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
     title, picture = text_of(str(spec["title"])), figure[0]
-    page = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{POLICY}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{asset('core.css')}</style></head>\n"
-        f'<body><div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
+    body = (
+        f'<div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
         f"<details><summary>what it says</summary>{below}</details>\n"
         f'<script type="application/json" id="spec">{text}</script>\n'
-        f"<script>{asset('core.js')}{asset('height.js')}</script>\n<script>{drawing}</script></body></html>\n"
+        f"<script>{asset('core.js')}{asset('height.js')}</script>\n<script>{drawing}</script>"
     )
+    page = _document(title, asset("core.css"), body, POLICY)
     return View(page, height, None if isinstance(picture, str) else picture)
 
 
