@@ -120,6 +120,8 @@ class Blocks:
         self.model = model
         self._blocks = list(model.raw.blocks)
         self._own = own_attention(self._blocks)
+        # Whether attention is called step by step here.
+        self.has_own_steps = self._own is not None
         self.parallel = model.shape.parallel_blocks
         self._scale, self._residual_scale = logit_scale(model), residual_scale(model)
         self._soft_cap = float(getattr(model.raw.cfg, "output_logits_soft_cap", None) or -1.0)
@@ -232,7 +234,8 @@ class Blocks:
             return torch.zeros_like(residual)
         rows = residual.flatten(0, -2)
         normed = self.normed(layer, rows[None], mlp=True)
-        if _lies_in_block(block):
+        # The parts of OPT's MLP are in the block itself: `fc1`, `activation_fn`, `fc2`.
+        if getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn"):
             out = block.mlp.out(block.original_component.activation_fn(getattr(block.mlp, "in")(normed)))
         else:
             out = block.mlp(normed)
@@ -260,11 +263,6 @@ class Blocks:
 
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
-
-    @property
-    def has_own_steps(self) -> bool:
-        """Whether the attention of this model is called step by step here (`own_attention`)."""
-        return self._own is not None
 
     def record(
         self,
@@ -335,7 +333,16 @@ class Blocks:
         last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
-            return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), forks=forked)
+            # Attention that takes no cache: keys and values are what passed its hooks.
+            recording = Recording(activations, {}, {}, {}, {}, last_logits, forked)
+            for layer, attention in enumerate(self._own):
+                k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
+                positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
+                recording.keys[layer], recording.values[layer] = attention.remembered(
+                    attention.past_hook(k), v, positions
+                )
+                recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
+            return recording
         # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
         # Where a start was run before, the run of a whole row says it.
         longest, whole = int(batch.lengths.argmax()), calls if start is None else {}
@@ -391,17 +398,6 @@ class Blocks:
             # What a family does with a cache is not taken on trust: the first time both ways are run.
             self.model.start_checked = _alike(in_two, self.record(batch, names, unembed=False), batch)
         return in_two if self.model.start_checked else None
-
-    def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor | None) -> Recording:
-        """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
-        assert self._own is not None
-        recording = Recording(activations, {}, {}, {}, {}, last_logits)
-        for layer, attention in enumerate(self._own):
-            k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
-            positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-            recording.keys[layer], recording.values[layer] = attention.remembered(attention.past_hook(k), v, positions)
-            recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
-        return recording
 
 
 def cannot_step(model: HookedModel) -> str | None:
@@ -482,11 +478,6 @@ def _taken(rows: Float[Tensor, "row position d"], kept: Int[Tensor, "row kept"])
 def _through(block: Any, norm: str, x: Tensor) -> Tensor:
     """Apply a norm of a block or model; where it has none of this name (OLMo 2: no `ln1`), there is nothing to do."""
     return getattr(block, norm)(x) if has_part(block, norm) else x
-
-
-def _lies_in_block(block: Any) -> bool:
-    """Whether the parts of an MLP are in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
-    return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
 
 
 def _at_positions(value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None) -> Any:
