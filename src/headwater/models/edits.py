@@ -26,7 +26,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.foreign_names import hint_for
 from headwater.models.forward import now_reading
-from headwater.models.sites import SITES, EditVia, place_named
+from headwater.models.sites import SITES, EditVia, Site, place_named
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -128,16 +128,23 @@ class Attached:
 
     name: str
     function: HookFunction
+    site: Site | None = None
+    """The site that the activation is of: it must hold all texts and tokens of the run."""
     read_only: str | None = None
     """Why the activation can only be read, if so."""
-    positions: int | None = None
-    """Which axis of the activation is positions, where it must be all those of the run."""
     fired: bool = False
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return what the model goes on with, if that is not what it was given."""
         self.fired = True
-        self._check_tokens(activation)
+        if self.site is not None and (reading := now_reading()) is not None:
+            here = activation.shape[0], activation.shape[1 + self.site.axes.index("position")]
+            read = tuple(reading.positions.shape)
+            if here != read:
+                raise InterventionError(
+                    f"{self.name} holds {here[0]} texts of {here[1]} tokens in a run of {read[0]} texts of {read[1]}: "
+                    "the model does not compute it for every token here. Use another site or layer."
+                )
         if isinstance(self.function, TrustedHook) or not isinstance(activation, Tensor):
             result = self.function(activation, hook=point)
             if result is not None and not isinstance(activation, Tensor):
@@ -164,17 +171,6 @@ class Attached:
             )
         # The hook may keep what it returned, and write into it at its next call.
         return result.clone()
-
-    def _check_tokens(self, activation: Tensor) -> None:
-        """Compare the texts and tokens of an activation with those that the model reads now."""
-        if self.positions is None or (reading := now_reading()) is None:
-            return
-        here, read = (activation.shape[0], activation.shape[self.positions]), tuple(reading.positions.shape)
-        if here != read:
-            raise InterventionError(
-                f"{self.name} holds {here[0]} texts of {here[1]} tokens in a run of {read[0]} texts of {read[1]}: the "
-                "model does not compute it for every token here. Use another site or layer."
-            )
 
 
 def refuse_silent(attached: Sequence[Attached]) -> None:
@@ -275,8 +271,7 @@ class Attachments:
     def _add(
         self, hook: Attached, points: Mapping[str, object], new: dict[str, _Place], stack: contextlib.ExitStack
     ) -> None:
-        place = place_named(hook.name)
-        carrier = place[0].carrier if place else None
+        carrier = None if hook.site is None else hook.site.carrier
         only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
         if carrier is None or only_reads or hook.read_only:
             _append(self._at(hook.name, points, new, stack).hooks, hook, stack)

@@ -271,8 +271,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             raise InterventionError(f"{self.name} has no activation named {name!r}.{did_you_mean(name, known)}")
         if place is None:
             return Attached(name, function)
-        read_only = place[0].lacks(self, place[1], edited=True)
-        return Attached(name, function, read_only, 1 + place[0].axes.index("position"))
+        return Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True))
 
 
 def check_model(model: Any, option: str = "model") -> None:
