@@ -85,10 +85,6 @@ def _angles(
     return tuple(torch.stack(part) for part in zip(*rows, strict=True))
 
 
-LAST = slice(-1, None)
-"""`logits_to_keep` of the last logits. Of a number Gemma 4 runs the layers that share keys for so many tokens only."""
-
-
 def forward(
     model: Model,
     batch: Batch,
@@ -140,7 +136,8 @@ def leaves_logits_out(raw: Any) -> bool:
 
 def last_logits_only(raw: Any) -> dict[str, slice]:
     """Return the option that leaves out all logits but the last, where a wrapped model takes it."""
-    return {"logits_to_keep": LAST} if leaves_logits_out(raw) else {}
+    # A slice: of a number Gemma 4 runs the layers that share keys for so many tokens only.
+    return {"logits_to_keep": slice(-1, None)} if leaves_logits_out(raw) else {}
 
 
 @functools.cache
@@ -232,7 +229,7 @@ def attentions_of(raw: Any) -> list[Any]:
 
 def takes_cache(raw: Any) -> bool:
     """Whether a model, and every attention in it, takes a cache under a name that is known, and needs nothing else."""
-    return is_bridge(raw) and _nameless(raw) is None and not keeps_an_index(raw)
+    return _nameless(raw) is None and not keeps_an_index(raw)
 
 
 def keeps_an_index(raw: Any) -> bool:
@@ -242,13 +239,12 @@ def keeps_an_index(raw: Any) -> bool:
 
 def cache_options(model: Model, cache: Any) -> dict[str, Any]:
     """Return the options by which a wrapped model goes on from a cache."""
-    raw = model.raw
-    if (nameless := _nameless(raw) if is_bridge(raw) else raw) is not None:
+    if (nameless := _nameless(model.raw)) is not None:
         raise ModelError(
             f"{model.name} cannot go on from keys and values of earlier tokens: {type(nameless).__name__} takes none "
             f"under a name that is known ({', '.join(NAMES)}). Give it whole texts instead."
         )
-    return {str(name_of_cache(raw.original_model)): cache, "use_cache": True}
+    return {str(name_of_cache(model.raw.original_model)): cache, "use_cache": True}
 
 
 @contextlib.contextmanager
@@ -294,7 +290,9 @@ class _WatchedCache:
 
 
 def _nameless(raw: Any) -> Any:
-    """Return what in a bridge takes no cache under a known name, the model or an attention; None where all do."""
+    """Return what takes no cache under a known name, the model or an attention in it; None where all do."""
+    if not is_bridge(raw):
+        return raw
     parts = [raw.original_model, *map(_wrapped, attentions_of(raw))]
     return next((part for part in parts if name_of_cache(part) is None), None)
 
