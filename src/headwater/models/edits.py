@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -254,8 +254,32 @@ class Attachments:
         """Attach hooks after those that are there, for as long as the context lasts."""
         points, new = self._raw.hook_dict, dict[str, _Place]()
         with contextlib.ExitStack() as stack:
+
+            def append(listed: list[Any], hook: Attached | _Carried) -> None:
+                listed.append(hook)
+                stack.callback(listed.remove, hook)
+
+            def at(name: str) -> _Place:
+                key, own_name = id(points[name]), points[name].name
+                if key not in self._places:
+                    # Under another name than its own TransformerLens may call it twice.
+                    self._places[key] = new[own_name if own_name in points else name] = _Place()
+                    stack.callback(self._places.pop, key)
+                return self._places[key]
+
             for hook in hooks:
-                self._add(hook, points, new, stack)
+                carrier = None if hook.site is None else hook.site.carrier
+                only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
+                if carrier is None or only_reads or hook.read_only:
+                    append(at(hook.name).hooks, hook)
+                    continue
+                if hook.name not in self._carried:
+                    carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
+                    stack.callback(self._carried.pop, hook.name)
+                    _, before, carrying = points_of(hook.name)
+                    append(at(before).carrying, Attached(before, read_hook(carried.take)))
+                    append(at(carrying).carrying, carried)
+                append(self._carried[hook.name].hooks, hook)
             try:
                 stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
             except (ValueError, AssertionError) as error:
@@ -267,29 +291,6 @@ class Attachments:
                     f"{hint_for('model', 'set_use_attn_result')}; hw.path_patch changes what a receiver reads."
                 ) from None
             yield
-
-    def _add(
-        self, hook: Attached, points: Mapping[str, object], new: dict[str, _Place], stack: contextlib.ExitStack
-    ) -> None:
-        carrier = None if hook.site is None else hook.site.carrier
-        only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
-        if carrier is None or only_reads or hook.read_only:
-            _append(self._at(hook.name, points, new, stack).hooks, hook, stack)
-            return
-        if hook.name not in self._carried:
-            carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
-            stack.callback(self._carried.pop, hook.name)
-            _, given, at = points_of(hook.name)
-            _append(self._at(given, points, new, stack).carrying, Attached(given, read_hook(carried.take)), stack)
-            _append(self._at(at, points, new, stack).carrying, carried, stack)
-        _append(self._carried[hook.name].hooks, hook, stack)
-
-    def _at(self, name: str, points: Mapping[str, Any], new: dict[str, _Place], stack: contextlib.ExitStack) -> _Place:
-        key, own_name = id(points[name]), points[name].name  # under another name TransformerLens may call it twice
-        if key not in self._places:
-            self._places[key] = new[own_name if own_name in points else name] = _Place()
-            stack.callback(self._places.pop, key)
-        return self._places[key]
 
 
 @contextlib.contextmanager
@@ -339,12 +340,6 @@ def _are_knockouts(point: Any) -> bool:
     if not places or not all(isinstance(place, _Place) for place in places):
         return False
     return all(isinstance(hook.function, TrustedHook) for place in places for hook in place.hooks)
-
-
-def _append(hooks: list[Any], hook: Any, stack: contextlib.ExitStack) -> None:
-    """Append to a list until the context ends."""
-    hooks.append(hook)
-    stack.callback(hooks.remove, hook)
 
 
 def _same(copy: Tensor, activation: Tensor) -> bool:
