@@ -203,22 +203,18 @@ class Blocks:
         The model (GPT-2, Phi) takes eight passes for the one; for the other its bridge takes seven beside the norm's
         own, so that hooks may look between them: a norm into which something looks is left as it is.
         """
-        faster: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]] = [(gelu, tanh_gelu) for gelu in self._gelus]
-        faster += [(norm, norm.original_component) for norm in self._norms if not _is_watched(norm)]
-        return forward_replaced(faster)
+        return forward_replaced([(part, faster) for part, faster in self._faster if not _is_watched(part)])
 
     @functools.cached_property
-    def _gelus(self) -> list[torch.nn.Module]:
+    def _faster(self) -> list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]]:
+        """What is replaced, and by what: GELUs, and norms (of q and k too) that their wrapped module computes alone."""
         mlps = [block.mlp for block in self._blocks if has_part(block, "mlp")]
-        return [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
-
-    @functools.cached_property
-    def _norms(self) -> list[Any]:
-        """The norms within and after the blocks that their wrapped module computes alone, also of queries and keys."""
+        gelus = [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
         # Not modules(): a block has dozens, most of them hooks, and every sweep looks.
         attentions = (block.attn for block in self._blocks if has_part(block, "attn"))
         parts = (part for home in (*self._blocks, *attentions, self.model.raw) for part in home.children())
-        return [part for part in parts if _is_as_wrapped(part)]
+        norms = [(part, part.original_component) for part in parts if _is_as_wrapped(part)]
+        return [*((gelu, tanh_gelu) for gelu in gelus), *norms]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
