@@ -13,10 +13,8 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -57,13 +55,13 @@ def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., An
 
 def angles_by_row(
     modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
-) -> AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Let each row of a run have the angles of its own length, in these modules (`model.rotary_by_length`).
 
     `lengths` are the tokens of each row's text; default: one more than the last position it is given.
     """
     n_tokens = lengths.tolist() if modules and lengths is not None else None
-    return forward_replaced([(module, partial(_angles, module, n_tokens)) for module in modules])
+    return forward_replaced([(module, functools.partial(_angles, module, n_tokens)) for module in modules])
 
 
 def _angles(
