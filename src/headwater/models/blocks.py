@@ -42,15 +42,14 @@ from headwater.models.forward import (
     KeysValues,
     Reading,
     Tap,
-    angles_by_row,
     cache_options,
     common_start,
+    forward,
     forward_replaced,
     goes_on,
     has_hooks,
     keeps_an_index,
     last_logits_only,
-    padding_option,
     reads,
     with_cache,
 )
@@ -279,7 +278,8 @@ class Blocks:
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
             start: the keys and values of tokens that come before the batch; what is visible is not said then.
         """
-        tap, calls, tokens = Tap(start or {}), {}, to_device(batch.tokens, self.model.device)
+        tap = Tap(start or {})
+        calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
         forked: dict[str, Tensor] = {}
@@ -304,9 +304,7 @@ class Blocks:
         kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
         hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in gradients_at]
         hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in kept_names]
-        options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
-        options |= last_logits_only(self.model.raw)
-        options |= padding_option(self.model, batch)
+        options: dict[str, Any] = {**last_logits_only(self.model.raw)}
         if start is not None:
             options |= cache_options(self.model, FixedPrefix(start))
         with contextlib.ExitStack() as stack:
@@ -324,8 +322,7 @@ class Blocks:
                 # One logit of 0 in place of a vocabulary of them.
                 nothing = (self.model.raw.unembed, lambda residual: residual.new_zeros(*residual.shape[:-1], 1))
                 stack.enter_context(forward_replaced([nothing]))
-            stack.enter_context(angles_by_row(self.model.rotary_by_length, batch.lengths))
-            logits = self.model.raw(tokens, **options).detach()
+            logits = forward(self.model, batch, options=options).detach()
         last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
@@ -342,7 +339,8 @@ class Blocks:
         # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
         # Where a start was run before, the run of a whole row says it.
         longest, whole = int(batch.lengths.argmax()), calls if start is None else {}
-        visible = {layer: _visible(o.get("attention_mask"), tokens, longest) for layer, (_, o) in whole.items()}
+        width, device = batch.tokens.shape[1], self.model.device
+        visible = {layer: _visible(o.get("attention_mask"), longest, width, device) for layer, (_, o) in whole.items()}
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
@@ -488,11 +486,10 @@ def _at_positions(value: object, positions: Int[Tensor, "row position"], recorde
     return value
 
 
-def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"], longest: int) -> Bool[Tensor, "query key"]:
+def _visible(mask: Tensor | None, longest: int, length: int, device: torch.device) -> Bool[Tensor, "query key"]:
     """Read which keys each query of the longest row sees from a four-axis mask; without one, attention is causal."""
-    length = tokens.shape[1]
     if mask is None or mask.ndim < 4:
-        return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
     # One row of mask may serve the whole batch; masks that are not boolean are added to scores, 0 where seen.
     row_mask = mask[min(longest, len(mask) - 1), 0, :length, :length]
     return row_mask if row_mask.dtype == torch.bool else row_mask == 0
