@@ -70,9 +70,10 @@ class PromptHook(ABC):
         """
 
 
-def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False) -> list[Hook]:
-    """Return hooks as a list, `PromptHook`s made for a batch; the arguments are those of `PromptHook.hook_for`."""
-    listed = listed_hooks(hooks)
+def hooks_for(
+    model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, goes_on: bool = False
+) -> list[Hook]:
+    """Return what `listed_hooks` gave, `PromptHook`s made for a batch; the arguments are those of `hook_for`."""
     return [hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
