@@ -42,15 +42,14 @@ from headwater.models.forward import (
     KeysValues,
     Reading,
     Tap,
-    angles_by_row,
     cache_options,
     common_start,
+    forward,
     forward_replaced,
     goes_on,
     has_hooks,
     keeps_an_index,
     last_logits_only,
-    padding_option,
     reads,
     with_cache,
 )
@@ -120,6 +119,8 @@ class Blocks:
         self.model = model
         self._blocks = list(model.raw.blocks)
         self._own = own_attention(self._blocks)
+        # Whether attention is called step by step here.
+        self.has_own_steps = self._own is not None
         self.parallel = model.shape.parallel_blocks
         self._scale, self._residual_scale = logit_scale(model), residual_scale(model)
         self._soft_cap = float(getattr(model.raw.cfg, "output_logits_soft_cap", None) or -1.0)
@@ -201,22 +202,18 @@ class Blocks:
         The model (GPT-2, Phi) takes eight passes for the one; for the other its bridge takes seven beside the norm's
         own, so that hooks may look between them: a norm into which something looks is left as it is.
         """
-        faster: list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]] = [(gelu, tanh_gelu) for gelu in self._gelus]
-        faster += [(norm, norm.original_component) for norm in self._norms if not _is_watched(norm)]
-        return forward_replaced(faster)
+        return forward_replaced([(part, faster) for part, faster in self._faster if not _is_watched(part)])
 
     @functools.cached_property
-    def _gelus(self) -> list[torch.nn.Module]:
+    def _faster(self) -> list[tuple[torch.nn.Module, Callable[[Tensor], Tensor]]]:
+        """What is replaced, and by what: GELUs, and norms (of q and k too) that their wrapped module computes alone."""
         mlps = [block.mlp for block in self._blocks if has_part(block, "mlp")]
-        return [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
-
-    @functools.cached_property
-    def _norms(self) -> list[Any]:
-        """The norms within and after the blocks that their wrapped module computes alone, also of queries and keys."""
+        gelus = [module for mlp in mlps for module in mlp.modules() if type(module) is NewGELUActivation]
         # Not modules(): a block has dozens, most of them hooks, and every sweep looks.
         attentions = (block.attn for block in self._blocks if has_part(block, "attn"))
         parts = (part for home in (*self._blocks, *attentions, self.model.raw) for part in home.children())
-        return [part for part in parts if _is_as_wrapped(part)]
+        norms = [(part, part.original_component) for part in parts if _is_as_wrapped(part)]
+        return [*((gelu, tanh_gelu) for gelu in gelus), *norms]
 
     def normed(self, layer: int, residual: Float[Tensor, "row position d_model"], mlp: bool) -> Tensor:
         """What the norm in front of a layer's attention, or of its MLP, makes of the residual stream."""
@@ -232,7 +229,8 @@ class Blocks:
             return torch.zeros_like(residual)
         rows = residual.flatten(0, -2)
         normed = self.normed(layer, rows[None], mlp=True)
-        if _lies_in_block(block):
+        # The parts of OPT's MLP are in the block itself: `fc1`, `activation_fn`, `fc2`.
+        if getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn"):
             out = block.mlp.out(block.original_component.activation_fn(getattr(block.mlp, "in")(normed)))
         else:
             out = block.mlp(normed)
@@ -261,11 +259,6 @@ class Blocks:
     def _capped(self, logits: Tensor) -> Tensor:
         return self._soft_cap * torch.tanh(logits / self._soft_cap) if self._soft_cap > 0 else logits
 
-    @property
-    def has_own_steps(self) -> bool:
-        """Whether the attention of this model is called step by step here (`own_attention`)."""
-        return self._own is not None
-
     def record(
         self,
         batch: Batch,
@@ -285,7 +278,8 @@ class Blocks:
             unembed: whether the last logits are wanted; if not, the unembedding is read only where a hook looks at it.
             start: the keys and values of tokens that come before the batch; what is visible is not said then.
         """
-        tap, calls, tokens = Tap(start or {}), {}, to_device(batch.tokens, self.model.device)
+        tap = Tap(start or {})
+        calls: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         last = hook_name("resid_post", len(self._blocks) - 1)
         activations: dict[str, Tensor] = {}
         forked: dict[str, Tensor] = {}
@@ -310,9 +304,7 @@ class Blocks:
         kept_names = dict.fromkeys([*names, last, *(k_and_v if self._own is not None else [])])
         hooks = [(name, replace_hook(functools.partial(fork, name=name))) for name in gradients_at]
         hooks += [(name, read_hook(functools.partial(keep, name=name))) for name in kept_names]
-        options: dict[str, Any] = {"use_cache": False} if is_bridge(self.model.raw) else {}
-        options |= last_logits_only(self.model.raw)
-        options |= padding_option(self.model, batch)
+        options: dict[str, Any] = {**last_logits_only(self.model.raw)}
         if start is not None:
             options |= cache_options(self.model, FixedPrefix(start))
         with contextlib.ExitStack() as stack:
@@ -330,16 +322,25 @@ class Blocks:
                 # One logit of 0 in place of a vocabulary of them.
                 nothing = (self.model.raw.unembed, lambda residual: residual.new_zeros(*residual.shape[:-1], 1))
                 stack.enter_context(forward_replaced([nothing]))
-            stack.enter_context(angles_by_row(self.model.rotary_by_length, batch.lengths))
-            logits = self.model.raw(tokens, **options).detach()
+            logits = forward(self.model, batch, options=options).detach()
         last_logits = None if skipped else logits[:, -1]
         finite_output(self.model, activations[last], batch, None)
         if self._own is not None:
-            return dataclasses.replace(self._recorded_by_hooks(activations, last_logits), forks=forked)
+            # Attention that takes no cache: keys and values are what passed its hooks.
+            recording = Recording(activations, {}, {}, {}, {}, last_logits, forked)
+            for layer, attention in enumerate(self._own):
+                k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
+                positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
+                recording.keys[layer], recording.values[layer] = attention.remembered(
+                    attention.past_hook(k), v, positions
+                )
+                recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
+            return recording
         # The longest row has no padding: its mask says what the architecture lets a query see, and nothing else.
         # Where a start was run before, the run of a whole row says it.
         longest, whole = int(batch.lengths.argmax()), calls if start is None else {}
-        visible = {layer: _visible(o.get("attention_mask"), tokens, longest) for layer, (_, o) in whole.items()}
+        width, device = batch.tokens.shape[1], self.model.device
+        visible = {layer: _visible(o.get("attention_mask"), longest, width, device) for layer, (_, o) in whole.items()}
         for layer, seen in visible.items():
             if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
                 visible[layer] = seen & own
@@ -391,17 +392,6 @@ class Blocks:
             # What a family does with a cache is not taken on trust: the first time both ways are run.
             self.model.start_checked = _alike(in_two, self.record(batch, names, unembed=False), batch)
         return in_two if self.model.start_checked else None
-
-    def _recorded_by_hooks(self, activations: dict[str, Tensor], last_logits: Tensor | None) -> Recording:
-        """Make the recording of a model whose attention takes no cache: keys and values are what passed its hooks."""
-        assert self._own is not None
-        recording = Recording(activations, {}, {}, {}, {}, last_logits)
-        for layer, attention in enumerate(self._own):
-            k, v = (activations[hook_name(site, layer)] for site in ("k", "v"))
-            positions = torch.arange(k.shape[1], device=k.device).expand(k.shape[:2])
-            recording.keys[layer], recording.values[layer] = attention.remembered(attention.past_hook(k), v, positions)
-            recording.calls[layer], recording.visible[layer] = ((), {}), attention.visible(k.shape[1])
-        return recording
 
 
 def cannot_step(model: HookedModel) -> str | None:
@@ -484,11 +474,6 @@ def _through(block: Any, norm: str, x: Tensor) -> Tensor:
     return getattr(block, norm)(x) if has_part(block, norm) else x
 
 
-def _lies_in_block(block: Any) -> bool:
-    """Whether the parts of an MLP are in the block itself (OPT: `fc1`, `activation_fn`, `fc2`)."""
-    return getattr(block.mlp, "name", "mlp") is None and hasattr(block.original_component, "activation_fn")
-
-
 def _at_positions(value: object, positions: Int[Tensor, "row position"], recorded: Int[Tensor, " row"] | None) -> Any:
     """Take an argument that runs over the positions of the recorded batch at each row's own positions."""
     if isinstance(value, tuple) and value and all(isinstance(item, Tensor) for item in value):
@@ -501,11 +486,10 @@ def _at_positions(value: object, positions: Int[Tensor, "row position"], recorde
     return value
 
 
-def _visible(mask: Tensor | None, tokens: Int[Tensor, "batch position"], longest: int) -> Bool[Tensor, "query key"]:
+def _visible(mask: Tensor | None, longest: int, length: int, device: torch.device) -> Bool[Tensor, "query key"]:
     """Read which keys each query of the longest row sees from a four-axis mask; without one, attention is causal."""
-    length = tokens.shape[1]
     if mask is None or mask.ndim < 4:
-        return torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()
     # One row of mask may serve the whole batch; masks that are not boolean are added to scores, 0 where seen.
     row_mask = mask[min(longest, len(mask) - 1), 0, :length, :length]
     return row_mask if row_mask.dtype == torch.bool else row_mask == 0

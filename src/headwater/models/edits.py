@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from headwater.errors import InputError, InterventionError
 from headwater.foreign_names import hint_for
 from headwater.models.forward import now_reading
-from headwater.models.sites import SITES, EditVia, place_named
+from headwater.models.sites import SITES, EditVia, Site, place_named
 from headwater.options import shown
 
 if TYPE_CHECKING:
@@ -70,9 +70,10 @@ class PromptHook(ABC):
         """
 
 
-def hooks_for(model: Any, hooks: Any, batch: Batch | None, goes_on: bool = False) -> list[Hook]:
-    """Return hooks as a list, `PromptHook`s made for a batch; the arguments are those of `PromptHook.hook_for`."""
-    listed = listed_hooks(hooks)
+def hooks_for(
+    model: Any, listed: Sequence[Hook | PromptHook], batch: Batch | None, goes_on: bool = False
+) -> list[Hook]:
+    """Return what `listed_hooks` gave, `PromptHook`s made for a batch; the arguments are those of `hook_for`."""
     return [hook.hook_for(model, batch, goes_on) if isinstance(hook, PromptHook) else hook for hook in listed]
 
 
@@ -128,16 +129,23 @@ class Attached:
 
     name: str
     function: HookFunction
+    site: Site | None = None
+    """The site that the activation is of: it must hold all texts and tokens of the run."""
     read_only: str | None = None
     """Why the activation can only be read, if so."""
-    positions: int | None = None
-    """Which axis of the activation is positions, where it must be all those of the run."""
     fired: bool = False
 
     def act(self, activation: Any, point: Any) -> Tensor | None:
         """Call the hook; return what the model goes on with, if that is not what it was given."""
         self.fired = True
-        self._check_tokens(activation)
+        if self.site is not None and (reading := now_reading()) is not None:
+            here = activation.shape[0], activation.shape[1 + self.site.axes.index("position")]
+            read = tuple(reading.positions.shape)
+            if here != read:
+                raise InterventionError(
+                    f"{self.name} holds {here[0]} texts of {here[1]} tokens in a run of {read[0]} texts of {read[1]}: "
+                    "the model does not compute it for every token here. Use another site or layer."
+                )
         if isinstance(self.function, TrustedHook) or not isinstance(activation, Tensor):
             result = self.function(activation, hook=point)
             if result is not None and not isinstance(activation, Tensor):
@@ -164,17 +172,6 @@ class Attached:
             )
         # The hook may keep what it returned, and write into it at its next call.
         return result.clone()
-
-    def _check_tokens(self, activation: Tensor) -> None:
-        """Compare the texts and tokens of an activation with those that the model reads now."""
-        if self.positions is None or (reading := now_reading()) is None:
-            return
-        here, read = (activation.shape[0], activation.shape[self.positions]), tuple(reading.positions.shape)
-        if here != read:
-            raise InterventionError(
-                f"{self.name} holds {here[0]} texts of {here[1]} tokens in a run of {read[0]} texts of {read[1]}: the "
-                "model does not compute it for every token here. Use another site or layer."
-            )
 
 
 def refuse_silent(attached: Sequence[Attached]) -> None:
@@ -258,8 +255,32 @@ class Attachments:
         """Attach hooks after those that are there, for as long as the context lasts."""
         points, new = self._raw.hook_dict, dict[str, _Place]()
         with contextlib.ExitStack() as stack:
+
+            def append(listed: list[Any], hook: Attached | _Carried) -> None:
+                listed.append(hook)
+                stack.callback(listed.remove, hook)
+
+            def at(name: str) -> _Place:
+                key, own_name = id(points[name]), points[name].name
+                if key not in self._places:
+                    # Under another name than its own TransformerLens may call it twice.
+                    self._places[key] = new[own_name if own_name in points else name] = _Place()
+                    stack.callback(self._places.pop, key)
+                return self._places[key]
+
             for hook in hooks:
-                self._add(hook, points, new, stack)
+                carrier = None if hook.site is None else hook.site.carrier
+                only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
+                if carrier is None or only_reads or hook.read_only:
+                    append(at(hook.name).hooks, hook)
+                    continue
+                if hook.name not in self._carried:
+                    carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
+                    stack.callback(self._carried.pop, hook.name)
+                    _, before, carrying = points_of(hook.name)
+                    append(at(before).carrying, Attached(before, read_hook(carried.take)))
+                    append(at(carrying).carrying, carried)
+                append(self._carried[hook.name].hooks, hook)
             try:
                 stack.enter_context(self._raw.hooks(fwd_hooks=list(new.items())))
             except (ValueError, AssertionError) as error:
@@ -271,30 +292,6 @@ class Attachments:
                     f"{hint_for('model', 'set_use_attn_result')}; hw.path_patch changes what a receiver reads."
                 ) from None
             yield
-
-    def _add(
-        self, hook: Attached, points: Mapping[str, object], new: dict[str, _Place], stack: contextlib.ExitStack
-    ) -> None:
-        place = place_named(hook.name)
-        carrier = place[0].carrier if place else None
-        only_reads = isinstance(hook.function, TrustedHook) and not hook.function.edits
-        if carrier is None or only_reads or hook.read_only:
-            _append(self._at(hook.name, points, new, stack).hooks, hook, stack)
-            return
-        if hook.name not in self._carried:
-            carried = self._carried[hook.name] = _Carried(carrier, points[hook.name])
-            stack.callback(self._carried.pop, hook.name)
-            _, given, at = points_of(hook.name)
-            _append(self._at(given, points, new, stack).carrying, Attached(given, read_hook(carried.take)), stack)
-            _append(self._at(at, points, new, stack).carrying, carried, stack)
-        _append(self._carried[hook.name].hooks, hook, stack)
-
-    def _at(self, name: str, points: Mapping[str, Any], new: dict[str, _Place], stack: contextlib.ExitStack) -> _Place:
-        key, own_name = id(points[name]), points[name].name  # under another name TransformerLens may call it twice
-        if key not in self._places:
-            self._places[key] = new[own_name if own_name in points else name] = _Place()
-            stack.callback(self._places.pop, key)
-        return self._places[key]
 
 
 @contextlib.contextmanager
@@ -344,12 +341,6 @@ def _are_knockouts(point: Any) -> bool:
     if not places or not all(isinstance(place, _Place) for place in places):
         return False
     return all(isinstance(hook.function, TrustedHook) for place in places for hook in place.hooks)
-
-
-def _append(hooks: list[Any], hook: Any, stack: contextlib.ExitStack) -> None:
-    """Append to a list until the context ends."""
-    hooks.append(hook)
-    stack.callback(hooks.remove, hook)
 
 
 def _same(copy: Tensor, activation: Tensor) -> bool:

@@ -13,10 +13,8 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -57,13 +55,13 @@ def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., An
 
 def angles_by_row(
     modules: Sequence[torch.nn.Module], lengths: Int[Tensor, " row"] | None = None
-) -> AbstractContextManager[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Let each row of a run have the angles of its own length, in these modules (`model.rotary_by_length`).
 
     `lengths` are the tokens of each row's text; default: one more than the last position it is given.
     """
     n_tokens = lengths.tolist() if modules and lengths is not None else None
-    return forward_replaced([(module, partial(_angles, module, n_tokens)) for module in modules])
+    return forward_replaced([(module, functools.partial(_angles, module, n_tokens)) for module in modules])
 
 
 def _angles(
@@ -83,10 +81,6 @@ def _angles(
         return next(iter(angles.values()))
     rows = [[part[min(row, len(part) - 1)] for part in angles[length > original]] for row, length in enumerate(lengths)]
     return tuple(torch.stack(part) for part in zip(*rows, strict=True))
-
-
-LAST = slice(-1, None)
-"""`logits_to_keep` of the last logits. Of a number Gemma 4 runs the layers that share keys for so many tokens only."""
 
 
 def forward(
@@ -140,7 +134,8 @@ def leaves_logits_out(raw: Any) -> bool:
 
 def last_logits_only(raw: Any) -> dict[str, slice]:
     """Return the option that leaves out all logits but the last, where a wrapped model takes it."""
-    return {"logits_to_keep": LAST} if leaves_logits_out(raw) else {}
+    # A slice: of a number Gemma 4 runs the layers that share keys for so many tokens only.
+    return {"logits_to_keep": slice(-1, None)} if leaves_logits_out(raw) else {}
 
 
 @functools.cache
@@ -232,7 +227,7 @@ def attentions_of(raw: Any) -> list[Any]:
 
 def takes_cache(raw: Any) -> bool:
     """Whether a model, and every attention in it, takes a cache under a name that is known, and needs nothing else."""
-    return is_bridge(raw) and _nameless(raw) is None and not keeps_an_index(raw)
+    return _nameless(raw) is None and not keeps_an_index(raw)
 
 
 def keeps_an_index(raw: Any) -> bool:
@@ -242,13 +237,12 @@ def keeps_an_index(raw: Any) -> bool:
 
 def cache_options(model: Model, cache: Any) -> dict[str, Any]:
     """Return the options by which a wrapped model goes on from a cache."""
-    raw = model.raw
-    if (nameless := _nameless(raw) if is_bridge(raw) else raw) is not None:
+    if (nameless := _nameless(model.raw)) is not None:
         raise ModelError(
             f"{model.name} cannot go on from keys and values of earlier tokens: {type(nameless).__name__} takes none "
             f"under a name that is known ({', '.join(NAMES)}). Give it whole texts instead."
         )
-    return {str(name_of_cache(raw.original_model)): cache, "use_cache": True}
+    return {str(name_of_cache(model.raw.original_model)): cache, "use_cache": True}
 
 
 @contextlib.contextmanager
@@ -294,7 +288,9 @@ class _WatchedCache:
 
 
 def _nameless(raw: Any) -> Any:
-    """Return what in a bridge takes no cache under a known name, the model or an attention; None where all do."""
+    """Return what takes no cache under a known name, the model or an attention in it; None where all do."""
+    if not is_bridge(raw):
+        return raw
     parts = [raw.original_model, *map(_wrapped, attentions_of(raw))]
     return next((part for part in parts if name_of_cache(part) is None), None)
 

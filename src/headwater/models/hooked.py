@@ -41,6 +41,7 @@ from headwater.models.edits import (
     PromptHook,
     discarded_edits_raise,
     hooks_for,
+    listed_hooks,
     read_hook,
     refuse_silent,
 )
@@ -177,7 +178,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         batch, past = self.tokenize(inputs), past_key_values
         beside = {"attention_mask": attention_mask, "position_ids": position_ids}
         options = {name: value for name, value in beside.items() if value is not None}
-        listed = hooks_for(self, hooks, batch, past is not None and past.get_seq_length() > 0)
+        listed = hooks_for(self, listed_hooks(hooks), batch, past is not None and past.get_seq_length() > 0)
         if stop_at is not None:
             stop_at = checked_layer("stop_at", stop_at, self.shape.n_layers, most=self.shape.n_layers)
         columns = None if stop_at is not None else columns_kept(keep, batch)
@@ -224,7 +225,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
                 returning it, or its edit was thrown away (attention patterns of GPT-J, GPT-Neo and OPT can only be
                 read).
         """
-        if not (listed := hooks_for(self, hooks, None)):
+        if not (listed := hooks_for(self, listed_hooks(hooks), None)):
             with self.lock:
                 yield
             return
@@ -271,8 +272,7 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             raise InterventionError(f"{self.name} has no activation named {name!r}.{did_you_mean(name, known)}")
         if place is None:
             return Attached(name, function)
-        read_only = place[0].lacks(self, place[1], edited=True)
-        return Attached(name, function, read_only, 1 + place[0].axes.index("position"))
+        return Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True))
 
 
 def check_model(model: Any, option: str = "model") -> None:

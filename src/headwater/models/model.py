@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.calls import checked_calls
 from headwater.errors import ModelError
 from headwater.models.families import ModelShape, family_named, text_config
 from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
-from headwater.models.tokens import Batch, Bos, Inputs, resolve_bos
+from headwater.models.tokens import Batch, Bos, Inputs, Tokenizer, resolve_bos
 from headwater.runs.identity import tokenizer_digest
 
 
@@ -114,7 +113,7 @@ class Model:
         name: str,
         shape: ModelShape,
         config: Any,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         revision: str | None = None,
     ):
         self.raw = raw

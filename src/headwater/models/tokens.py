@@ -128,7 +128,7 @@ a tensor of token ids, or a batch."""
 
 def make_batch(
     inputs: Inputs | Any,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     *,
     bos: Sequence[int] = (),
     mask: Tensor | None = None,
@@ -163,12 +163,12 @@ def make_batch(
 Encoded: TypeAlias = tuple[list[int], Offsets | None]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, bos: Sequence[int] = ()) -> Encoded:
+def encode(tokenizer: Tokenizer, text: str, bos: Sequence[int] = ()) -> Encoded:
     """Return a text's token ids and the characters of each token; all but a chat begin with `bos`, exactly once."""
     return encode_all(tokenizer, [text], bos)[0]
 
 
-def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], bos: Sequence[int] = ()) -> list[Encoded]:
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], bos: Sequence[int] = ()) -> list[Encoded]:
     """`encode` of each text; many in one call of the tokenizer take a third of the time."""
     for text in texts:
         refuse_half_characters(text)
@@ -195,7 +195,7 @@ class ChatText(str):
     __slots__ = ()
 
 
-def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatText | None:
+def chat_text(tokenizer: Tokenizer, message: str | Chat) -> ChatText | None:
     """Write a chat as the tokenizer's template does, up to where the answer begins; None without a template.
 
     The message is what the user says; or messages, `role` and `content` of each. A last message of the assistant is
@@ -222,7 +222,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, message: str | Chat) -> ChatTe
     return ChatText(written)
 
 
-def chats_written(parts: list[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[Any]:
+def chats_written(parts: list[Any], tokenizer: Tokenizer | None) -> list[Any]:
     """Write out the chats among what was given, one or several; anything else is returned as it is."""
     chats = [parts] if any(isinstance(part, Mapping) for part in parts) else parts
     are = [isinstance(one, list | tuple) and any(isinstance(part, Mapping) for part in one) for one in chats]
@@ -273,7 +273,7 @@ def by_length(
     return batches
 
 
-def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int]) -> tuple[str, ...]:
+def token_strings(tokenizer: Tokenizer | None, ids: Sequence[int]) -> tuple[str, ...]:
     """Return the text of each token, spaces kept; the id itself when there is no tokenizer."""
     if tokenizer is None:
         return tuple(map(str, ids))
@@ -285,7 +285,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase | None, ids: Sequence[int])
     )
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+def pad_id(tokenizer: Tokenizer | None) -> int:
     """Return the id written at padding: the tokenizer's own, else its end-of-sequence token, else 0."""
     ids = (tokenizer.pad_token_id, tokenizer.eos_token_id) if tokenizer is not None else ()
     return next((int(token) for token in ids if token is not None), 0)
@@ -303,7 +303,7 @@ def refuse_what_has_no_order(inputs: object) -> None:
         raise InputError(f"A {kind} was given: give a text, a list of texts, or one column of a table.")
 
 
-def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos: Sequence[int]) -> Batch:
+def _from_texts(texts: list[str], tokenizer: Tokenizer | None, bos: Sequence[int]) -> Batch:
     if tokenizer is None:
         raise InputError("Texts were given, but this model has no tokenizer: pass one to hw.load, or give token ids.")
     encoded = [one for i in range(0, len(texts), 256) for one in encode_all(tokenizer, texts[i : i + 256], bos)]
@@ -312,7 +312,7 @@ def _from_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase | None, bos
     return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
 
 
-def _from_ids(parts: list[Any], given: object, tokenizer: PreTrainedTokenizerBase | None, config: object) -> Batch:
+def _from_ids(parts: list[Any], given: object, tokenizer: Tokenizer | None, config: object) -> Batch:
     """Read lists of token ids, the parts of what was given; one list of ids is one row."""
     is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
@@ -330,9 +330,7 @@ def _from_ids(parts: list[Any], given: object, tokenizer: PreTrainedTokenizerBas
     return batch
 
 
-def _from_tensor(
-    tokens: Tensor, mask: Tensor | None, tokenizer: PreTrainedTokenizerBase | None, config: object
-) -> Batch:
+def _from_tensor(tokens: Tensor, mask: Tensor | None, tokenizer: Tokenizer | None, config: object) -> Batch:
     if tokens.ndim not in (1, 2) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise InputError(
             f"A tensor of token ids has whole numbers and one or two axes; this one is {tokens.dtype} with shape "
@@ -357,7 +355,7 @@ def _from_tensor(
 
 
 def _refuse_unmarked_padding(
-    batch: Batch, tokenizer: PreTrainedTokenizerBase | None, config: object, a_last_one_is_text: bool = False
+    batch: Batch, tokenizer: Tokenizer | None, config: object, a_last_one_is_text: bool = False
 ) -> None:
     """Refuse ids that begin or end with padding and have no mask: their values would be wrong silently.
 
@@ -450,7 +448,7 @@ def panics_are_errors(kind: type[InputError], failed: str) -> Iterator[None]:
         raise kind(f"{failed}: its rules made the tokenizers library stop ({first_line(error)}).") from None
 
 
-def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def own_bos(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that a tokenizer itself writes before a text."""
     ids, plain = list(tokenizer("a")["input_ids"]), list(tokenizer("a", add_special_tokens=False)["input_ids"])
     for start in range(len(ids) - len(plain) + 1):
@@ -459,7 +457,7 @@ def own_bos(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
 
 
-def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: bool) -> tuple[int, ...]:
+def resolve_bos(bos: Bos, tokenizer: Tokenizer | None, prepends: bool) -> tuple[int, ...]:
     """Return the ids that every text begins with; `prepends` is TransformerLens's `default_prepend_bos`."""
     if bos is False or (tokenizer is None and bos is None):
         return ()
@@ -484,6 +482,6 @@ def resolve_bos(bos: Bos, tokenizer: PreTrainedTokenizerBase | None, prepends: b
     return tuple(ids)
 
 
-def spelled_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def spelled_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return what messages call the ids that texts begin with."""
     return repr("".join(tokenizer.convert_ids_to_tokens(list(ids)))) if ids else "nothing"

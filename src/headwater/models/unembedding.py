@@ -102,8 +102,6 @@ def _norm(model: HookedModel, gain: Tensor, module: torch.nn.Module) -> Norm:
 Normalise: TypeAlias = Callable[[Tensor], Tensor]
 """The final norm: residual stream `[..., d_model]` to the same shape, in half precision if given in the model's own."""
 
-HALF = (torch.bfloat16, torch.float16)
-
 
 @torch.inference_mode()
 def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tuple[Normalise, UnembeddingHead]:
@@ -125,7 +123,7 @@ def unembedding_head(model: HookedModel, record: RunRecord | None = None) -> tup
     norm = final_norm(model)
 
     def normalise(residual: Tensor) -> Tensor:
-        if residual.dtype == model.dtype and residual.dtype in HALF:
+        if residual.dtype == model.dtype and residual.dtype in (torch.bfloat16, torch.float16):
             # ln_final has hook points, on which another thread's run may have hooks.
             with model.lock:
                 return scale * model.raw.ln_final(residual.to(norm.gain.device)[None])[0]
