@@ -15,7 +15,7 @@ from headwater.models.packaged import packaged_file
 
 README = Path(__file__).parents[1] / "README.md"
 NOTEBOOK_11 = README.parent / "runs" / "capital"
-"""Where notebook 11 keeps the evidence that the README's example asks for too: after this test it reads it from there."""
+"""Where notebook 11 keeps the evidence that the README's example computes too: after this test it reads that."""
 NUMBER = r"([+−-]?\d+(?:\.\d+)?)"
 
 
