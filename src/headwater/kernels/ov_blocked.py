@@ -240,8 +240,9 @@ def _settle(
     own64 = token_logits(maps, exact[row], target)
     tie = maps.tie[to_device(triples.head, exact.device), to_device(triples.source, exact.device)]
     y, own = exact.float(), own64.float()
-    order = _scan_order(maps, y)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
+    place, order = target, _scan_order(maps, y)
+    if order is not None:
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
     # ROUNDING also on a GPU: callers hold `full_float32`, so that these products never meet tensor cores.
     margin = (ROUNDING * maps.longest * torch.linalg.vector_norm(exact, dim=1)[row] + tie).float()
     alive, live, of_live = torch.arange(len(triples), device=k.device), torch.arange(len(y), device=k.device), row
@@ -252,7 +253,9 @@ def _settle(
         stop = min(maps.d_vocab, start + next_width(maps, start, len(alive)))
         if start:  # before that all rows are live, which the host need not wait for
             live, of_live = row[alive].unique_consecutive(return_inverse=True)
-        logits = _logits_of_rows(y[live], columns_of(maps, order[start:stop]).float())
+        # By id a tile is a slice: gathered, it would take longer to copy than to multiply (benchmarks/NOTES.md).
+        tile = maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])
+        logits = _logits_of_rows(y[live], tile.float())
         above, below = _count_rows(logits, of_live, own[alive], margin[alive])
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
         inside = (place[alive] >= start) & (place[alive] < stop)
@@ -269,14 +272,14 @@ def _settle(
     return hit
 
 
-def _scan_order(maps: OVMaps, y: Float[Tensor, "row d_model"]) -> Int[Tensor, " d_vocab"]:
+def _scan_order(maps: OVMaps, y: Float[Tensor, "row d_model"]) -> Int[Tensor, " d_vocab"] | None:
     """Order the tokens by how far from a row's mean their logits are, in the mean over some rows: the farthest first.
 
-    Those are above or below most targets, so that pairs which are out leave early. By id, where that costs more than it
-    saves.
+    Those are above or below most targets, so that pairs which are out leave early. None, which is by id, where an order
+    costs more than it saves.
     """
     if len(y) < 4 * ORDERED_BY:
-        return torch.arange(maps.d_vocab, device=y.device)
+        return None
     some = y[:: max(1, len(y) // ORDERED_BY)]
     logits = torch.cat([some @ tile.float() for tile in maps.W_U.split(ORDER_TILE, dim=1)], dim=1)
     # In units of a row's own spread: heads that write little count as much.
