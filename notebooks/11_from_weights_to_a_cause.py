@@ -67,7 +67,7 @@ plt.gcf().set_dpi(100)
 # (notebook 10). Silencing the first three heads costs animals and their young too: the heads do not serve capitals
 # alone.
 #
-# **What would change one's mind.** Shuffled targets still name heads with half of the largest effect: some of the
-# margin is that a head writes capitals at all, whatever the country. There are eight pairs in one prompt; the model is
+# **What would change one's mind.** Shuffled targets still name heads with a third of the largest effect: some of the
+# margin is that a head writes capitals at all, whatever the country. There are twelve pairs in one prompt; the model is
 # small, its weights have four bits; and margin × attention was chosen on this very model. The documentation's page on
 # evidence has models that had no part in the choice: there other relations' weights do nearly as well.
