@@ -40,9 +40,11 @@ def weights_note(chosen: Chosen) -> str:
 
 
 def are_equal(chosen: Chosen, found: Tensor, expected: Tensor) -> bool:
-    """Whether activations are equal to 1e-4; of a pretrained model, where some reach 25,000, to 1e-4 of the largest."""
-    scale = expected.abs().max() if isinstance(chosen, str) else 1.0
-    return bool((found - expected).abs().max() < 1e-4 * scale)
+    """Whether activations are equal to 1e-4; of a pretrained model, where some reach 25,000, to 2e-4 of the largest.
+
+    There float32 itself, with other padding, is up to 8e-5 of the largest away from float64 (NOTES.md).
+    """
+    return bool((found - expected).abs().max() < (2e-4 * expected.abs().max() if isinstance(chosen, str) else 1e-4))
 
 
 def block_weights(model: HookedModel) -> int:
