@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from headwater.models.blocks import Blocks, tanh_gelu
+from headwater.kernels import elementwise
+from headwater.models.blocks import Blocks
 from tests.tiny import tiny_hooked
 
 
@@ -13,23 +14,23 @@ def plainly(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(3, 7), (0, 5), (1, 2, 33), (5,)])
 def test_it_is_the_tanh_form_whatever_the_shape(shape, monkeypatch):
-    monkeypatch.setattr("headwater.models.blocks.AT_ONCE", 8)
+    monkeypatch.setattr(elementwise, "AT_ONCE", 8)
     x = 4 * torch.randn(shape)
-    torch.testing.assert_close(tanh_gelu(x), plainly(x.double()).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(elementwise.tanh_gelu(x), plainly(x.double()).float(), rtol=1e-5, atol=1e-6)
 
 
 def test_large_numbers_of_either_sign_and_none_at_all_come_out_as_they_should():
     x = torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4])
-    assert tanh_gelu(x).tolist() == [0.0, 0.0, 0.0, 30.0, 1e4]
-    assert tanh_gelu(torch.tensor([torch.nan])).isnan().all()
+    assert elementwise.tanh_gelu(x).tolist() == [0.0, 0.0, 0.0, 30.0, 1e4]
+    assert elementwise.tanh_gelu(torch.tensor([torch.nan])).isnan().all()
 
 
 def test_columns_of_a_wider_tensor_other_types_and_gradients_are_served():
     x = torch.randn(6, 10)
-    torch.testing.assert_close(tanh_gelu(x[:, ::2]), plainly(x[:, ::2]))
-    assert torch.equal(tanh_gelu(x.bfloat16()), plainly(x.bfloat16()))
+    torch.testing.assert_close(elementwise.tanh_gelu(x[:, ::2]), plainly(x[:, ::2]))
+    assert torch.equal(elementwise.tanh_gelu(x.bfloat16()), plainly(x.bfloat16()))
     leaf = x.clone().requires_grad_(True)
-    tanh_gelu(leaf).sum().backward()
+    elementwise.tanh_gelu(leaf).sum().backward()
     assert float(leaf.grad.abs().max()) > 0.1
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headwater.models.blocks import VECTOR, softmax
+from headwater.kernels.elementwise import VECTOR, softmax
 
 
 @pytest.mark.parametrize("width", [1, 3, VECTOR - 1, VECTOR, VECTOR + 5])
