@@ -64,18 +64,24 @@ class HeadShares:
         self.bias = self.scale * bias if bias is not None else torch.zeros_like(self.weight[0, 0])
         self.norm = attention_post_norm(model, layer)
 
-    def of(
-        self, z: Float[Tensor, "*row head d_head"]
-    ) -> tuple[Float[Tensor, "*row head d_model"], Float[Tensor, "*#row d_model"]]:
-        """Return what each head adds, and what the biases add."""
-        outputs = self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
+    def outputs(self, z: Float[Tensor, "*row head d_head"]) -> Float[Tensor, "*row head d_model"]:
+        """Return z W_O of each head: what it adds where no norm follows attention."""
+        return self.scale * torch.einsum("...hk,hkd->...hd", z.to(self.weight), self.weight)
+
+    def of(self, outputs: Float[Tensor, "*row head d_model"]) -> Float[Tensor, "*row head d_model"]:
+        """Return what each head adds, from the outputs of all heads."""
         if self.norm is None:
-            return outputs, self.bias
+            return outputs
+        # Under the scale of this run's sum: shares under scales of their own would not add up.
+        return self.norm.share((outputs.sum(-2) + self.bias)[..., None, :], outputs)
+
+    def of_bias(self, outputs: Float[Tensor, "*row head d_model"]) -> Float[Tensor, "*#row d_model"]:
+        """Return what the biases add, from the outputs of all heads."""
+        if self.norm is None:
+            return self.bias
         written = outputs.sum(-2) + self.bias
         added = self.norm.share(written, self.bias.expand_as(written))
-        # Under the scale of this run's sum: shares under scales of their own would not add up.
-        by_head = self.norm.share(written[..., None, :], outputs)
-        return by_head, added if self.norm.bias is None else added + self.norm.bias
+        return added if self.norm.bias is None else added + self.norm.bias
 
 
 RECORDED: Sequence[str] = ("resid_pre", "z", "attn_out", "mlp_out", "resid_post")
@@ -112,7 +118,7 @@ def written(
         elif shares.norm is None:  # shares are linear in z
             before = base("attn_out", layer)
             # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
-            outputs, _ = shares.of(added("z", layer))
+            outputs = shares.outputs(added("z", layer))
             left.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
@@ -124,10 +130,10 @@ def written(
 def _by_heads(
     shares: HeadShares, recorded: Recorded, layer: int, left: list[Left]
 ) -> Float[Tensor, "head position d_model"]:
-    z, added = recorded("z", layer), recorded("attn_out", layer)
-    outputs, bias = shares.of(z)
-    left.append((layer, *_sizes(outputs.sum(1) + bias - added.to(outputs), added)))
-    return outputs.movedim(1, 0).to(added)
+    outputs, added = shares.outputs(recorded("z", layer)), recorded("attn_out", layer)
+    by_head = shares.of(outputs)
+    left.append((layer, *_sizes(by_head.sum(1) + shares.of_bias(outputs) - added.to(outputs), added)))
+    return by_head.movedim(1, 0).to(added)
 
 
 def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:

@@ -274,7 +274,7 @@ def of_other_run(runs: BothRuns, shares: Sequence[HeadShares]) -> ComplementRun:
 
     entering = [of("resid_pre", layer) for layer in layers]
     middle = entering if runs.wave.blocks.parallel else [entering[layer] + of("attn_out", layer) for layer in layers]
-    heads = [shares[layer].of(of("z", layer))[0] for layer in layers]
+    heads = [share.of(share.outputs(of("z", layer))) for layer, share in enumerate(shares)]
     mlps = [of("mlp_out", layer) for layer in layers]
     last = of("resid_post", layers[-1])
     return ComplementRun(runs.start, True, entering[0], [*entering, last], middle, heads, mlps)
@@ -290,7 +290,7 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
         heads.append(sent[first : first + n_heads].movedim(0, 1))
         mlps.append(sent[first + n_heads])
         # Values are of no run: streams are added up sender by sender. The biases belong to no edge.
-        _, bias = share.of(runs.base("z", layer)[: runs.stop])
+        bias = share.of_bias(share.outputs(runs.base("z", layer)[: runs.stop]))
         attended = entering[-1] + heads[-1].sum(1) + bias.to(sent)
         middle.append(entering[-1] if parallel else attended)
         entering.append(attended + mlps[-1])
@@ -465,7 +465,8 @@ class _Batch:
                 given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
         # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
         z = projection.receivers.heads_of(given)
-        changes = self.walk.shares[layer].of(z)[0] - self.outside.heads[layer]
+        shares = self.walk.shares[layer]
+        changes = shares.of(shares.outputs(z)) - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
 
     def _mlp(self, layer: int) -> None:
