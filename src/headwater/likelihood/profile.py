@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -249,9 +250,8 @@ def memorization(
         frames = frames_of(graph.table, wording, answers_to)
         nodes = graph.table.drop(columns=["model_answer", "score"])
         nodes = nodes.join(answered_and_scored(run, graph, plan, judge, frames, answers_to))
-        scoring = run, model, nodes, frames, span, read, lens, shares, batch_size
-        scored = scored_nodes(*scoring)
-        shuffled = scored_nodes(*scoring, shuffled_by=seed) if controls else None
+        score = partial(scored_nodes, run, model, nodes, frames, span, read, lens, shares, batch_size)
+        scored, shuffled = score(), score(shuffled_by=seed) if controls else None
         return _profile(nodes, scored, shuffled, run.record)
 
     return run_or_resume(DepthProfile, "memorization", model, options, work, out=out, seed=seed, progress=progress)
