@@ -48,7 +48,7 @@ def test_each_model_has_a_panel_with_scales_of_its_own_and_all_share_one_legend(
     assert len(figure.legends) == 1
     assert not any(ax.get_legend() for ax in figure.axes)
     assert texts(figure) == [
-        f"{name}, {kind} (n = 60)" for kind in ("$E_Q$→$E_A$", "$E_Q$→*") for name in ("TriviaQA", "NQ")
+        f"{name}, {kind} (n = 60, 60)" for kind in ("$E_Q$→$E_A$", "$E_Q$→*") for name in ("TriviaQA", "NQ")
     ]
 
 

@@ -131,17 +131,17 @@ def saliency(
         width = max(3.4, 2.7 * len(tables))
         figure = new_figure(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9))
         axes = figure.subplots(len(pairs), len(tables), squeeze=False)
-        handles: dict[str, Any] = {}
+        handles: list[dict[str, Any]] = []
         for column, (model, table) in enumerate(tables.items()):
             for panel, pair in zip(axes[:, column], pairs, strict=True):
-                handles |= _panel(panel, table[table["dataset"].isin(pair)], names, axis, log_scale, as_published)
+                handles.append(_panel(panel, table[table["dataset"].isin(pair)], names, axis, log_scale, as_published))
                 panel.set_ylabel("" if column else "Density")
             shown = model_name(short_name(model)) if as_published else short_name(model)
             only = len(tables) == 1 and not as_published
             axes[0, column].set_title(f"{shown}: {SEEN}" if only else shown)
-        if not handles:
-            raise InputError("No example has a saliency to draw: every value is NaN.")
         entries = _in_order(handles)
+        if not entries:
+            raise InputError("No example has a saliency to draw: every value is NaN.")
         longest = max(len(entry.replace("$", "").replace("_", "")) for entry in entries)
         ncols = int(np.clip(width // (0.06 * longest + 0.35), 1, len(pairs) * 2))
         look: dict[str, Any] = {"title": None if as_published else _spelled(entries), "title_fontsize": 7}
@@ -167,27 +167,34 @@ def _alone(
     ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, title: str, as_published: bool = False
 ) -> None:
     """Draw a panel that is a figure: with its legend and title."""
-    handles = _panel(ax, table, names, axis, log_scale, as_published)
+    entries = _in_order([_panel(ax, table, names, axis, log_scale, as_published)])
     ax.set(ylabel="Density", title=title)
-    entries = _in_order(handles)
     marked = DAGGER_IS if _spelled(entries) != SPELLED else None
     ax.legend([entry[:2] for entry in entries.values()], entries, handlelength=2.4, title=marked, title_fontsize=7)
 
 
 def _spelled(entries: Iterable[str]) -> str:
     """Say what a legend's signs mean."""
-    return f"{SPELLED}\n{DAGGER_IS}" if any(entry.endswith(f"{DAGGER})") for entry in entries) else SPELLED
+    return f"{SPELLED}\n{DAGGER_IS}" if any(DAGGER in entry for entry in entries) else SPELLED
 
 
-def _in_order(handles: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a legend by kind of edge, then by question set."""
-    return dict(sorted(handles.items(), key=lambda entry: entry[1][2]))
+def _in_order(panels: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The entries of a legend by kind of edge, then by question set; each with the counts of all models."""
+    found: dict[str, Any] = {}
+    counts: dict[str, list[str]] = {}
+    for entry, (*drawn, counted) in ((entry, look) for panel in panels for entry, look in panel.items()):
+        found.setdefault(entry, tuple(drawn))
+        counts.setdefault(entry, []).append(counted)
+    ordered = sorted(found.items(), key=lambda entry: entry[1][2])
+    return {
+        entry + (f" (n = {', '.join(counts[entry])})" if any(counts[entry]) else ""): look for entry, look in ordered
+    }
 
 
 def _panel(
     ax: Axes, table: pd.DataFrame, names: list[str], axis: str, log_scale: bool, as_published: bool = False
 ) -> dict[str, Any]:
-    """Draw the densities of one model; return the legend's entries and their order, by label."""
+    """Draw the densities of one model; return the legend's entries, their order and number of examples, by label."""
     drawn = {
         (kind, name): values
         for name in dict.fromkeys(table["dataset"])
@@ -211,13 +218,13 @@ def _panel(
         area, line = _looks(kind, name, names, as_published)
         ax.fill_between(places, height, **area)
         ax.plot(places, height, markevery=40, **line)
-        counted = f"n = {len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
+        counted = f"{len(values):,}{DAGGER * bool(_at_chance(table[table['dataset'] == name]))}"
         # Mathematics, unless that would lose the letters of the question set beside it.
         edges = KINDS[kind] if name.isascii() else KINDS[kind].replace("$", "")
-        entry = f"{label(name)}, {edges} ({counted})"
+        entry = f"{label(name)}, {edges}"
         if as_published:
-            entry = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})"
-        handles[entry] = (Patch(**area), Line2D([], [], **line), (list(KINDS).index(kind), place))
+            entry, counted = f"$S_{{{ARROWS[kind]}}}$ ({set_names(names)[name]})", ""
+        handles[entry] = (Patch(**area), Line2D([], [], **line), (list(KINDS).index(kind), place), counted)
     ax.set(xlim=(places[0], places[-1]), ylim=(0, None))
     exponent = int(np.floor(np.log10(stop))) if not log_scale else 0
     if log_scale:

@@ -145,8 +145,12 @@ def reproduce_pathways(
         steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
         return steps("detection", detect, model, answered, methods=methods, **probing)
 
+    # One batch of long and short questions would be padded more than those of a run, which are sorted by length.
+    lengths = drawn.table["question"].str.len()
+    usual = (lengths - lengths.mean()).abs().sort_values(kind="stable").index
+
     def practise(trial: Steps, places: Sequence[int]) -> None:
-        detected(trial, Questions(drawn.table.iloc[list(places)].reset_index(drop=True)), practice=True)
+        detected(trial, Questions(drawn.table.loc[usual[: len(places)]].reset_index(drop=True)), practice=True)
 
     def work(run: Run) -> Reproduction:
         found = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
