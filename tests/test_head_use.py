@@ -11,7 +11,6 @@ from scipy.stats import binomtest
 import headwater as hw
 from headwater.errors import InputError, ModelError
 from headwater.heads import use
-from headwater.heads.ablation import removal
 from headwater.heads.head_map import relations_of
 from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.use import COLUMNS, head_use, other_heads
@@ -151,15 +150,22 @@ def test_what_is_answered_without_a_head_is_what_a_run_with_its_output_at_zero_a
     accepted = tuple((first, second) if row % 2 else (second,) for row, (first, second) in enumerate(best))
     task = TaskPrompts(batch, accepted, torch.zeros(len(batch), dtype=torch.long))
     chosen = [(layer, head) for layer in range(model.shape.n_layers) for head in (0, model.shape.n_heads - 1)]
-    whole, right = use._right(model, task, chosen)
-    assert whole.tolist() == [bool(row % 2) for row in range(len(batch))]
-    for head in chosen:
-        logits = model.run(batch, removal([head], batch.lengths - 1, None), keep="last")[:, 0]
+    assert use.whole(model, task)[0].tolist() == [row % 2 for row in range(len(batch))]
+    right = use.without(model, task, {str(head): [head] for head in chosen})
+    rows, last = torch.arange(len(batch)), batch.lengths - 1
+    for layer, head in chosen:
+
+        def silence(z, hook, head=head):
+            z = z.clone()
+            z[rows, last, head] = 0
+            return z
+
+        logits = model.run(batch, [(f"blocks.{layer}.attn.hook_z", silence)], keep="last")[:, 0]
         top = logits.topk(2)
         expected = [token in of_row for token, of_row in zip(top.indices[:, 0].tolist(), accepted, strict=True)]
         is_clear = (top.values[:, 0] - top.values[:, 1] > 1e-4).numpy()
         assert is_clear.mean() > 0.8
-        assert (right[head] == np.array(expected))[is_clear].all()
+        assert (right[str((layer, head))][0] == np.array(expected))[is_clear].all()
 
 
 def test_the_numbers_are_the_plain_ones_and_p_is_the_larger_of_two():
@@ -197,8 +203,10 @@ def test_a_head_without_which_the_answers_get_better_is_used_if_it_suppresses_an
 ):
     model, heads = planted
     whole = np.arange(32) < 16
+    monkeypatch.setattr(use, "whole", lambda model, task: whole[None].astype(float))
+    answered = {name: whole | (name == "1.2") for name in ("1.2", *(f"1.{head}" for head in range(4)))}
     monkeypatch.setattr(
-        use, "_right", lambda model, task, asked: (whole, {one: whole | (one == (1, 2)) for one in asked})
+        use, "without", lambda model, task, sets: {name: answered[name][None].astype(float) for name in sets}
     )
     is_it = (heads.table["relation"] == "capital") & (heads.table["layer"] == 1) & (heads.table["head"] == 2)
     table = heads.table.assign(implemented=False, suppressed=False).assign(**{flag: is_it})

@@ -9,9 +9,10 @@ from scipy.stats import pearsonr
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.heads.ablation import HeadAblation, ablate_heads, layer_matched, removal
+from headwater.heads.ablation import HeadAblation, ablate_heads, layer_matched
 from headwater.heads.head_map import relations_of
-from headwater.heads.prompts import source_prompts, task_prompts
+from headwater.heads.prompts import TaskPrompts, source_prompts, task_prompts
+from headwater.heads.use import whole, without
 from headwater.heads.validation import DynamicScores, correlate, dynamic_scores, last_values
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses
@@ -175,8 +176,15 @@ def test_removing_heads_equals_a_hugging_face_forward_whose_output_projection_re
         expected = [hf(model.tokenize(each).tokens).logits[0, -1] for each in (text, "The")]
     for handle in handles:
         handle.remove()
-    found = model.run(batch, removal(heads, batch.lengths - 1, None), keep="last")[:, 0]
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    best, foil = torch.stack(expected).max(-1).indices, torch.stack(expected).min(-1).indices
+    task = TaskPrompts(batch, tuple((token,) for token in best.tolist()), foil)
+    for answered, logits in [
+        (whole(model, task), model.run(batch, keep="last")[:, 0]),
+        (without(model, task, {"heads": heads})["heads"], torch.stack(expected)),
+    ]:
+        assert answered[0].tolist() == (logits.argmax(-1) == best).tolist()
+        difference = logits[torch.arange(2), best] - logits[torch.arange(2), foil]
+        np.testing.assert_allclose(answered[1], difference, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.planted

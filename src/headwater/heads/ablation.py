@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,13 +31,11 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.head_map import HeadMap, relations_of
-from headwater.heads.prompts import TEMPLATE, TaskPrompts, task_prompts
+from headwater.heads.prompts import TEMPLATE, task_prompts
 from headwater.heads.relations import Relations
-from headwater.kernels.devices import to_device
-from headwater.models.edits import Hook, read_hook, replace_hook
+from headwater.heads.use import whole, without
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import parts_of_kind
-from headwater.models.sites import hook_name
 from headwater.options import checked_count, checked_name, checked_number, checked_repeats, checked_seed, one_or_several
 from headwater.patching.components import ablate, read_sets
 from headwater.patching.edits import ReplacementSpec
@@ -189,16 +186,24 @@ def ablate_heads(
     options |= {"draws": draws, "controls": controls, "head_map": head_map.run.options}
 
     def work(run: Run) -> HeadAblation:
-        def compute(one: tuple[str, str, int, Heads]) -> dict[str, Tensor]:
-            found = _measured(model, tasks[one[0]], one[3], method, batch_size)
-            return {"measured": torch.tensor(found, dtype=torch.float64)}
+        def measured(
+            stage: str, asked: Sequence[tuple[str, Mapping[str, Heads]]]
+        ) -> list[Float[ndarray, "set metric"]]:
+            """Measure tasks, each without each of some sets of heads, or with none."""
 
-        def measured(stage: str, runs: Sequence[tuple[str, str, int, Heads]]) -> list[tuple[float, float]]:
-            with run.bar("Ablating heads", "run", len(runs)) as bar:
-                return [tuple(piece["measured"].tolist()) for piece in run.pieces(stage, runs, compute, bar)]
+            def compute(one: tuple[str, Mapping[str, Heads]]) -> dict[str, Tensor]:
+                task = tasks[one[0]]
+                found = (
+                    without(model, task, one[1], method, batch_size) if one[1] else {"": whole(model, task, batch_size)}
+                )
+                return {"measured": torch.tensor(np.stack([values.mean(1) for values in found.values()]))}
 
-        base = dict(zip(names, measured("whole", [(name, "none", 0, ()) for name in names]), strict=True))
-        if base[relation][0] == 0:
+            with run.bar("Ablating heads", "run", len(asked)) as bar:
+                return [piece["measured"].numpy() for piece in run.pieces(stage, asked, compute, bar)]
+
+        base = dict(zip(names, measured("whole", [(name, {}) for name in names]), strict=True))
+        accuracy = {name: values[0, 0] for name, values in base.items()}
+        if accuracy[relation] == 0:
             warnings.warn(
                 f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} rightly when "
                 f"asked {template!r} after {shots} examples: no accuracy is left to lose. Give a template= that it "
@@ -206,19 +211,21 @@ def ablate_heads(
                 stacklevel=6,
             )
         # Relations whose accuracy is near enough, the nearest first.
-        gaps = {name: abs(accuracy - base[relation][0]) for name, (accuracy, _) in base.items() if name != relation}
+        gaps = {name: abs(of_it - accuracy[relation]) for name, of_it in accuracy.items() if name != relation}
         near = sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)
         chosen = list(controls) if controls is not None else near[:MAX_CONTROLS]
-        untouched: list[tuple[str, str, int, Heads]] = [(name, "none", 0, ()) for name in (relation, *chosen)]
-        runs = list(_runs(relation, chosen, heads, random))
-        numbers = [base[name] for name, *_ in untouched] + measured("removed", runs)
+        asked = [(relation, _sets(heads, random, size)) for size in _sizes(len(heads))]
+        asked += [(control, _sets(heads, [], len(heads))) for control in chosen]
+        removed: list[tuple[str, Mapping[str, Heads]]] = [(name, {"none": ()}) for name in (relation, *chosen)]
+        numbers = [*(base[name] for name in (relation, *chosen)), *measured("removed", asked)]
         rows = [
             {
-                "task": task, "role": "relation" if task == relation else "control", "removed": removed, "draw": draw,
-                "n_heads": len(part), "accuracy": accuracy, "logit_difference": difference,
-                "items": len(tasks[task].accepted),
+                "task": task, "role": "relation" if task == relation else "control", "removed": name.partition(" #")[0],
+                "draw": int(name.partition(" #")[2] or 0), "n_heads": len(part), "accuracy": values[0],
+                "logit_difference": values[1], "items": len(tasks[task].accepted),
             }
-            for (task, removed, draw, part), (accuracy, difference) in zip([*untouched, *runs], numbers, strict=True)
+            for (task, sets), found in zip([*removed, *asked], numbers, strict=True)
+            for (name, part), values in zip(sets.items(), found.tolist(), strict=True)
         ]  # fmt: skip
         return HeadAblation(pd.DataFrame(rows), ranked, relation, run.record)
 
@@ -248,55 +255,6 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
     return matched
 
 
-def removal(heads: Heads, last: Tensor, means: Float[Tensor, "layer head d_head"] | None) -> list[Hook]:
-    """Return hooks that set z of these heads, at one position per row, to zero or to given means."""
-    by_layer: dict[int, list[int]] = {}
-    for layer, head in heads:
-        by_layer.setdefault(layer, []).append(head)
-
-    def replace(z: Tensor, hook: object, layer: int) -> Tensor:
-        z, chosen = z.clone(), to_device(torch.tensor(by_layer[layer]), z.device)
-        rows = torch.arange(len(last), device=z.device)[:, None]
-        z[rows, to_device(last, z.device)[:, None], chosen] = means[layer].to(z)[chosen] if means is not None else 0.0
-        return z
-
-    return [(hook_name("z", layer), replace_hook(partial(replace, layer=layer))) for layer in by_layer]
-
-
-def _measured(model: HookedModel, task: TaskPrompts, heads: Heads, method: str, batch_size: int) -> tuple[float, float]:
-    """Return the accuracy and the mean logit difference of a task with heads removed."""
-    means = _mean_z(model, task, heads, batch_size) if heads and method == "mean" else None
-    right, difference = [], []
-    for rows, batch in task.batch.split(batch_size):
-        logits = model.run(batch, removal(heads, batch.lengths - 1, means), keep="last")[:, 0].float().cpu()
-        best = logits.argmax(-1).tolist()
-        accepted = task.accepted[rows]
-        right += [token in targets for token, targets in zip(best, accepted, strict=True)]
-        first = torch.tensor([targets[0] for targets in accepted])
-        index = torch.arange(len(logits))
-        difference.append(logits[index, first] - logits[index, task.foil[rows]])
-    return float(np.mean(right)), float(torch.cat(difference).mean())
-
-
-def _mean_z(model: HookedModel, task: TaskPrompts, heads: Heads, batch_size: int) -> Float[Tensor, "layer head d_head"]:
-    """The mean of z at the last position over a task's prompts, of the layers of these heads."""
-    shape = model.shape
-    layers = sorted({layer for layer, _ in heads})
-    sums: dict[int, Tensor] = {}
-
-    def add(z: Tensor, hook: object, layer: int, last: Tensor) -> None:
-        at_last = z[torch.arange(len(last), device=z.device), to_device(last, z.device)].float().sum(0)
-        sums[layer] = sums[layer] + at_last if layer in sums else at_last
-
-    for _, batch in task.batch.split(batch_size):
-        last = batch.lengths - 1
-        hooks = [(hook_name("z", layer), read_hook(partial(add, layer=layer, last=last))) for layer in layers]
-        model.run(batch, hooks, keep="last")
-    means = torch.zeros(shape.n_layers, shape.n_heads, shape.d_head)
-    means[layers] = torch.stack([sums[layer].to(model.device) for layer in layers]).cpu() / len(task.batch)
-    return means
-
-
 def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:
     """The heads to remove, strongest first; of equal ones the later layer and head first, as published."""
     rows = head_map.table[head_map.table["relation"] == relation]
@@ -316,17 +274,14 @@ def _candidates(head_map: HeadMap, relation: str) -> list[str]:
     return [name for name in names if len(own & of.get(name, set())) < MAX_OVERLAP * max(len(own), 1)]
 
 
-def _runs(
-    relation: str, controls: Sequence[str], heads: Heads, random: Sequence[Heads]
-) -> Iterator[tuple[str, str, int, Heads]]:
-    """Yield (task, what is removed, draw, heads) for one head, two, four, ..., all; the controls for all only."""
-    # Doubling: the curve over the number of heads in few runs.
-    sizes = sorted({min(2**power, len(heads)) for power in range(len(heads).bit_length() + 1)})
-    for size in sizes:
-        yield relation, "relation heads", 0, heads[:size]
-        yield from ((relation, "random heads", draw, drawn[:size]) for draw, drawn in enumerate(random))
-    for control in controls:
-        yield control, "relation heads", 0, heads
+def _sizes(n_heads: int) -> list[int]:
+    """Return one, two, four, ..., all: the curve over the number of heads in few runs."""
+    return sorted({min(2**power, n_heads) for power in range(n_heads.bit_length() + 1)})
+
+
+def _sets(heads: Heads, random: Sequence[Heads], size: int) -> dict[str, Heads]:
+    """Return so many of the relation's heads, and of each random set, by name."""
+    return {"relation heads": heads[:size]} | {f"random heads #{draw}": one[:size] for draw, one in enumerate(random)}
 
 
 # A claim of heads: silencing them together changes the answer more than silencing other heads of their layers does.

@@ -37,7 +37,7 @@ from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.relations import TokenRelation
 from headwater.models.hooked import HookedModel
 from headwater.patching.components import ablate
-from headwater.patching.metrics import Metric
+from headwater.patching.metrics import Metric, logit_difference
 from headwater.progress import progress_bar
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p
@@ -128,8 +128,33 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def accuracy(task: TaskPrompts) -> Metric:
-    """Return the metric that is 1 where the most likely next token is accepted, and 0 elsewhere."""
+def whole(model: HookedModel, task: TaskPrompts, batch_size: int = 64) -> Float[ndarray, "metric item"]:
+    """Return of each item whether the model answers it (1 or 0), and the logit difference."""
+    found: list[list[Tensor]] = []
+    for rows, batch in task.batch.split(batch_size):
+        logits = model.run(batch, keep="last").cpu()
+        measured = [(metric, [torch.tensor(ids)[rows] for ids in metric.answers]) for metric in _metrics(task)]
+        found.append([metric.measure(logits, ids) for metric, ids in measured])
+    return np.stack([torch.cat(parts).double().numpy() for parts in zip(*found, strict=True)])
+
+
+def without(
+    model: HookedModel,
+    task: TaskPrompts,
+    sets: Mapping[str, Sequence[Head]],
+    values: str = "zero",
+    batch_size: int | None = None,
+) -> dict[str, Float[ndarray, "metric item"]]:
+    """Return what `whole` does where the heads of each set write nothing, or their mean, at the last position."""
+    given: dict[str, Any] = {"metric": _metrics(task), "positions": "last", "values": values, "batch_size": batch_size}
+    table = ablate(model, task.batch, sets=sets, progress=False, **given).table
+    table = table.assign(value=table["clean"] + table["effect"])
+    by_item = table.pivot(index=["set", "metric"], columns="example", values="value")
+    return {name: by_item.loc[[(name, metric.name) for metric in _metrics(task)]].to_numpy() for name in sets}
+
+
+def _metrics(task: TaskPrompts) -> list[Metric]:
+    """Return the accuracy of a task, 1 where the most likely next token is accepted, and its logit difference."""
     most = max(map(len, task.accepted))
     padded = [(*targets, *targets[:1] * (most - len(targets))) for targets in task.accepted]
 
@@ -138,7 +163,7 @@ def accuracy(task: TaskPrompts) -> Metric:
         return torch.stack([best == target for target in targets]).any(0).float()
 
     answers = tuple([targets[place] for targets in padded] for place in range(most))
-    return Metric("accuracy", is_accepted, answers=answers)
+    return [Metric("accuracy", is_accepted, answers=answers), logit_difference(list(answers[0]), task.foil.tolist())]
 
 
 def other_heads(
@@ -159,33 +184,19 @@ def _of_relation(
     heads = list(zip(called["layer"].astype(int), called["head"].astype(int), strict=True))
     rng, shape = np.random.default_rng(seed), model.shape
     others = [other_heads(head, heads, shape.n_layers, shape.n_heads, n_others, rng) for head in heads]
-    whole, right = _right(model, task, list(dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])))
-    if not whole.any():
+    accuracy = whole(model, task)[0] > 0.5
+    if not accuracy.any():
         return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
+    silenced = dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])
+    swept = without(model, task, {f"{layer}.{head}": [(layer, head)] for layer, head in silenced})
+    right = dict(zip(silenced, (values[0] > 0.5 for values in swept.values()), strict=True))
     draws = Bootstrap.of(tokens.source.tolist(), seed=seed)
     return np.array(
         [
-            _measured(whole, right[head], np.array([right[one] for one in drawn]), draws)
+            _measured(accuracy, right[head], np.array([right[one] for one in drawn]), draws)
             for head, drawn in zip(heads, others, strict=True)
         ]
     )
-
-
-def _right(
-    model: HookedModel, task: TaskPrompts, heads: Sequence[Head]
-) -> tuple[Bool[ndarray, " item"], dict[Head, Bool[ndarray, " item"]]]:
-    """Say of each item whether the whole model answers it, and whether it does without each of the heads."""
-    metric, batch = accuracy(task), task.batch
-    logits = [model.run(part, keep="last")[:, 0].float().cpu() for _, part in batch.split(64)]
-    best = [token for part in logits for token in part.argmax(-1).tolist()]
-    whole = np.array([token in accepted for token, accepted in zip(best, task.accepted, strict=True)])
-    if not whole.any():
-        return whole, {}
-    sets = {f"{layer}.{head}": [(layer, head)] for layer, head in heads}
-    swept = ablate(model, batch, metric=metric, sets=sets, positions="last", progress=False).table
-    value = swept.assign(value=swept["clean"] + swept["effect"]).pivot(index="example", columns="set", values="value")
-    whole = swept.groupby("example")["clean"].first().to_numpy() > 0.5
-    return whole, {one[0]: value[name].to_numpy() > 0.5 for name, one in sets.items()}
 
 
 def _measured(
