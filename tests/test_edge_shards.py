@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -106,6 +107,15 @@ def test_several_processes_give_the_table_of_one_and_each_does_its_part(analysis
     if analysis is edges:  # a pair and a layer of receivers is a piece
         n_layers = loaded().shape.n_layers
         assert sum(name.startswith("layer-") for name in pieces) == len(CLEAN) * (n_layers + 1)
+
+
+def test_a_layer_of_many_edges_is_several_pieces(tmp_path, monkeypatch):
+    expected = edges(loaded())
+    monkeypatch.setattr("headwater.circuits.edge_effects.MOST_EDGES", 3)
+    (found,), (made,) = several(partial(edges, out=tmp_path / "parts"), 1, monkeypatch)
+    torch.testing.assert_close(found.effects, expected.effects)
+    of_layers = np.bincount(found.graph.stage[found.chosen.numpy()])
+    assert sum(name.startswith("layer-") for name in made) == len(CLEAN) * (-(-of_layers // 3)).sum()
 
 
 @pytest.mark.parametrize("through", ["direct", "mlps"])

@@ -57,6 +57,8 @@ from headwater.runs.analysis import Run, run_or_resume
 
 QUADRATURES = ("midpoints", "published")
 METHODS = ("exact", "screened", "sublayer", "eap", "eap-ig")
+MOST_EDGES = 4096
+"""Of a piece of exact effects: an interrupted run of a large model loses minutes, not a layer."""
 
 
 @checked_call
@@ -269,21 +271,28 @@ class EdgeRequest:
         )
 
     def _effects(self, run: Run, pairs: Pairs, recomputed: Tensor) -> Float[Tensor, "example position edge metric"]:
-        """Return the exact effects of some of the edges, NaN for the others; a layer of a pair is a piece."""
-        n_examples = self.size[0]
-        effects, cells = torch.full(self.size, torch.nan), recomputed.nonzero()[:, 0]
-        edges = self.chosen[cells.numpy()]
-        stages = self.graph.stage[edges]
-        items = [(example, edges[stages == stage]) for example in range(n_examples) for stage in np.unique(stages)]
+        """Return the exact effects of some of the edges, NaN for the others; a piece is of a pair and a layer."""
+        n_examples, sender, stage = self.size[0], self.graph.sender, self.graph.stage
+        effects, edges = torch.full(self.size, torch.nan), self.chosen[recomputed.numpy()]
+        # By sender: what a layer makes of a sender's change serves all edges from it.
+        edges = edges[np.lexsort((sender[edges], stage[edges]))]
+        layers = [edges[stage[edges] == layer] for layer in np.unique(stage[edges])]
+        parts = [layer[first : first + MOST_EDGES] for layer in layers for first in range(0, len(layer), MOST_EDGES)]
+        items = [(example, part) for example in range(n_examples) for part in parts]
+
+        def run_layers(item: tuple[int, Indices]) -> int:
+            """Return how many layers all edges of a piece are run through: what time goes with, not their number."""
+            return int((self.graph.n_layers + 1 - stage[item[1]]).sum())
+
         if items:
-            with run.bar("edges", "edge", n_examples * len(edges)) as bar:
-                pieces = run.pieces("layer", items, partial(self._layer, pairs), bar, lambda item: len(item[1]))
-                for (example, of_layer), piece in zip(items, pieces, strict=True):
-                    effects[example][:, np.searchsorted(self.chosen, of_layer)] = piece["effects"].float()
+            with run.bar("layers run for edges", "layer", sum(map(run_layers, items))) as bar:
+                pieces = run.pieces("layer", items, partial(self._layer, pairs), bar, run_layers)
+                for (example, part), piece in zip(items, pieces, strict=True):
+                    effects[example][:, np.searchsorted(self.chosen, part)] = piece["effects"].float()
         return effects
 
     def _layer(self, pairs: Pairs, item: tuple[int, Indices]) -> dict[str, Tensor]:
-        """Return the effects of edges to the receivers of one layer, `position edge metric`."""
+        """Return the effects of edges to receivers of one layer, `position edge metric`."""
         (example, edges), places = item, self.places
         with torch.no_grad(), self.plan.model.lock:
             runs = pairs.runs(example)

@@ -113,7 +113,7 @@ class EdgeEffects(ByMetric, Result):
         for name in ("metrics", "sizes", "by_position", "roles"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
-    @property
+    @cached_property
     def graph(self) -> Graph:
         """The graph whose edges these are."""
         return Graph.of_sizes(self.sizes)
