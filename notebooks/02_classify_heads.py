@@ -9,7 +9,7 @@
 # **Method.** For a head with value and output matrices W_V and W_O, the row x_s W_V W_O W_U says how strongly a source
 # word s pushes every word of the vocabulary (Elhelo & Geva, ACL 2025). The score of a relation is the share of its
 # pairs whose target is among the ten largest entries. We score the heads of SmolLM2-135M-Instruct (notebook 1 says
-# where it comes from), vary what heads are assumed to read, and silence the heads that are found.
+# where it comes from), vary what heads are assumed to read, and ablate the heads that are found.
 
 # %%
 import warnings

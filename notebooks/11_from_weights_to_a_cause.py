@@ -58,13 +58,13 @@ _ = found.plot()
 plt.gcf().set_dpi(100)
 
 # %% [markdown]
-# **What agrees.** Parameters, patching and silencing name the same head, 23.4, on held-out countries. The head that
+# **What agrees.** Parameters, patching and ablation name the same head, 23.4, on held-out countries. The head that
 # attends most to the country, 16.0, moves nothing; what other relations name moves a tenth of what 23.4 moves; random
 # heads of the same layer cost nothing. The answer passes to the last token in this layer.
 #
 # **What does not.** Attention adds nothing here: the margin alone names the same head. Head 29.1 writes as much of the
 # answer into the logits itself as 23.4 does, though its own margin is small: it may pass on what layer 23 has written
-# (notebook 10). Silencing the first three heads costs animals and their young too: the heads do not serve capitals
+# (notebook 10). Ablating the first three heads costs animals and their young too: the heads do not serve capitals
 # alone.
 #
 # **What would change one's mind.** Shuffled targets still name heads with a third of the largest effect: some of the

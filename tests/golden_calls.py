@@ -25,9 +25,9 @@ import xxhash
 
 import headwater as hw
 from headwater.heads.ablation import ablate_heads
+from headwater.heads.dynamic import dynamic_scores
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import relation_coverage
-from headwater.heads.validation import dynamic_scores
 from headwater.heads.weight_maps import composition_scores, singular_vectors
 from headwater.pathways.refusal_rates import refusals
 from headwater.pathways.token_map import probe_map

@@ -75,15 +75,45 @@ def leads_somewhere(link, anchors):
     return not anchor or unquote(anchor) in anchors[file]
 
 
-def test_search_finds_knockout_from_the_disk(site, page):
+QUERIES = {
+    "fine-tuned": "load-a-fine-tuned-folder",
+    "gpu": "use-a-gpu",
+    "attention pattern": "look-at-an-attention-pattern",
+    "residual stream last token": "keep-the-residual-stream",
+    "activations disk": "keep-activations-of-many-texts",
+    "logit lens": "logit-lens",
+    "next token probabilities": "the-next-tokens",
+    "induction heads": "find-induction-heads",
+    "compare fine-tuned": "compare-a-base-model",
+    "patch one head": "patch-one-head",
+    "different lengths": "patch-by-what-a-token-is",
+    "plot layer": "plot-only-one-layer",
+    "mean-ablate": "zero-or-mean-ablate",
+    "knock out attention": "knock-out-attention",
+    "causal tracing": "causal-tracing",
+    "steer": "steer",
+    "write hook": "write-a-hook",
+    "linear probe": "fit-a-linear-probe",
+    "figure paper": "save-a-figure",
+    "save result": "save-a-result",
+    "cite": "cite",
+}
+
+
+def test_search_finds_recipes_by_the_words_of_a_student(site, page):
     page.goto((site / "index.html").as_uri())
     page.wait_for_timeout(500)
     page.keyboard.press("/")
-    page.keyboard.type("knockout")
-    found = page.locator("a[role='option'][href*='sweeps.html']").first
-    found.wait_for(timeout=20_000)
-    found.click()
-    page.wait_for_url("**/sweeps.html**")
+    lost = {}
+    for words, recipe in QUERIES.items():
+        page.locator("input[role='combobox'], input[type='search']").first.fill(words)
+        page.wait_for_timeout(800)
+        links = page.locator("a[role='option']").evaluate_all("all => all.map(e => e.getAttribute('href'))")
+        if not any("recipes.html" in link and f"#{recipe}" in link for link in links[:5]):
+            lost[words] = links[:5]
+    assert lost == {}
+    page.locator("a[role='option']").first.click()
+    page.wait_for_url("**/*.html**")
     check(page)
 
 

@@ -240,9 +240,9 @@ def test_what_is_asked_of_a_cache_and_not_in_it_is_refused(llama):
         cache.example("z", 0, 4)
 
 
-def test_sites_and_the_older_form_are_not_mixed(llama):
-    with pytest.raises(InputError, match="leave residual= and attention= away"):
-        llama.cache(" Paris", sites="z", attention=True, **QUIET)
+def test_the_older_form_is_named_with_the_new_one(llama):
+    with pytest.raises(InputError, match="no option attention=: sites= says what is kept"):
+        llama.cache(" Paris", attention=True, **QUIET)
 
 
 def test_a_cache_is_read_back_as_it_was(llama, tmp_path):

@@ -33,7 +33,7 @@ def llama(checkpoint):
 def test_a_cache_equals_hugging_faces_hidden_states_and_attentions(model, family, checkpoint):
     reference = tf.AutoModelForCausalLM.from_pretrained(checkpoint(family), attn_implementation="eager").eval()
     text = " the capital of France is Paris cat dog one two three four"  # longer than the sliding windows
-    post, pre = model.cache(text), model.cache(text, residual="resid_pre", attention=False)
+    post, pre = model.cache(text), model.cache(text, sites="resid_pre")
     with torch.inference_mode():
         theirs = reference(post.batch.tokens, output_hidden_states=True, output_attentions=True)
     close = {"rtol": 1e-5, "atol": 5e-5}
@@ -54,15 +54,15 @@ def test_a_cache_equals_hugging_faces_hidden_states_and_attentions(model, family
 
 def test_the_middle_of_a_block_is_its_input_plus_attention(model, family):
     if family in PARALLEL:
-        with pytest.raises(InputError, match="no resid_mid"):
-            model.cache("Paris", residual="resid_mid")
+        with pytest.raises(InputError, match="resid_mid was asked for"):
+            model.cache("Paris", sites="resid_mid")
         return
     text = random_texts(1)
     written = {}
     name = "blocks.1.ln1_post.hook_out" if family.startswith("gemma") else "blocks.1.hook_attn_out"
     model.run(text, [(name, lambda out, hook: written.update(out=out.clone()))])
-    middle = model.cache(text, residual="resid_mid", layers=[1], attention=False).residual[0]
-    before = model.cache(text, residual="resid_pre", layers=[1], attention=False).residual[0]
+    middle = model.cache(text, sites="resid_mid", layers=[1]).residual[0]
+    before = model.cache(text, sites="resid_pre", layers=[1]).residual[0]
     torch.testing.assert_close(middle, before + written["out"], rtol=1e-5, atol=5e-5)
 
 
@@ -113,10 +113,10 @@ def test_the_labels_are_the_tokens(llama):
 
 def test_only_what_is_asked_for_is_there(llama):
     with pytest.raises(InputError, match="keeps pattern and no residual stream: ask for sites='resid_post'"):
-        _ = llama.cache("Paris", residual=False).residual
-    assert llama.cache("Paris", residual=False).site is None
+        _ = llama.cache("Paris", sites="pattern").residual
+    assert llama.cache("Paris", sites="pattern").site is None
     with pytest.raises(InputError, match="keeps resid_post and no attention: ask for sites='pattern'"):
-        _ = llama.cache("Paris", attention=False).attention
+        _ = llama.cache("Paris", sites="resid_post").attention
     assert llama.cache("Paris").site == "resid_post"
 
 
@@ -124,7 +124,7 @@ def test_nothing_but_the_asked_for_numbers_stays_in_memory(llama):
     texts = random_texts(6)
     gc.collect()
     before = sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)
-    cache = llama.cache(texts, attention=False, layers=[1], positions=[-1], batch_size=2, progress=False)
+    cache = llama.cache(texts, sites="resid_post", layers=[1], positions=[-1], batch_size=2, progress=False)
     gc.collect()
     after = sum(x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor)
     labels = cache.batch.tokens.nbytes + cache.batch.mask.nbytes + cache.positions.nbytes
@@ -160,7 +160,7 @@ def test_the_cache_is_a_copy_that_later_edits_do_not_reach(llama):
 
 def test_a_cache_under_an_edit_sees_the_edit(llama):
     with llama.hooks([("blocks.0.hook_resid_post", lambda resid, hook: torch.zeros_like(resid))]):
-        cache = llama.cache("the capital of France", residual="resid_pre", attention=False)
+        cache = llama.cache("the capital of France", sites="resid_pre")
     assert not cache.residual[1].any()
     assert cache.residual[0].any()
 
@@ -217,8 +217,8 @@ def test_attention_by_role_needs_patterns_and_roles(llama):
         ({"heads": [-5]}, "no head -5"),
         ({"positions": [9]}, "No sequence has a position 9"),
         ({"positions": []}, "names no position"),
-        ({"residual": "resid_past"}, "resid_post"),
-        ({"residual": False, "attention": False}, "nothing to keep"),
+        ({"sites": "resid_past"}, "resid_post"),
+        ({"sites": []}, "names no activation"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )
@@ -229,7 +229,7 @@ def test_options_that_name_nothing_are_refused(llama, options, complaint):
 
 def test_a_sliding_window_cuts_the_attention(checkpoint):
     model = hw.load(checkpoint("mistral"))
-    pattern = model.cache(" Paris" * 20, residual=False).attention
+    pattern = model.cache(" Paris" * 20, sites="pattern").attention
     query, key = torch.meshgrid(torch.arange(21), torch.arange(21), indexing="ij")
     assert not pattern[..., query - key >= 8].any()
     assert (pattern[..., (query - key >= 0) & (query - key < 8)] > 0).all()

@@ -185,7 +185,7 @@ def test_the_planted_direction_alone_carries_what_the_whole_activation_carries()
     """Feature 0 is the difference of the two runs at the last token; the others are what is orthogonal to it."""
     model = embedded()
     clean, corrupted = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
-    states = [model.cache(text, attention=False, layers=[2]).residual[0, 0, -1] for text in (clean, corrupted)]
+    states = [model.cache(text, sites="resid_post", layers=[2]).residual[0, 0, -1] for text in (clean, corrupted)]
     width = model.shape.d_model
     basis = torch.linalg.qr(torch.cat([(states[0] - states[1])[:, None], torch.randn(width, width - 1)], 1)).Q
     features = hw.features(lambda rows: rows @ basis, lambda found: found @ basis.T, at="resid_post", layer=2)

@@ -17,7 +17,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.ablation import ablate_heads
-from headwater.heads.validation import dynamic_scores
+from headwater.heads.dynamic import dynamic_scores
 from headwater.heads.weight_maps import composition_scores, singular_vectors
 from headwater.pathways.refusal_rates import refusals
 from headwater.pathways.token_map import probe_map

@@ -10,7 +10,7 @@ import pytest
 import headwater as hw
 from headwater.errors import InputError
 from headwater.heads import claim
-from headwater.heads.ablation import matched_sets
+from headwater.heads.causal import matched_sets
 from headwater.planted import circuits
 from tests import chance
 from tests.tiny import WORDS, tiny_hooked

@@ -1,4 +1,4 @@
-"""Whether the running model uses its heads: each silenced beside others, on planted models and written out plainly."""
+"""Whether the running model uses its heads: each ablated beside others, on planted models and written out plainly."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from scipy.stats import binomtest
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.heads import use
+from headwater.heads import causal
+from headwater.heads.causal import COLUMNS, head_use, other_heads
 from headwater.heads.head_map import relations_of
 from headwater.heads.prompts import TaskPrompts, task_prompts
-from headwater.heads.use import COLUMNS, head_use, other_heads
 from headwater.stats.resample import Bootstrap
 from headwater.stats.significance import sign_flip_p
 from tests import chance
@@ -59,7 +59,7 @@ def test_the_head_that_the_model_needs_is_used_and_two_that_stand_in_for_each_ot
     assert called.loc[(0, 1, "past"), "loss"] == 0
     rest = found.table[~found.table["implemented"]]
     assert rest[[*COLUMNS]].isna().all(axis=None)
-    assert "Of 3 heads and relations silenced in the running model 1 are used" in " ".join(found.report())
+    assert "Of 3 heads and relations ablated in the running model 1 are used" in " ".join(found.report())
     assert found.findings()["use"]["used"] == 1
 
 
@@ -134,7 +134,7 @@ def test_relations_that_are_not_asked_for_and_maps_without_called_heads_are_said
     nothing = dataclasses.replace(heads, table=heads.table.assign(implemented=False, suppressed=False))
     found = nothing.validate(model, **ASK)
     assert found.table[[*COLUMNS]].isna().all(axis=None)
-    assert "there was no head to silence" in found.report()[-1]
+    assert "there was no head to ablate" in found.report()[-1]
     assert "used (0)" in [text.get_text() for text in found.plot().figure.legends[0].get_texts()]
 
 
@@ -150,17 +150,17 @@ def test_what_is_answered_without_a_head_is_what_a_run_with_its_output_at_zero_a
     accepted = tuple((first, second) if row % 2 else (second,) for row, (first, second) in enumerate(best))
     task = TaskPrompts(batch, accepted, torch.zeros(len(batch), dtype=torch.long))
     chosen = [(layer, head) for layer in range(model.shape.n_layers) for head in (0, model.shape.n_heads - 1)]
-    assert use.whole(model, task)[0].tolist() == [row % 2 for row in range(len(batch))]
-    right = use.without(model, task, {str(head): [head] for head in chosen})
+    assert causal.whole(model, task)[0].tolist() == [row % 2 for row in range(len(batch))]
+    right = causal.without(model, task, {str(head): [head] for head in chosen})
     rows, last = torch.arange(len(batch)), batch.lengths - 1
     for layer, head in chosen:
 
-        def silence(z, hook, head=head):
+        def ablate(z, hook, head=head):
             z = z.clone()
             z[rows, last, head] = 0
             return z
 
-        logits = model.run(batch, [(f"blocks.{layer}.attn.hook_z", silence)], keep="last")[:, 0]
+        logits = model.run(batch, [(f"blocks.{layer}.attn.hook_z", ablate)], keep="last")[:, 0]
         top = logits.topk(2)
         expected = [token in of_row for token, of_row in zip(top.indices[:, 0].tolist(), accepted, strict=True)]
         is_clear = (top.values[:, 0] - top.values[:, 1] > 1e-4).numpy()
@@ -174,7 +174,9 @@ def test_the_numbers_are_the_plain_ones_and_p_is_the_larger_of_two():
     whole = rng.random(60) < 0.8
     without = whole & (rng.random(60) < 0.4)
     others = np.stack([whole & (rng.random(60) < 0.9) for _ in range(3)])
-    found = dict(zip(use.MEASURED, use._measured(whole, without, others, Bootstrap.of(source.tolist())), strict=True))
+    found = dict(
+        zip(causal.MEASURED, causal._measured(whole, without, others, Bootstrap.of(source.tolist())), strict=True)
+    )
     assert found["accuracy"] == pytest.approx(whole.mean())
     assert found["without"] == pytest.approx(without.mean())
     assert found["others"] == pytest.approx(others.mean())
@@ -192,7 +194,7 @@ def test_a_head_that_differs_from_the_others_in_the_other_direction_than_from_th
     whole = np.arange(40) < 20
     without = np.arange(40) < 24
     others = np.array([np.arange(40) < 40])
-    found = dict(zip(use.MEASURED, use._measured(whole, without, others, Bootstrap.of(range(40))), strict=True))
+    found = dict(zip(causal.MEASURED, causal._measured(whole, without, others, Bootstrap.of(range(40))), strict=True))
     assert found["loss"] == pytest.approx(0.4)
     assert found["loss_p_value"] == 1.0
 
@@ -203,10 +205,10 @@ def test_a_head_without_which_the_answers_get_better_is_used_if_it_suppresses_an
 ):
     model, heads = planted
     whole = np.arange(32) < 16
-    monkeypatch.setattr(use, "whole", lambda model, task: whole[None].astype(float))
+    monkeypatch.setattr(causal, "whole", lambda model, task: whole[None].astype(float))
     answered = {name: whole | (name == "1.2") for name in ("1.2", *(f"1.{head}" for head in range(4)))}
     monkeypatch.setattr(
-        use, "without", lambda model, task, sets: {name: answered[name][None].astype(float) for name in sets}
+        causal, "without", lambda model, task, sets: {name: answered[name][None].astype(float) for name in sets}
     )
     is_it = (heads.table["relation"] == "capital") & (heads.table["layer"] == 1) & (heads.table["head"] == 2)
     table = heads.table.assign(implemented=False, suppressed=False).assign(**{flag: is_it})
@@ -236,8 +238,8 @@ def test_other_heads_come_from_the_layer_while_it_has_some_and_are_never_called_
 
 def test_where_every_head_is_called_there_is_no_control_and_nothing_is_said_to_be_used():
     whole, nothing = np.arange(40) < 20, np.zeros((1, 40), dtype=bool)
-    measured = use._measured(whole, nothing[0], nothing[:0], Bootstrap.of(range(40)))
-    found = dict(zip(use.MEASURED, measured, strict=True))
+    measured = causal._measured(whole, nothing[0], nothing[:0], Bootstrap.of(range(40)))
+    found = dict(zip(causal.MEASURED, measured, strict=True))
     assert found["without"] == 0
     assert np.isnan([found[name] for name in ("others", "loss", "loss_p_value")]).all()
 

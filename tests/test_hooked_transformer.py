@@ -152,7 +152,8 @@ def folder(same_weights, tmp_path):
 
 def assert_same_model(ours: hw.HookedModel, bridge: hw.HookedModel) -> None:
     for site in ("resid_pre", "resid_mid", "resid_post"):
-        mine, theirs = (model.cache(TEXTS, residual=site, batch_size=2, progress=False) for model in (ours, bridge))
+        given = {"sites": [site, "pattern"], "batch_size": 2, "progress": False}
+        mine, theirs = (model.cache(TEXTS, **given) for model in (ours, bridge))
         torch.testing.assert_close(mine.residual, theirs.residual, **CLOSE)
         torch.testing.assert_close(mine.attention, theirs.attention, **CLOSE)
         assert mine.strings == theirs.strings

@@ -108,7 +108,7 @@ def test_on_words_that_survive_the_way_through_text_the_detector_agrees_too():
     batch = model.tokenize(text)
     expected = detect_head(model.raw, text, "induction_head")
     keys, visible = attended_keys(batch.tokens, batch.mask, token_kinds(model))
-    pattern = model.cache(text, residual=False, progress=False).attention[1]
+    pattern = model.cache(text, sites="pattern", progress=False).attention[1]
     found = attention_on(pattern, keys, visible)["on"][0, list(BEHAVIOURS).index("induction")]
     torch.testing.assert_close(found / batch.tokens.shape[1], expected[1], rtol=1e-4, atol=1e-5)
 

@@ -15,8 +15,8 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.heads.categories import PUBLISHED_CATEGORIES
 from headwater.heads.classify import classify_heads
+from headwater.heads.dynamic import dynamic_scores
 from headwater.heads.relations import load_relations, tokenize_relations
-from headwater.heads.validation import dynamic_scores
 from headwater.models.generation import Generated
 from headwater.models.loading import load
 from headwater.models.weights import open_weights

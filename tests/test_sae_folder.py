@@ -321,7 +321,7 @@ def trained(tmp_path_factory):
         for name in places
         for asked in ("What is the capital of", "Which language is spoken in", "On which continent is")
     ]
-    states = torch.cat([model.cache(text, attention=False, layers=[2]).residual[0, 0] for text in texts])
+    states = torch.cat([model.cache(text, sites="resid_post", layers=[2]).residual[0, 0] for text in texts])
     centre, width = states.mean(0), model.shape.d_model
     weights = {
         "W_enc": torch.randn(width, 192) / width**0.5, "b_enc": torch.zeros(192),

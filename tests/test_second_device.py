@@ -17,9 +17,9 @@ import headwater as hw
 from headwater.detection.methods import METHODS
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import ModelError
+from headwater.heads.dynamic import dynamic_scores
 from headwater.heads.patterns import attention_classes
 from headwater.heads.relations import Relation
-from headwater.heads.validation import dynamic_scores
 from tests.forking import ended, started
 from tests.second_device import Elsewhere, card, move, second_device, split
 from tests.tiny import WORDS

@@ -58,7 +58,7 @@ def test_a_hook_in_place_of_a_site_is_told_the_site_and_the_layer():
 
 def test_a_site_from_outside_is_kept_in_a_cache(neurons):
     batch = neurons.tokenize(PROMPT)
-    cache = neurons.cache(PROMPT, residual="mlp_pre", attention=False, layers=[1])
+    cache = neurons.cache(PROMPT, sites="mlp_pre", layers=[1])
     torch.testing.assert_close(cache.residual[0, 0], activations(neurons, batch.tokens))
     assert cache.site == "mlp_pre"
 
@@ -103,7 +103,7 @@ def test_a_site_that_is_not_of_the_size_its_axes_say_is_refused_by_name(checkpoi
     with SITES.with_row("narrow", wrong):
         model = hw.load(checkpoint("gpt2"))
         with pytest.raises(InputError, match=r"narrow of GPT2LMHeadModel cannot be used in layer 0: .* \(2, 5, 128\)"):
-            model.cache(PROMPT, residual="narrow", attention=False)
+            model.cache(PROMPT, sites="narrow")
         with pytest.raises(InterventionError, match="narrow of GPT2LMHeadModel cannot be used"):
             model.run(PROMPT, [(hook_name("narrow", 1), lambda activation, hook: None)])
 

@@ -62,7 +62,7 @@ def test_a_cache_is_what_transformer_lens_itself_keeps(models, family):
         torch.testing.assert_close(ours[name], theirs[name], msg=lambda said, name=name: f"{name}: {said}")
     assert ours["pattern", 0] is ours["blocks.0.attn.hook_pattern"]
     assert torch.equal(ours["resid_post", -1], ours["resid_post", model.shape.n_layers - 1])
-    kept = model.cache([TEXT], residual="resid_mid" if not model.shape.parallel_blocks else "resid_pre", progress=False)
+    kept = model.cache([TEXT], sites="resid_mid" if not model.shape.parallel_blocks else "resid_pre", progress=False)
     site = "resid_pre" if model.shape.parallel_blocks else "resid_mid"
     torch.testing.assert_close(kept.residual[1], ours[site, 1])
 

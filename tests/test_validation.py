@@ -9,11 +9,11 @@ from scipy.stats import pearsonr
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.heads.ablation import HeadAblation, ablate_heads, layer_matched
+from headwater.heads.ablation import HeadAblation, ablate_heads
+from headwater.heads.causal import layer_matched, whole, without
+from headwater.heads.dynamic import DynamicScores, correlate, dynamic_scores, last_values
 from headwater.heads.head_map import relations_of
 from headwater.heads.prompts import TaskPrompts, source_prompts, task_prompts
-from headwater.heads.use import whole, without
-from headwater.heads.validation import DynamicScores, correlate, dynamic_scores, last_values
 from tests import chance
 from tests.planted_heads import implements, plant_relations, suppresses
 from tests.planted_relations import TEMPLATES, random_words, relation

@@ -13,7 +13,7 @@ import pytest
 
 import headwater as hw
 from headwater.causes import weights_to_cause
-from headwater.heads.use import COLUMNS
+from headwater.heads.causal import COLUMNS
 from tests import chance
 from tests.tiny import embedded
 

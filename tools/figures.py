@@ -22,7 +22,7 @@ import headwater as hw
 from headwater.figures import save_figure
 from headwater.figures.style import style
 from headwater.heads.ablation import ablate_heads
-from headwater.heads.validation import dynamic_scores
+from headwater.heads.dynamic import dynamic_scores
 from headwater.heads.weight_maps import composition_scores, singular_vectors
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

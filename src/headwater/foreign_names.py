@@ -109,8 +109,8 @@ RUN = {
     "stop_at_layer": "it is called stop_at=",
     "input_ids": "the first argument is inputs: texts, or token ids",
     "names_filter": "model.cache(texts, sites=...) keeps activations",
-    "output_hidden_states": "model.cache(texts, residual=True) keeps the residual stream",
-    "output_attentions": "model.cache(texts, attention=True) keeps the patterns",
+    "output_hidden_states": "model.cache(texts, sites='resid_post') keeps the residual stream",
+    "output_attentions": "model.cache(texts, sites='pattern') keeps the patterns",
     "cache past_kv_cache": "keys and values of the tokens before are past_key_values=",
     "use_cache": "keys and values are not returned; past_key_values= takes a cache of transformers, and fills it",
     "batch_size": "all inputs are one batch; model.cache(texts, batch_size=...) takes some at a time",
@@ -143,7 +143,8 @@ PLOT = {
     "show": "a notebook shows it; in a script plt.show() does",
 }
 CACHE_OPTIONS = {
-    "names_filter output_hidden_states output_attentions": "sites= says what is kept, as in sites=['resid_post', 'z']",
+    "names_filter output_hidden_states output_attentions residual attention": "sites= says what is kept, as in "
+    "sites=['resid_post', 'pattern']",
     "prepend_bos": BEGINS,
     "stop_at_layer": "layers= says which layers are kept",
 }

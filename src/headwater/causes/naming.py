@@ -90,7 +90,7 @@ def head_effects(model: HookedModel, pairs: PairedPrompts, heads: Collection[Hea
     return HeadEffects(by_head, clean - corrupted)
 
 
-def silenced(
+def ablated(
     model: HookedModel, pairs: PairedPrompts, sets: Sequence[Sequence[Head]]
 ) -> tuple[Float[ndarray, "pair set"], float]:
     """Return what the difference of each pair loses when heads write nothing at the last position, and its mean."""

@@ -167,7 +167,7 @@ class Evidence(Result):
     ways: pd.DataFrame
     """A row per way of naming a head; see `headwater.causes.naming.judged`."""
     cost: pd.DataFrame
-    """What silencing costs: `heads` (names), `what` ("named", "named together", "largest effect", "random", "named
+    """What ablation costs: `heads` (names), `what` ("named", "named together", "largest effect", "random", "named
     together, on RELATION"), `cost` in logits of the difference, `low, high`, `share` of the difference."""
     run: RunRecord
 
@@ -227,7 +227,7 @@ class Evidence(Result):
         )
 
     def report(self) -> list[str]:
-        """Return what weights, attention, patching, attribution and silencing say of this relation's heads."""
+        """Return what weights, attention, patching, attribution and ablation say of this relation's heads."""
         if not self.is_measured:
             return [self.verdict]
         can = self.can.iloc[0]
@@ -256,7 +256,7 @@ class Evidence(Result):
         for row in self.cost.to_dict("records"):
             heads = f" ({row['heads']})" if row["heads"] else ""
             sentences.append(
-                f"Silenced at the last position, {row['what']}{heads}: costs {row['cost']:.2f} logits "
+                f"Ablated at the last position, {row['what']}{heads}: costs {row['cost']:.2f} logits "
                 f"({row['low']:.2f} to {row['high']:.2f})."
             )
         return [*sentences, self.verdict]
@@ -265,7 +265,7 @@ class Evidence(Result):
         return ", ".join(f"{_head(row)} {row[column]:.2f}" for row in self.table.nlargest(3, column).to_dict("records"))
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw five panels: what weights write, who looks, who moves it, when, what silencing costs.
+        """Draw five panels: what weights write, who looks, who moves it, when, what ablation costs.
 
         On axes of one's own: the share of the largest effect of the head that each way names.
         """

@@ -12,7 +12,7 @@ For each relation, on items split once by source (`prompts`):
 5. the test    margin × attention names one head. Is it the one that moves most, and what share of the largest effect
                has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
 
-For one relation also: when the answer passes to the last position, who writes it, what silencing costs (below).
+For one relation also: when the answer passes to the last position, who writes it, what ablation costs (below).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,13 +32,13 @@ from headwater.calls import checked_call
 from headwater.causes.naming import (
     Choice,
     Head,
+    ablated,
     attention_to_source,
     both_sides,
     head_effects,
     judged,
     metric_of,
     names_of,
-    silenced,
     strongest,
 )
 from headwater.causes.prompts import (
@@ -57,7 +57,7 @@ from headwater.causes.prompts import (
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.circuits.pairs import say_how_long
 from headwater.errors import InputError, ModelError
-from headwater.heads.ablation import matched_sets
+from headwater.heads.causal import matched_sets
 from headwater.heads.classify import classify_heads, layer_margins
 from headwater.heads.prompts import checked_templates
 from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations
@@ -100,7 +100,7 @@ def evidence(
         template: what asks for a target; see `relation_prompts`.
         embedding: what heads from layer 1 on read; see `classify_heads`.
         pairs: at most so many pairs of prompts in the second half of a relation; the first half has eight at most.
-        draws: how often targets are shuffled, and how many random sets of heads are silenced.
+        draws: how often targets are shuffled, and how many random sets of heads are ablated.
         seed: of the halves, pairs, examples, draws and intervals.
         progress: show bars.
         out: a folder for the result. It keeps finished relations: an interrupted call, repeated, goes on from there.
@@ -305,15 +305,15 @@ def _row(
     return row | {"can": True, "reason": "", "family": f"{family[0]}.{family[1]}"}
 
 
-# Everything about one relation: a row per head, when the answer passes to the end, what silencing costs.
+# Everything about one relation: a row per head, when the answer passes to the end, what ablation costs.
 
 
 TOGETHER = 3
-"""So many heads, the first by margin × attention, are silenced together."""
+"""So many heads, the first by margin × attention, are ablated together."""
 FEW = 8
 """Pairs that costs, positions and direct writing are measured on."""
 CONTROLS = 2
-"""Other relations that the same heads are silenced on."""
+"""Other relations that the same heads are ablated on."""
 WHEN = ["role", "layer", "share", "low", "high"]
 COST = ["what", "heads", "cost", "low", "high", "share"]
 BY_HEAD = ["layer", "head", "score", "excess", "q_value", "margin", "attention", "product", "first_half", "effect"]
@@ -331,7 +331,7 @@ def one_relation(
     seed: int,
     run: Run,
 ) -> Evidence:
-    """Return everything about the first relation of a suite; `others` are the controls of silencing.
+    """Return everything about the first relation of a suite; `others` are the controls of ablation.
 
     It has no prompts where none can be made, and no choice and no effects of heads (`known`) where the model cannot do
     it.
@@ -351,9 +351,9 @@ def one_relation(
         bar.update(1)
         for control in others[:CONTROLS]:
             beside = control.second.few(FEW)
-            lost, difference = silenced(model, beside, [named])
+            lost, difference = ablated(model, beside, [named])
             cost.append(
-                _silencing_row(f"named together, on {control.relation.name}", named, lost[:, 0], beside, difference)
+                _ablation_row(f"named together, on {control.relation.name}", named, lost[:, 0], beside, difference)
             )
             bar.update(1)
     return Evidence(heads, suite.table, templates, when, suite.ways, pd.DataFrame(cost, columns=COST), suite.run)
@@ -418,9 +418,9 @@ def _cost(
     sets = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
     random = [list(one) for one in matched_sets(model, named, draws, seed)]
     # Named and random sets in one call, so that all share one recorded run.
-    lost, difference = silenced(model, pairs, [*(heads for _, heads in sets), *random])
+    lost, difference = ablated(model, pairs, [*(heads for _, heads in sets), *random])
     rows = [
-        _silencing_row(what, heads, one, pairs, difference) for (what, heads), one in zip(sets, lost.T, strict=False)
+        _ablation_row(what, heads, one, pairs, difference) for (what, heads), one in zip(sets, lost.T, strict=False)
     ]
     if random:
         sizes = lost[:, len(sets) :].mean(0)
@@ -430,7 +430,7 @@ def _cost(
     return rows
 
 
-def _silencing_row(
+def _ablation_row(
     what: str, heads: list[Head], lost: Float[ndarray, " pair"], pairs: PairedPrompts, difference: float
 ) -> dict[str, Any]:
     cost = mean_of(lost, pairs.item.tolist())

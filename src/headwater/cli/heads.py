@@ -89,7 +89,7 @@ def heads(
 
     Args:
         rule: "controlled" (chance-corrected score, null model and copying control) or "published" (score alone).
-        validate: Run the model too: does it use the heads that are called? Each is silenced, and others of its layer;
+        validate: Run the model too: does it use the heads that are called? Each is ablated, and others of its layer;
             with --out also a folder validated, whose figure rings what is used.
         template: With --validate: what asks for a target, with one {source} after a space. Default: three examples;
             for the embedded model the questions of its world.
@@ -224,7 +224,7 @@ def evidence(
             examples and chat the one with the largest logit difference.
         embedding: What heads from layer 1 on read for a token. Default: "auto", as in `headwater heads`.
         pairs: At most so many pairs of prompts of each relation.
-        draws: How often targets are shuffled, and how many random sets of heads are silenced.
+        draws: How often targets are shuffled, and how many random sets of heads are ablated.
         seed: Of the halves, pairs, examples, draws and intervals.
     """
     chosen = None if relation is None else relation[0] if len(relation) == 1 else relation

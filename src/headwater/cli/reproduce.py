@@ -101,7 +101,7 @@ def maps(
         templates: Sentences for the correlations, one a line, each with {source}. Default: headwater's own.
         device: Where a model that is loaded here runs; see `hw.load`. Default: a CUDA device if there is one.
     """
-    from headwater.heads.validation import TEMPLATES
+    from headwater.heads.dynamic import TEMPLATES
 
     found = hw.reference.reproduce_maps(
         model, datasets, published=published, correlations=correlations, ablations=ablations, multi_token=multi_token,

@@ -100,7 +100,7 @@ REAL_STEPS = {
         "head is exchanged for that of a prompt about another country. A head's share is its effect divided by that of "
         "the head that moves most.",
         "What weights write, who looks at the country, who moves the answer, when it passes to the last token, what "
-        "silencing costs. The ring is the head that weights and attention name.",
+        "ablating costs. The ring is the head that weights and attention name.",
         lambda seen, options: hw.evidence(seen.real, "country_to_capital", pairs=8, draws=50, **options),
         number=of.cause,
         table=lambda found: found.summary(),

@@ -145,11 +145,11 @@ def _when(when: pd.DataFrame, ax: Axes) -> None:
 def _cost(cost: pd.DataFrame, ax: Axes) -> None:
     rows, y = cost.iloc[::-1], range(len(cost))
     both = list(zip(rows["what"], rows["heads"], strict=True))
-    # Heads silenced together are named line by line above.
+    # Heads ablated together are named line by line above.
     names = [what if not heads or "," in heads else f"{what} {heads}" for what, heads in both]
     colors = [FAINT if what.startswith("random") else BLUE if what in OURS else ORANGE for what, _ in both]
     ax.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
     ax.scatter(rows["cost"], y, c=colors, s=14)
     ax.axvline(0, color=FAINT, lw=0.6)
     cell_ticks(ax.yaxis, y, ticks(names))
-    ax.set(xlabel="Logits lost", title="what silencing costs")
+    ax.set(xlabel="Logits lost", title="what ablation costs")

@@ -29,8 +29,8 @@ from headwater.figures.style import (
 from headwater.heads.ablation import HeadAblation
 from headwater.heads.categories import CATEGORIES
 from headwater.heads.comparison import HeadComparison
+from headwater.heads.dynamic import DynamicScores
 from headwater.heads.scoring import Sensitivity
-from headwater.heads.validation import DynamicScores
 from headwater.runs.result import DRAWINGS, whole_summary
 
 # What changed in the heads from one model to another: layer by head, or model by model.

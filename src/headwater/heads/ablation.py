@@ -15,8 +15,7 @@ Elhelo & Geva (ACL 2025), second experiment, with layer-matched random heads and
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,24 +29,15 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
+from headwater.heads.causal import Heads, layer_matched, whole, without
 from headwater.heads.head_map import HeadMap, relations_of
 from headwater.heads.prompts import TEMPLATE, task_prompts
 from headwater.heads.relations import Relations
-from headwater.heads.use import whole, without
-from headwater.models.hooked import HookedModel, check_model
-from headwater.models.part_names import parts_of_kind
-from headwater.options import checked_count, checked_name, checked_number, checked_repeats, checked_seed, one_or_several
-from headwater.patching.components import ablate, read_sets
-from headwater.patching.edits import ReplacementSpec
-from headwater.patching.metrics import Measures, metric_of_a_claim
-from headwater.patching.prompts import Prompts, places_among, read_pairs
-from headwater.patching.replacements import TensorLike, ValueName
-from headwater.patching.sweep import Sweep
+from headwater.models.hooked import HookedModel
+from headwater.options import checked_count, checked_name, checked_repeats, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, whole_summary
-from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,9 +47,6 @@ METHODS = ("zero", "mean")
 MAX_CONTROLS = 5
 MAX_OVERLAP = 0.15
 MAX_ACCURACY_GAP = 0.2
-
-Heads = Sequence[tuple[int, int]]
-"""(layer, head) pairs."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -232,29 +219,6 @@ def ablate_heads(
     return run_or_resume(HeadAblation, "ablate_heads", model, options, work, out=out, seed=seed, progress=progress)
 
 
-def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few."""
-    free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
-    if sum(map(len, free.values())) < len(heads):
-        raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
-    own = {
-        layer: list(rng.permutation(free[layer])[:count])
-        for layer, count in Counter(layer for layer, _ in heads).items()
-    }
-    for layer, drawn in own.items():
-        free[layer] = [head for head in free[layer] if head not in drawn]
-    matched = []
-    for layer, _ in heads:
-        source = layer
-        if own[layer]:
-            head = own[layer].pop()
-        else:
-            source = min((other for other in free if free[other]), key=lambda other: (abs(other - layer), other))
-            head = free[source].pop(int(rng.integers(len(free[source]))))
-        matched.append((source, int(head)))
-    return matched
-
-
 def _ranked_heads(head_map: HeadMap, relation: str, top: int | None) -> pd.DataFrame:
     """The heads to remove, strongest first; of equal ones the later layer and head first, as published."""
     rows = head_map.table[head_map.table["relation"] == relation]
@@ -282,111 +246,3 @@ def _sizes(n_heads: int) -> list[int]:
 def _sets(heads: Heads, random: Sequence[Heads], size: int) -> dict[str, Heads]:
     """Return so many of the relation's heads, and of each random set, by name."""
     return {"relation heads": heads[:size]} | {f"random heads #{draw}": one[:size] for draw, one in enumerate(random)}
-
-
-# A claim of heads: silencing them together changes the answer more than silencing other heads of their layers does.
-#
-# The effect of a set of heads on a prompt is that of `hw.ablate`: the metric when all of them are replaced at once,
-# less that of the run as it is. Random sets are as many other heads of the same layers (as above);
-# halves of the prompts are compared in how they rank the set among these; held out are the prompts that did not choose
-# the heads. What is made of these numbers is `headwater.stats.claims`.
-
-
-CLAIMED = "claimed"
-MOST_PLACEBOS = 1000
-REDRAWS = 20
-"""So many draws for each random set that is wanted; a small model has fewer sets than are requested."""
-
-
-@checked_call
-def claim(
-    model: HookedModel,
-    prompts: Prompts,
-    heads: Any,
-    corrupted: Prompts | None = None,
-    *,
-    metric: Measures,
-    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any] = "zero",
-    other: Any = "mean",
-    chosen_on: Prompts | None = None,
-    placebos: int = 100,
-    margin: float | Any = None,
-    level: float = 0.95,
-    seed: int = 0,
-    batch_size: int | None = None,
-    progress: bool = True,
-) -> Claim:
-    """Judge whether some heads matter together, on prompts that did not choose them.
-
-    Args:
-        model: the model; it is left as it was.
-        prompts: one prompt, several, or token ids.
-        heads: pairs (layer, head), names such as "9.2", or rows with the columns `layer` and `head`, such as those of a
-            head map's table.
-        corrupted: the other prompt of each, for values from the other run.
-        metric: one metric; see `hw.patch`.
-        values: what replaces the heads' outputs; see `hw.ablate`.
-        other: the other ablation, in a second run; None for none.
-        chosen_on: the prompts that chose the heads: those among `prompts` do not count as held out, which the claim
-            says. An empty list where no prompt did, as for heads that were classified from parameters.
-        placebos: how many random sets of other heads from the same layers; all where there are no more.
-        margin: how large an effect has to be to matter, in units of the metric; default: the 95 % quantile of the
-            random sets' sizes.
-        level: of the interval.
-        seed: of the random sets, the bootstrap, the halves, and of `resample`.
-        batch_size: see `hw.patch`.
-        progress: show progress bars.
-
-    Returns:
-        A `Claim`, as `Sweep.claim` gives it.
-
-    Raises:
-        InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
-    """
-    check_model(model)
-    found = parts_of_kind("heads", heads, model.shape)
-    # For its checks alone: a head named twice, or of a layer that has none.
-    read_sets(model, {"heads": found})
-    chosen = [(layer, head) for layer, head in found]
-    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
-    margin = None if margin is None else checked_number("margin", margin, above=0.0)
-    placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
-    name = metric_of_a_claim(metric).name
-    drawn = matched_sets(model, chosen, placebos, seed)
-    run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
-    sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}
-    swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
-    beside = None
-    if other is not None:
-        beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
-    effects = _effects(swept)
-    seen: list[int] = []
-    if chosen_on is not None and not (isinstance(chosen_on, list | tuple) and not len(chosen_on)):
-        others = (one.ids for one in read_pairs(model, chosen_on, None)[0])
-        seen = places_among(swept.run.options["prompts"][0], others)
-    held_out = None if chosen_on is None else np.delete(effects[0], seen)
-    notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
-    evidence = ClaimEffects(effects[0], effects[1:], beside, effects.T, held_out)
-    named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
-    what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
-    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
-    options = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
-    return Claim.of(judged, swept.run, options)
-
-
-def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
-    """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
-    generator, sets = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
-    # Few heads have few sets of their layers: after so many draws what is there is all that is found.
-    for _ in range(REDRAWS * n):
-        drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)
-        sets.setdefault(tuple(sorted(drawn)), drawn)
-        if len(sets) == n:
-            break
-    return list(sets.values())
-
-
-def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:
-    """Return the effect of each set on each prompt, the claimed one first."""
-    effects = swept.table.groupby(["set", "example"], sort=False)["effect"].mean().unstack("example")
-    return np.asarray(effects.to_numpy(), dtype=np.float64)

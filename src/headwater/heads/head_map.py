@@ -20,6 +20,7 @@ from headwater.heads.card import (
     salient_operations,
 )
 from headwater.heads.categories import CATEGORIES, FLAGS, PREFIXES, SAYS, UNCLASSIFIED, label_counts
+from headwater.heads.causal import COLUMNS, head_use, sentences_of_use, use_counts
 from headwater.heads.prompts import TEMPLATE
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations, tokenize_relations
 from headwater.heads.scores import score_table
@@ -33,7 +34,6 @@ from headwater.heads.scoring import (
     scored_relations,
     sentences_of_embedding,
 )
-from headwater.heads.use import COLUMNS, head_use, sentences_of_use, use_counts
 from headwater.models.effective_embedding import EmbeddingName
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import weights_of
@@ -186,10 +186,10 @@ class HeadMap(Result):
         seed: int = 0,
         progress: bool = True,
     ) -> HeadMap:
-        """Say of each called head whether the running model uses it: silence it, and as many other heads of its layer.
+        """Say of each called head whether the running model uses it: ablate it, and as many other heads of its layer.
 
         The accuracy on a relation when the head writes nothing at the last position, beside that when another head
-        writes nothing; see `heads.use` for the test. A head that only looks as if it did something is not used, and
+        writes nothing; see `heads.causal` for the test. A head that only looks as if it did something is not used, and
         some heads harm what they seem to do: `loss` is below 0. Where the map lets one token represent several, the
         model is asked for that token, after those before it.
 
@@ -200,7 +200,7 @@ class HeadMap(Result):
             template: what asks for a target, with one `{source}` after a space; or a mapping from relations to such
                 texts, and then only these relations are requested.
             shots: examples in front of each question.
-            draws: how many other heads are silenced, one at a time, for each.
+            draws: how many other heads are ablated, one at a time, for each.
             seed: of examples, other heads and intervals.
             progress: show a bar over relations.
 

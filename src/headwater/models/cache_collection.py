@@ -58,9 +58,7 @@ def cache(
     model: Model,
     inputs: Inputs,
     *,
-    sites: SiteName | str | Site | Iterable[SiteName | str | Site] | None = None,
-    residual: bool | str | None = None,
-    attention: bool | None = None,
+    sites: SiteName | str | Site | Iterable[SiteName | str | Site] = ("resid_post", "pattern"),
     layers: Sequence[int] | None = None,
     positions: Where | Sequence[int] | None = None,
     heads: Heads = None,
@@ -76,10 +74,7 @@ def cache(
         inputs: anything `model.tokenize` takes.
         sites: what to keep: sites by their short names ("resid_post", "z", "pattern", ...), and any hook by its
             TransformerLens name, in which `*` matches a part ("blocks.*.mlp.hook_post"); and features
-            (`hw.features`, `hw.load_sae`), at their own layer. Default: what `residual` and `attention` say.
-        residual: the other way to ask: which residual stream to keep ("resid_pre", "resid_mid" or "resid_post"), or
-            another site that has a vector per token ("attn_out", "mlp_out"); True, the default, means "resid_post".
-        attention: with it, whether to keep the attention patterns; the default is True.
+            (`hw.features`, `hw.load_sae`), at their own layer.
         layers: default all; negative numbers count from the last.
         positions: which tokens of each text to keep; default all. Numbers, of which -1, or "last", is each text's own
             last token; or a word, a span, a function of the token strings, a list with one of these per text; or
@@ -105,19 +100,17 @@ def cache(
     device = usable_device(device)
     if out is not None and device.type != "cpu":
         raise InputError(f"out= keeps the cache in files, which are on no device={str(device)!r}: leave one away.")
-    names = _names(sites, residual, attention, model)
     of_layers, numbers = layers_and_heads(layers, heads, model.shape)
     of_heads = resolve_indices(numbers, model.shape.n_heads, "head")
     texts, on_chats = read_texts(inputs, model)
+    names = one_or_several(sites)
     fitted = [name.fitted(model) if isinstance(name, Features) else name for name in names]
     features = {name.name: name for name in fitted if isinstance(name, Features)}
     chosen_layers = resolve_indices(of_layers, model.shape.n_layers, "layer")
     activations = activations_named(fitted, chosen_layers, None if heads is None else of_heads, model)
     texts = seen_by(list(features.values()), kept_at(positions, texts))
     nbytes = torch.stack([each.nbytes(texts.counts, texts.lengths) for each in activations]).sum(0)
-    advice = (
-        "Ask for fewer layers, heads or positions, or leave out attention (it grows with the square of the length)."
-    )
+    advice = "Ask for fewer layers, heads or positions, or leave out pattern (it grows with the square of the length)."
     if out is None:
         advice += " With out= the cache is kept in files."
         refuse_too_large("This cache", int(nbytes.sum()), device, advice)
@@ -240,26 +233,6 @@ class _Part:
         last = max((layer for each in collection.activations for layer in each.layers), default=-1)
         with self._transfer:
             collection.model.run(batch, hooks, stop_at=None if needs_all else max(last, 0) + 1)
-
-
-def _names(sites: object, residual: bool | str | None, attention: object, model: Model) -> list[Any]:
-    """Return the names of what is kept, by `sites`, or by `residual` and `attention`."""
-    if sites is not None:
-        if residual is not None or attention is not None:
-            raise InputError("sites= says all that is kept: leave residual= and attention= away.")
-        return one_or_several(sites)
-    names = ["pattern"] if attention is None or checked_flag("attention", attention) else []
-    if isinstance(residual, bool) or residual is None:
-        names = names if residual is False else ["resid_post", *names]
-        if not names:
-            raise InputError("There is nothing to keep: residual and attention are both False.")
-        return names
-    known = [name for name, site in SITES.items() if len(site.axes) == 2 and site.axes[0] == "position"]
-    if not isinstance(residual, str) or residual not in known:
-        raise InputError(f"There is no residual site {shown(residual)}.{did_you_mean(residual, known)}")
-    if reason := SITES[residual].absent(model.shape):
-        raise InputError(f"There is no {residual} to keep: {reason}")
-    return [residual, *names]
 
 
 def _parts(lengths: Sequence[int], nbytes: Sequence[int]) -> list[list[int]]:

@@ -138,7 +138,7 @@ def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
 
 # The view of one relation's evidence: maps of what weights write, who looks and who moves it, by layer and head.
 #
-# A head that is clicked in one map is marked in all of them, and in the tables of what silencing costs and of which way
+# A head that is clicked in one map is marked in all of them, and in the tables of what ablation costs and of which way
 # names which head; its card has all its numbers, and what the last position carries before and after its layer.
 
 
@@ -165,7 +165,7 @@ def view_evidence(found: Evidence) -> View:
         "when": _when(found.when),
         "tables": [
             _rows("named by", ways.assign(heads=heads_of), ["way", "heads", "share", "low", "high"]),
-            _rows("silenced", found.cost, ["what", "heads", "cost", "low", "high"]),
+            _rows("ablated", found.cost, ["what", "heads", "cost", "low", "high"]),
         ],
     }
     return interactive(found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), spec, height=900)

@@ -1,4 +1,6 @@
-"""Does the running model use a head for what its parameters say? Each called head is silenced, beside others.
+"""Does the running model need a head? It is ablated, beside other heads: for what its parameters say, or for a claim.
+
+For what its parameters say (`HeadMap.validate`):
 
 1. The items of each relation become prompts, as in `ablation`: some examples, then the source; the next token should be
    a target. Right is an item whose most likely next token is an accepted target; the share of these is the accuracy.
@@ -6,7 +8,7 @@
    position (zero for its z), everything else of the model running on from there.
 3. The same for other heads, one at a time: drawn from the head's own layer among those that the rule does not say to
    implement or suppress the relation, or from the nearest layer that has such heads. `others` is the mean over them.
-4. loss = others - without: what silencing this head costs beyond silencing another head. Intervals are percentiles of a
+4. loss = others - without: what ablating this head costs beyond ablating another head. Intervals are percentiles of a
    bootstrap over sources, all items of a source together.
 5. p is the larger of two: that of McNemar's exact test against the whole model (sources that lose more items than they
    gain, or gain more), and that of flipped signs against the others; 1 where the two point in different directions. A
@@ -17,12 +19,19 @@
    head that, by its parameters, writes the right answers. Otherwise `used` is False: its use is not shown, which is not
    to say that there is none. The interval of the loss says how much it may be worth.
 
-An accuracy of 0 leaves nothing to lose: where the whole model answers no item of a relation, no head is silenced.
+An accuracy of 0 leaves nothing to lose: where the whole model answers no item of a relation, no head is ablated.
+
+A claim: heads ablated together change the answer more than other heads of their layers do. The effect of a set of heads
+on a prompt is that of `hw.ablate`: the metric when all of them are replaced at once, less that of the run as it is.
+Random sets are as many other heads of the same layers; halves of the prompts are compared in how they rank the set
+among these; held out are the prompts that did not choose the heads. What is made of these numbers is
+`headwater.stats.claims`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,24 +41,39 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from torch import Tensor
 
+from headwater.calls import checked_call
+from headwater.errors import InputError
 from headwater.heads.categories import FALSE_DISCOVERY_RATE
 from headwater.heads.prompts import TaskPrompts, task_prompts
 from headwater.heads.relations import TokenRelation
-from headwater.models.hooked import HookedModel
-from headwater.patching.components import ablate
-from headwater.patching.metrics import Metric, logit_difference
+from headwater.models.hooked import HookedModel, check_model
+from headwater.models.part_names import parts_of_kind
+from headwater.options import checked_count, checked_number, checked_seed
+from headwater.patching.components import ablate, read_sets
+from headwater.patching.edits import ReplacementSpec
+from headwater.patching.metrics import Measures, Metric, logit_difference, metric_of_a_claim
+from headwater.patching.prompts import Prompts, places_among, read_pairs
+from headwater.patching.replacements import TensorLike, ValueName
+from headwater.patching.sweep import Sweep
 from headwater.progress import progress_bar
+from headwater.runs.claim import Claim
+from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p
 
 Head: TypeAlias = tuple[int, int]
 """(layer, head)."""
+Heads: TypeAlias = Sequence[Head]
 MEASURED = (
     *("accuracy", "without", "without_low", "without_high", "others", "others_low", "others_high"),
     *("loss", "loss_low", "loss_high", "loss_p_value"),
 )
 COLUMNS = (*MEASURED, "loss_q_value", "used")
 """The columns that `HeadMap.validate` adds to the table of a head map."""
+CLAIMED = "claimed"
+MOST_PLACEBOS = 1000
+REDRAWS = 20
+"""So many draws for each random set that is wanted; a small model has fewer sets than are requested."""
 
 
 def head_use(
@@ -74,7 +98,7 @@ def head_use(
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
     templates = template if isinstance(template, Mapping) else dict.fromkeys(known, template)
     names = [name for name in called["relation"].unique() if templates.get(name) is not None]
-    with progress_bar(progress, len(names), desc="Silencing heads", unit="relation") as bar:
+    with progress_bar(progress, len(names), desc="Ablating heads", unit="relation") as bar:
         for name in names:
             task = task_prompts(model, known[name], str(templates[name]), shots, seed)
             rows = called[called["relation"] == name]
@@ -108,11 +132,11 @@ def use_counts(table: pd.DataFrame) -> dict[str, Any]:
 def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
     """Say what `use_counts` found."""
     if not counts["called"]:
-        return ["No head implements or suppresses a relation: there was no head to silence."]
+        return ["No head implements or suppresses a relation: there was no head to ablate."]
     sentences = []
     if counts["measured"]:
         sentences.append(
-            f"Of {counts['measured']} heads and relations silenced in the running model {counts['used']} are used: the "
+            f"Of {counts['measured']} heads and relations ablated in the running model {counts['used']} are used: the "
             f"answers change as they should, and more than without as many other heads of the layer (false-discovery "
             f"rate {FALSE_DISCOVERY_RATE:.0%}). For the others it is not shown: `loss_high` is what each may cost."
         )
@@ -141,7 +165,7 @@ def whole(model: HookedModel, task: TaskPrompts, batch_size: int = 64) -> Float[
 def without(
     model: HookedModel,
     task: TaskPrompts,
-    sets: Mapping[str, Sequence[Head]],
+    sets: Mapping[str, Heads],
     values: str = "zero",
     batch_size: int | None = None,
 ) -> dict[str, Float[ndarray, "metric item"]]:
@@ -167,7 +191,7 @@ def _metrics(task: TaskPrompts) -> list[Metric]:
 
 
 def other_heads(
-    head: Head, taken: Sequence[Head], n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
+    head: Head, taken: Heads, n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
 ) -> list[Head]:
     """Draw heads of a head's layer, or of the nearest that has some, each once, none taken; as many as asked or all."""
     for layer in sorted(range(n_layers), key=lambda one: (abs(one - head[0]), one)):
@@ -187,9 +211,9 @@ def _of_relation(
     accuracy = whole(model, task)[0] > 0.5
     if not accuracy.any():
         return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
-    silenced = dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])
-    swept = without(model, task, {f"{layer}.{head}": [(layer, head)] for layer, head in silenced})
-    right = dict(zip(silenced, (values[0] > 0.5 for values in swept.values()), strict=True))
+    ablated = dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])
+    swept = without(model, task, {f"{layer}.{head}": [(layer, head)] for layer, head in ablated})
+    right = dict(zip(ablated, (values[0] > 0.5 for values in swept.values()), strict=True))
     draws = Bootstrap.of(tokens.source.tolist(), seed=seed)
     return np.array(
         [
@@ -216,3 +240,120 @@ def _measured(
         agree = np.sign(net.sum()) == np.sign(loss)
         p = float(np.maximum(against_whole, against_others)) if agree else 1.0
     return [accuracy, left, low[1], high[1], beside, low[2], high[2], loss, low[3], high[3], p]
+
+
+@checked_call
+def claim(
+    model: HookedModel,
+    prompts: Prompts,
+    heads: Any,
+    corrupted: Prompts | None = None,
+    *,
+    metric: Measures,
+    values: ValueName | ReplacementSpec | TensorLike | Callable[..., Any] = "zero",
+    other: Any = "mean",
+    chosen_on: Prompts | None = None,
+    placebos: int = 100,
+    margin: float | Any = None,
+    level: float = 0.95,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> Claim:
+    """Judge whether some heads matter together, on prompts that did not choose them.
+
+    Args:
+        model: the model; it is left as it was.
+        prompts: one prompt, several, or token ids.
+        heads: pairs (layer, head), names such as "9.2", or rows with the columns `layer` and `head`, such as those of a
+            head map's table.
+        corrupted: the other prompt of each, for values from the other run.
+        metric: one metric; see `hw.patch`.
+        values: what replaces the heads' outputs; see `hw.ablate`.
+        other: the other ablation, in a second run; None for none.
+        chosen_on: the prompts that chose the heads: those among `prompts` do not count as held out, which the claim
+            says. An empty list where no prompt did, as for heads that were classified from parameters.
+        placebos: how many random sets of other heads from the same layers; all where there are no more.
+        margin: how large an effect has to be to matter, in units of the metric; default: the 95 % quantile of the
+            random sets' sizes.
+        level: of the interval.
+        seed: of the random sets, the bootstrap, the halves, and of `resample`.
+        batch_size: see `hw.patch`.
+        progress: show progress bars.
+
+    Returns:
+        A `Claim`, as `Sweep.claim` gives it.
+
+    Raises:
+        InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
+    """
+    check_model(model)
+    found = parts_of_kind("heads", heads, model.shape)
+    # For its checks alone: a head named twice, or of a layer that has none.
+    read_sets(model, {"heads": found})
+    chosen = [(layer, head) for layer, head in found]
+    level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
+    margin = None if margin is None else checked_number("margin", margin, above=0.0)
+    placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
+    name = metric_of_a_claim(metric).name
+    drawn = matched_sets(model, chosen, placebos, seed)
+    run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
+    sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}
+    swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
+    beside = None
+    if other is not None:
+        beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
+    effects = _effects(swept)
+    seen: list[int] = []
+    if chosen_on is not None and not (isinstance(chosen_on, list | tuple) and not len(chosen_on)):
+        others = (one.ids for one in read_pairs(model, chosen_on, None)[0])
+        seen = places_among(swept.run.options["prompts"][0], others)
+    held_out = None if chosen_on is None else np.delete(effects[0], seen)
+    notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
+    evidence = ClaimEffects(effects[0], effects[1:], beside, effects.T, held_out)
+    named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
+    what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
+    judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
+    options = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
+    return Claim.of(judged, swept.run, options)
+
+
+def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Generator) -> list[Head]:
+    """Draw as many other heads, from the same layers one by one, or the nearest layer where one has too few."""
+    free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
+    if sum(map(len, free.values())) < len(heads):
+        raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
+    own = {
+        layer: list(rng.permutation(free[layer])[:count])
+        for layer, count in Counter(layer for layer, _ in heads).items()
+    }
+    for layer, drawn in own.items():
+        free[layer] = [head for head in free[layer] if head not in drawn]
+    matched = []
+    for layer, _ in heads:
+        source = layer
+        if own[layer]:
+            head = own[layer].pop()
+        else:
+            source = min((other for other in free if free[other]), key=lambda other: (abs(other - layer), other))
+            head = free[source].pop(int(rng.integers(len(free[source]))))
+        matched.append((source, int(head)))
+    return matched
+
+
+def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
+    """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
+    generator, sets = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
+    # Few heads have few sets of their layers: after so many draws what is there is all that is found.
+    for _ in range(REDRAWS * n):
+        drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)
+        sets.setdefault(tuple(sorted(drawn)), drawn)
+        if len(sets) == n:
+            break
+    return list(sets.values())
+
+
+def _effects(swept: Sweep) -> Float[ndarray, "draw example"]:
+    """Return the effect of each set on each prompt, the claimed one first."""
+    effects = swept.table.groupby(["set", "example"], sort=False)["effect"].mean().unstack("example")
+    return np.asarray(effects.to_numpy(), dtype=np.float64)
