@@ -1,7 +1,7 @@
 """Draw the figures of README and documentation: `make figures`, or this file with names.
 
 All are of the embedded model but `evidence`, which needs SmolLM2's package, and those of `real_`: these need question
-files too, take half an hour, and are drawn where they are named.
+files or the runs of docs/real_models.md, and are drawn where they are named.
 """
 
 import json
@@ -28,6 +28,8 @@ from headwater.heads.weight_maps import composition_scores, singular_vectors
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 ASK = "Q: What is the capital of {}?\nA:"
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Austria": "Vienna", "Poland": "Warsaw"}
+REAL = "smollm2", "gemma"
+"""The folders in runs/ of what docs/real_models.md measures."""
 RELATIONS = ("country_to_nationality", "country_to_capital", "tool_to_job", "year_to_next")
 
 
@@ -116,22 +118,10 @@ def membership() -> hw.Membership:
     return hw.membership(scores, facts["member"], strata=facts["relation"] + " " + facts["form"])
 
 
-@cache
-def real_answers() -> hw.AnsweredQuestions:
-    """Let SmolLM2 answer 100 questions of each of four public sets."""
-    files = ["popqa.jsonl", "triviaqa.jsonl", "hotpotqa_dev.json", "nq_open_dev.jsonl"]
-    return hw.answer(hw.load("smollm2"), hw.load_questions(files, sample=100), extractor="rules")
-
-
-@cache
-def real_pathways() -> hw.Pathways:
-    """Trace its pathways."""
-    return hw.trace_pathways(hw.load("smollm2"), real_answers(), seeds=1)
-
-
 def permuted() -> hw.Pathways:
-    """Trace them with the labels dealt out again among the answers to HotpotQA."""
-    answers = real_answers().select("hotpotqa")
+    """Trace the pathways of 100 answers of SmolLM2 to HotpotQA, the labels dealt out again among them."""
+    questions = hw.load_questions(["hotpotqa_dev.json"], sample=100)
+    answers = hw.answer(hw.load("smollm2"), questions, extractor="rules")
     z = np.random.default_rng(0).permutation(answers.z)
     answers = replace(answers, table=answers.table.assign(z=z))
     return hw.trace_pathways(hw.load("smollm2"), answers, seeds=1, controls=False)
@@ -198,9 +188,11 @@ FIGURES: dict[str, Callable] = {
     "memorization": lambda: hw.memorization(model(), hw.load_depth_graph(), controls=False),
     "membership": membership,
     "real_heads": lambda: hw.classify_heads("smollm2"),
-    "real_delta_p": real_pathways,
     "real_permuted": permuted,
-    "real_saliency": lambda: hw.saliency(hw.load("smollm2"), real_answers(), real_pathways().probe),
+    "real_delta_p": lambda: hw.figures.delta_p([hw.Pathways.load(f"runs/{name}/pathways") for name in REAL]),
+    "real_saliency": lambda: hw.figures.saliency(
+        [hw.Saliency.load(f"runs/{name}/saliency") for name in REAL], target="logit"
+    ),
 }
 
 
