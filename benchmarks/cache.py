@@ -26,8 +26,8 @@ BATCH, LENGTH, ROUNDS = 8, 128, 3
 def run(machine: Machine, device: str, model: Chosen = None) -> Iterator[Row]:
     """Yield the suite's rows: everything, then the last token, then (where it is installed) against nnsight."""
     loaded = chosen_model(model, device)
-    whole = {"residual": True, "attention": True}
-    last = {"residual": True, "attention": False, "positions": [-1]}
+    whole = {"sites": ["resid_post", "pattern"]}
+    last = {"sites": "resid_post", "positions": [-1]}
     what = "residual stream and patterns of every layer", "residual stream at the last token"
     yield _row(machine, device, loaded, model, what[0], whole, "run_with_cache", lens_cache)
     yield _row(machine, device, loaded, model, what[1], last, "run_with_cache", lens_last)
@@ -41,7 +41,7 @@ Kept = tuple[Tensor, Tensor | None]
 def cached(model: HookedModel, device: str, asked: dict[str, object]) -> Kept:
     """Headwater: what is asked for, of the suite's texts."""
     cache = model.cache(_tokens(model), **asked, device=device, progress=False)  # type: ignore[arg-type]
-    return cache.residual, cache.attention if asked["attention"] else None
+    return cache.residual, cache.attention if "pattern" in asked["sites"] else None  # type: ignore[operator]
 
 
 def _tokens(model: HookedModel) -> Tensor:
