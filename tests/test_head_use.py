@@ -207,8 +207,11 @@ def test_a_head_without_which_the_answers_get_better_is_used_if_it_suppresses_an
     whole = np.arange(32) < 16
     monkeypatch.setattr(causal, "whole", lambda model, task: whole[None].astype(float))
     answered = {name: whole | (name == "1.2") for name in ("1.2", *(f"1.{head}" for head in range(4)))}
+    answered["none"] = whole
     monkeypatch.setattr(
-        causal, "without", lambda model, task, sets: {name: answered[name][None].astype(float) for name in sets}
+        causal,
+        "without",
+        lambda model, task, sets: {name: answered[name][None].astype(float) for name in ("none", *sets)},
     )
     is_it = (heads.table["relation"] == "capital") & (heads.table["layer"] == 1) & (heads.table["head"] == 2)
     table = heads.table.assign(implemented=False, suppressed=False).assign(**{flag: is_it})

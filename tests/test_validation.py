@@ -180,6 +180,7 @@ def test_removing_heads_equals_a_hugging_face_forward_whose_output_projection_re
     task = TaskPrompts(batch, tuple((token,) for token in best.tolist()), foil)
     for answered, logits in [
         (whole(model, task), model.run(batch, keep="last")[:, 0]),
+        (without(model, task, {"heads": heads})["none"], model.run(batch, keep="last")[:, 0]),
         (without(model, task, {"heads": heads})["heads"], torch.stack(expected)),
     ]:
         assert answered[0].tolist() == (logits.argmax(-1) == best).tolist()

@@ -180,10 +180,10 @@ def ablate_heads(
 
             def compute(one: tuple[str, Mapping[str, Heads]]) -> dict[str, Tensor]:
                 task = tasks[one[0]]
-                found = (
-                    without(model, task, one[1], method, batch_size) if one[1] else {"": whole(model, task, batch_size)}
-                )
-                return {"measured": torch.tensor(np.stack([values.mean(1) for values in found.values()]))}
+                if not one[1]:
+                    return {"measured": torch.from_numpy(whole(model, task, batch_size).mean(1)[None])}
+                found = without(model, task, one[1], method, batch_size)
+                return {"measured": torch.tensor(np.stack([found[name].mean(1) for name in one[1]]))}
 
             with run.bar("Ablating heads", "run", len(asked)) as bar:
                 return [piece["measured"].numpy() for piece in run.pieces(stage, asked, compute, bar)]

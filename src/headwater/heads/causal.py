@@ -169,12 +169,17 @@ def without(
     values: str = "zero",
     batch_size: int | None = None,
 ) -> dict[str, Float[ndarray, "metric item"]]:
-    """Return what `whole` does where the heads of each set write nothing, or their mean, at the last position."""
+    """Return what `whole` does where the heads of each set write nothing, or their mean, at the last position.
+
+    Under "none" are the same runs with every head, so that a difference is not one of rounding.
+    """
     given: dict[str, Any] = {"metric": _metrics(task), "positions": "last", "values": values, "batch_size": batch_size}
     table = ablate(model, task.batch, sets=sets, progress=False, **given).table
-    table = table.assign(value=table["clean"] + table["effect"])
+    names = [metric.name for metric in given["metric"]]
+    none = table[table["set"] == next(iter(sets))].assign(set="none", effect=0.0)
+    table = pd.concat([none, table]).assign(value=lambda rows: rows["clean"] + rows["effect"])
     by_item = table.pivot(index=["set", "metric"], columns="example", values="value")
-    return {name: by_item.loc[[(name, metric.name) for metric in _metrics(task)]].to_numpy() for name in sets}
+    return {name: by_item.loc[[(name, metric) for metric in names]].to_numpy() for name in ("none", *sets)}
 
 
 def _metrics(task: TaskPrompts) -> list[Metric]:
@@ -208,12 +213,12 @@ def _of_relation(
     heads = list(zip(called["layer"].astype(int), called["head"].astype(int), strict=True))
     rng, shape = np.random.default_rng(seed), model.shape
     others = [other_heads(head, heads, shape.n_layers, shape.n_heads, n_others, rng) for head in heads]
-    accuracy = whole(model, task)[0] > 0.5
-    if not accuracy.any():
+    if not whole(model, task)[0].any():
         return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
     ablated = dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])
     swept = without(model, task, {f"{layer}.{head}": [(layer, head)] for layer, head in ablated})
-    right = dict(zip(ablated, (values[0] > 0.5 for values in swept.values()), strict=True))
+    accuracy, *answered = (values[0] > 0.5 for values in swept.values())
+    right = dict(zip(ablated, answered, strict=True))
     draws = Bootstrap.of(tokens.source.tolist(), seed=seed)
     return np.array(
         [
