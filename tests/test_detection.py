@@ -211,7 +211,8 @@ def test_no_more_rows_are_begun_than_may_be_kept(model, answered, monkeypatch):
     inputs = Reweighted.of(
         model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
     )
-    monkeypatch.setitem(beginnings_module.KEPT_BYTES, "cpu", 1_000_000)
+    monkeypatch.setattr(beginnings_module, "available_memory", lambda device: 4_000_000)
+    monkeypatch.setattr(beginnings_module, "MOST_BYTES", 100_000)
     begun = inputs.begin(8)
     held = [one for pair in begun.begun.keys_values.values() for one in pair]
     assert 500_000 < sum(one.numel() * 4 for one in held) <= 1_000_000
@@ -219,6 +220,8 @@ def test_no_more_rows_are_begun_than_may_be_kept(model, answered, monkeypatch):
     batches = begun.batches(range(len(answered.table)), 8)
     assert sorted(row for batch in batches for row in batch) == list(range(len(answered.table)))
     assert all(len(batch) <= 8 or set(batch) <= kept for batch in batches)
+    taken = [len(kept & set(batch)) * begun.begun.bytes_per_row for batch in batches]
+    assert 100_000 - begun.begun.bytes_per_row < max(taken) <= 100_000
 
 
 def test_a_model_that_gives_another_state_in_two_runs_is_run_whole(model, answered, monkeypatch):

@@ -35,7 +35,7 @@ from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.forward import FixedPrefix, KeysValues, keys_values, takes_cache
 from headwater.models.gradients import refuse_cut_texts
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import is_out_of_memory
+from headwater.models.memory import available_memory, is_out_of_memory
 from headwater.models.sites import SITES, hook_name
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_number
@@ -50,8 +50,8 @@ from headwater.questions.states import probe_positions
 # its end, and go together in one run, whose mask says what is before a shorter one.
 
 
-KEPT_BYTES = {"cpu": 1 << 30, "cuda": 1 << 33}
-"""What the keys and values may take; rows beyond are not begun, and run whole every time."""
+KEPT_SHARE = 1 / 4
+"""What the keys and values may take of the free memory; rows beyond are not begun, and run whole every time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,12 @@ class Beginnings:
     lengths: Mapping[int, int] = field(default_factory=dict)
     """By row, how many tokens were run."""
     keys_values: KeysValues = field(default_factory=dict)
+
+    @property
+    def bytes_per_row(self) -> float:
+        """What the keys and values of one row take."""
+        pairs = self.keys_values.values()
+        return sum(one.numel() * one.element_size() for pair in pairs for one in pair) / max(len(self.place), 1)
 
     def longest(self, rows: Sequence[int]) -> int:
         """Return how many tokens the longest beginning of some rows has."""
@@ -87,7 +93,7 @@ def beginnings(
     model: HookedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int], n_layers: int, batch_size: int
 ) -> Beginnings:
     """Run the first tokens of rows through the first layers, longest rows first, as far as they may be kept."""
-    room, longest = KEPT_BYTES.get(model.device.type, KEPT_BYTES["cpu"]), max(lengths, default=0)
+    room, longest = available_memory(model.device) * KEPT_SHARE, max(lengths, default=0)
     parts: list[KeysValues] = []
     begun: list[int] = []
     # longest=float: a batch holds one length, so that no padding is kept. The longest spare most, and come first.
@@ -121,7 +127,9 @@ def _together(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 Strength = Float[Tensor, "pathway layer head"]
 """α of the two pathways, question first; one head where all heads of a layer share it."""
 MOST_BEGUN = 8
-"""Rows that were begun run together as so many times whole ones at most: their keys and values take memory, too."""
+"""Rows that were begun run together as so many times whole ones at most."""
+MOST_BYTES = 1 << 29
+"""And with so many keys and values: slopes keep them once for each query head that reads them."""
 
 
 @dataclass(frozen=True)
@@ -199,13 +207,17 @@ class Reweighted:
 
         Rows that were begun go together in larger ones, of no more tokens than so many whole rows.
         """
+        most_begun = min(MOST_BEGUN * batch_size, MOST_BYTES / max(self.begun.bytes_per_row, 1))
         rest = {row: len(self.tokens[row]) - self.begun.lengths.get(row, 0) for row in rows}
         most = batch_size * max(map(len, self.tokens))
         found: list[list[int]] = []
         for row in sorted(rest, key=lambda row: (row not in self.begun.lengths, rest[row])):
             batch = found[-1] if found else []
-            begun = row in self.begun.lengths and len(batch) < MOST_BEGUN * batch_size
-            if batch and ((begun and (len(batch) + 1) * rest[row] <= most) or len(batch) < batch_size):
+            if row in self.begun.lengths:
+                joins = len(batch) + 1 <= most_begun and (len(batch) + 1) * rest[row] <= most
+            else:
+                joins = len(batch) < batch_size
+            if batch and joins:
                 batch.append(row)
             else:
                 found.append([row])
