@@ -146,8 +146,8 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
         return None
     if (modules := model.as_loaded()) is None:
         return None
-    known = raw.hook_dict if names else {}
-    if not all(name in known for name in names):
+    hook_dict = raw.hook_dict if names else {}
+    if not all(name in hook_dict for name in names):
         return None
     attention = "sdpa" if is_the_same_in_one_pass(model) else "eager"
     bare, made_of, shares_weights = model.without_wrappers or (None, None, False)
@@ -158,7 +158,7 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
         model.without_wrappers = bare, modules, shares_weights
     if not shares_weights and not _holds_the_same_weights(model, bare.model):
         return None
-    if points := {id(known[name]) for name in names}:
+    if points := {id(hook_dict[name]) for name in names}:
         bare = BareModel(raw, attention, points)
         # a wrapper of attention that stays takes masks of one kind
         masked = [one for one in bare.kept if not is_a(one, "BlockBridge", "MLPBridge", "NormalizationBridge")]
@@ -177,11 +177,11 @@ def _holds_the_same_weights(model: Model, bare: torch.nn.Module) -> bool:
     """Whether all that the bridge computes with is in the transformers model too."""
     # By storage: what a bridge splits is a view of the fused matrix in GPT-2, and a copy of its parts in GPT-NeoX.
     memory = {parameter.untyped_storage().data_ptr() for parameter in bare.parameters()}
-    apart = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
-    if not apart:
+    unshared = [name for name, p in model.raw.named_parameters() if p.untyped_storage().data_ptr() not in memory]
+    if not unshared:
         return True
     family = family_named(model.shape.architecture)
-    if family is None or family.fused is None or not all(SPLIT.search(name) for name in apart):
+    if family is None or family.fused is None or not all(SPLIT.search(name) for name in unshared):
         return False
     parts = parameter_reader(model.raw, family, model.shape)
     prefix, fused = f"{bare.base_model_prefix}.", f".{family.fused.name}."  # type: ignore[operator]
@@ -221,11 +221,11 @@ def residual_streams(
 
     It must be a copy: the stream is read while the model runs.
     """
-    kept: dict[int, Tensor] = {}
+    residuals: dict[int, Tensor] = {}
     last: list[Tensor] = []
 
     def keep(residual: Tensor, hook: object, layer: int) -> None:
-        kept[layer] = take(residual)
+        residuals[layer] = take(residual)
 
     def look(block: object, args: object, out: Tensor | tuple[Tensor, ...], layer: int) -> None:
         residual = out[0] if isinstance(out, tuple) else out
@@ -238,7 +238,7 @@ def residual_streams(
         if (bare := bare_model(model)) is None:
             hooks: list[Hook] = [(hook_name("resid_post", one), read_hook(partial(keep, layer=one))) for one in layers]
             model.run(batch, hooks, stop_at=max(layers) + 1)
-            return kept
+            return residuals
         with contextlib.suppress(DoneError), contextlib.ExitStack() as stack:
             for layer in layers:
                 block = bare.in_place_of(model.raw.blocks[layer])
@@ -246,4 +246,4 @@ def residual_streams(
             stack.enter_context(angles_by_row(bare.rotary_by_length, batch.lengths))
             bare.read(to_device(batch.tokens, model.device), **padding_option(model, batch))
         finite_output(model, last[0], batch, None)
-    return kept
+    return residuals

@@ -132,7 +132,7 @@ class Blocks:
         positions: Int[Tensor, "row position"],
         mask: Float[Tensor, "row head_or_one position key"],
         prefix: SharedPrefix | None,
-        kept: Int[Tensor, "row kept"] | None = None,
+        query_positions: Int[Tensor, "row kept"] | None = None,
         *,
         call: tuple[tuple[Any, ...], dict[str, Any]],
         recorded: Int[Tensor, " row"] | None = None,
@@ -141,16 +141,17 @@ class Blocks:
 
         `recorded` says which row of the recorded batch each is of; by default all are of the first.
 
-        With `kept` only at these of a row's places: there alone queries ask and heads write, as long as no hook looks
-        into the layer's attention. Keys and values are those of all positions.
+        With `query_positions` queries and outputs are computed at these positions of a row alone, unless a hook is at
+        the layer's attention. Keys and values are those of all positions.
         """
         block = self._blocks[layer]
-        if kept is not None and _is_watched(block.attn):
-            return _taken(self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded), kept)
+        if query_positions is not None and _is_watched(block.attn):
+            added = self.attention(layer, residual, positions, mask, prefix, call=call, recorded=recorded)
+            return _taken(added, query_positions)
         normed = _through(block, "ln1", residual)
         if self._own is not None:
-            return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, kept))
-        if kept is not None:
+            return self._added(block, "ln1_post", self._own[layer](normed, positions, mask, prefix, query_positions))
+        if query_positions is not None:
             # Keys and values of all positions, rotated by the model's own code; of queries, which the call never uses,
             # one position is projected.
             with _first_alone(block.attn, 1, ("q",)):
@@ -159,8 +160,8 @@ class Blocks:
                 except _KeysMadeError as made:
                     keys, values = made.args if prefix is None else prefix.update(*made.args)
             prefix = _WholeKeys(keys, values)
-            normed, positions = _taken(normed, kept), positions.gather(1, kept)
-            mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+            normed, positions = _taken(normed, query_positions), positions.gather(1, query_positions)
+            mask = mask.gather(2, query_positions[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
         return self._added(block, "ln1_post", self._attended(layer, normed, call, positions, mask, prefix, recorded))
 
     def _attended(
@@ -342,8 +343,8 @@ class Blocks:
         width, device = batch.tokens.shape[1], self.model.device
         visible = {layer: _visible(o.get("attention_mask"), longest, width, device) for layer, (_, o) in whole.items()}
         for layer, seen in visible.items():
-            if (own := own_mask(self._blocks[layer].attn, len(seen))) is not None:
-                visible[layer] = seen & own
+            if (causal := own_mask(self._blocks[layer].attn, len(seen))) is not None:
+                visible[layer] = seen & causal
         keys = {layer: keys.detach() for layer, (keys, _) in tap.after.items()}
         values = {layer: values.detach() for layer, (_, values) in tap.after.items()}
         return Recording(activations, keys, values, calls, visible, last_logits, forked)
@@ -366,10 +367,12 @@ class Blocks:
         longest, width = int(batch.lengths.argmax()), batch.tokens.shape[1]
         others = [row for row in range(len(batch)) if row != longest]
         try:
-            one = self.record(batch.take([longest]), names, unembed=False)
-            if any(activation.shape[:2] != (1, width) for activation in one.activations.values()):
+            full = self.record(batch.take([longest]), names, unembed=False)
+            if any(activation.shape[:2] != (1, width) for activation in full.activations.values()):
                 return None
-            start = {layer: (keys[:, :, :shared], one.values[layer][:, :, :shared]) for layer, keys in one.keys.items()}
+            start = {
+                layer: (keys[:, :, :shared], full.values[layer][:, :, :shared]) for layer, keys in full.keys.items()
+            }
             rest = self.record(batch.take(others).after(shared), names, unembed=False, start=start)
         except NumericsError:
             return None
@@ -383,10 +386,10 @@ class Blocks:
 
         kept, every = slice(shared, end), slice(None)
         in_two = dataclasses.replace(
-            one,
-            activations={name: joined(whole, rest.activations[name], kept) for name, whole in one.activations.items()},
-            keys={layer: joined(keys, rest.keys[layer], every, slice(end)) for layer, keys in one.keys.items()},
-            values={layer: joined(one.values[layer], rest.values[layer], every, slice(end)) for layer in one.values},
+            full,
+            activations={name: joined(whole, rest.activations[name], kept) for name, whole in full.activations.items()},
+            keys={layer: joined(keys, rest.keys[layer], every, slice(end)) for layer, keys in full.keys.items()},
+            values={layer: joined(full.values[layer], rest.values[layer], every, slice(end)) for layer in full.values},
         )
         if self.model.start_checked is None:
             # What a family does with a cache is not taken on trust: the first time both ways are run.
@@ -531,13 +534,13 @@ class OwnAttention(ABC):
         positions: Int[Tensor, "row position"],
         mask: Float[Tensor, "row head_or_one position key"],
         prefix: SharedPrefix | None,
-        kept: Int[Tensor, "row kept"] | None = None,
+        query_positions: Int[Tensor, "row kept"] | None = None,
     ) -> Float[Tensor, "row _ d_model"]:
-        """Return what attention gives, before a norm after it; with `kept` at these of a row's places only."""
+        """Return what attention gives, before a norm after it; with `query_positions` at these positions alone."""
         queries_of, queries_at = normed, positions
-        if kept is not None:
-            queries_of, queries_at = _taken(normed, kept), positions.gather(1, kept)
-            mask = mask.gather(2, kept[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+        if query_positions is not None:
+            queries_of, queries_at = _taken(normed, query_positions), positions.gather(1, query_positions)
+            mask = mask.gather(2, query_positions[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
         q, k, v = self.project(queries_of, normed)
         q, keys, values = self.turned(q, queries_at).transpose(1, 2), *self.remembered(k, v, positions)
         if prefix is not None:
@@ -712,10 +715,10 @@ def without_own_mask(attention: Any, n_keys: int) -> Iterator[None]:
         yield
         return
     buffers = attention.original_component._buffers
-    kept = buffers["bias"]
+    causal_mask = buffers["bias"]
     # GPT-Neo slices it by the number of keys on both axes; expanded, it takes one byte.
-    buffers["bias"] = kept.new_ones(1, 1, 1, 1).expand(1, 1, n_keys, n_keys)
+    buffers["bias"] = causal_mask.new_ones(1, 1, 1, 1).expand(1, 1, n_keys, n_keys)
     try:
         yield
     finally:
-        buffers["bias"] = kept
+        buffers["bias"] = causal_mask

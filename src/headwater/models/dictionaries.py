@@ -477,15 +477,15 @@ class Autoencoder:
 
     def encode(self, rows: Float[Tensor, "row d"]) -> Float[Tensor, "row feature"]:
         """Return the features of activations."""
-        here = self.on(rows)
-        w = here.weights
+        dictionary = self.on(rows)
+        w = dictionary.weights
         read = rows - w["b_dec"] if self.centre else rows
         if self.architecture == "gated":
-            magnitude = here._activated(read @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"])
+            magnitude = dictionary._activated(read @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"])
             return magnitude * (read @ w["W_enc"] + w["b_gate"] > 0)
         before = read @ w["W_enc"] + w["b_enc"]
         before = before * w["W_dec"].norm(dim=-1) if self.rescaled else before
-        features = here._activated(before)
+        features = dictionary._activated(before)
         return features * (before > w["threshold"]) if self.architecture == "jumprelu" else features
 
     def decode(self, features: Float[Tensor, "row feature"]) -> Float[Tensor, "row d"]:

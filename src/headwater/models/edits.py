@@ -139,11 +139,11 @@ class Attached:
         """Call the hook; return what the model goes on with, if that is not what it was given."""
         self.fired = True
         if self.site is not None and (reading := now_reading()) is not None:
-            here = activation.shape[0], activation.shape[1 + self.site.axes.index("position")]
+            size = activation.shape[0], activation.shape[1 + self.site.axes.index("position")]
             read = tuple(reading.positions.shape)
-            if here != read:
+            if size != read:
                 raise InterventionError(
-                    f"{self.name} holds {here[0]} texts of {here[1]} tokens in a run of {read[0]} texts of {read[1]}: "
+                    f"{self.name} holds {size[0]} texts of {size[1]} tokens in a run of {read[0]} texts of {read[1]}: "
                     "the model does not compute it for every token here. Use another site or layer."
                 )
         if isinstance(self.function, TrustedHook) or not isinstance(activation, Tensor):

@@ -136,13 +136,13 @@ class HeadsOfLoneTokens:
                 "be checked against what its heads compute."
             )
         x, z, weight, out = (self.seen[layer, name].to(W_V) for name in PLACES)
-        apart = f"in layer {layer}: {{}} apart. No OV map is read."
+        suffix = f"in layer {layer}: {{}} apart. No OV map is read."
         values = _plus(einsum(x, W_V, "token m, head m d -> token head d"), factors.get("b_V"))
         expected = values.repeat_interleave(len(W_O) // len(W_V), dim=1) * weight
         z = z.reshape(len(x), len(W_O), -1)
-        _same(self.model, expected, z, f"The heads of {{}} do not hand on their weight times x W_V {apart}")
+        _same(self.model, expected, z, f"The heads of {{}} do not hand on their weight times x W_V {suffix}")
         written = _plus(einsum(z, W_O, "token head d, head d m -> token m"), factors.get("b_O"))
-        message = f"The attention of {{}} does not write the sum of its heads' z W_O {apart}"
+        message = f"The attention of {{}} does not write the sum of its heads' z W_O {suffix}"
         _same(self.model, written, out, message)
 
 
@@ -154,15 +154,15 @@ def _plus(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias
 
 
-def _same(model: Model, expected: Tensor, found: Tensor, message: str) -> None:
+def _same(model: Model, expected: Tensor, actual: Tensor, message: str) -> None:
     """Refuse with the message, which takes the architecture and the difference, when two results are not the same."""
-    if expected.shape != found.shape:
-        apart = f"{tuple(expected.shape)} and {tuple(found.shape)}"
-    elif (error := difference(expected, found)) <= rounding(model.dtype):
+    if expected.shape != actual.shape:
+        gap = f"{tuple(expected.shape)} and {tuple(actual.shape)}"
+    elif (error := difference(expected, actual)) <= rounding(model.dtype):
         return
     else:
-        apart = f"{error:.1%}"
-    raise ModelError(message.format(model.shape.architecture, apart))
+        gap = f"{error:.1%}"
+    raise ModelError(message.format(model.shape.architecture, gap))
 
 
 EmbeddingName: TypeAlias = Literal["raw", "mlp0", "embed+mlp0", "layer0"]

@@ -129,14 +129,14 @@ class KnownWeights:
         # Where headwater reads no files of its kind, TransformerLens's config says what a model computes.
         is_foreign = not hasattr(raw, "original_model") or family_named(self._shape.architecture) is None
         config = raw.cfg if is_foreign else raw.original_model.config
-        seen = _looks([*parameters, *buffers]), type(config), str(vars(config))
-        if seen != self._seen:
+        state = _looks([*parameters, *buffers]), type(config), str(vars(config))
+        if state != self._seen:
             changed = [(name, one) for name, one in buffers if self._buffers.get(name) != _hash_of(one)]
             config = config if is_foreign else text_config(config)
             tensors: Iterable[tuple[str, Tensor]] = sorted(parameters) if is_foreign else _tensors_of(raw, config)
             total = sum(parameter.numel() for parameter in getattr(raw, "original_model", raw).parameters())
             self._fingerprint = fingerprint(self._shape, config, chain(tensors, sorted(changed)), total)
-            self._seen = seen
+            self._seen = state
         return self._fingerprint
 
     def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
@@ -151,11 +151,11 @@ def _tensors_of(raw: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     parameters, read = _parameters(raw.original_model), parameter_reader(raw, family, shape_of(config))
     fused = None if family.fused is None else family.fused.name
     memory, expected = list[range](), set[str]()
-    for made, stored in conversion.groups:
-        expected.update(made)
-        found = {name: read(name) for name in made if name in parameters or (fused and f".{fused}." in name)}
+    for names, stored in conversion.groups:
+        expected.update(names)
+        found = {name: read(name) for name in names if name in parameters or (fused and f".{fused}." in name)}
         memory += map(_bytes_of, found.values())
-        yield from (found if made == list(stored) else conversion.taken_apart(found)).items()
+        yield from (found if names == list(stored) else conversion.taken_apart(found)).items()
     split = re.compile(rf"\.(attn|{family.attention})\.(q|k|v|qkv|{fused})\.")
     for name in sorted(set(parameters) - expected):
         tensor = parameters[name]
@@ -225,12 +225,12 @@ def _hash_of(values: Tensor) -> bytes:
     """Hash values as float32, and what float32 does not hold of them; whole numbers by their bytes."""
     values = values.detach().cpu().contiguous()
     narrow = values.float() if values.is_floating_point() else values
-    found = hashlib.sha256(narrow.numpy().data)
+    hasher = hashlib.sha256(narrow.numpy().data)
     if values.dtype == torch.float64:
         # inf - inf is NaN; `narrow` holds the infinity already.
         rest = (values - narrow).nan_to_num()
-        found.update(rest.numpy().data if bool(rest.any()) else b"")
-    return found.digest()
+        hasher.update(rest.numpy().data if bool(rest.any()) else b"")
+    return hasher.digest()
 
 
 def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
@@ -445,12 +445,12 @@ class KnownModules:
 
 def _modules(raw: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield every module of a bridge, and of the model that it wraps those that the bridge itself does not hold."""
-    seen: set[torch.nn.Module] = set()
-    yield from raw.named_modules(seen)
+    memo: set[torch.nn.Module] = set()
+    yield from raw.named_modules(memo)
     # A bridge keeps its model in __dict__, where torch does not see it as a submodule.
     original = raw.__dict__.get("original_model", getattr(raw, "original_model", None))
     if isinstance(original, torch.nn.Module):
-        yield from original.named_modules(seen, "original_model")
+        yield from original.named_modules(memo, "original_model")
 
 
 def _readable(path: str, module: Any = None) -> str:
@@ -464,8 +464,8 @@ def _held(module: torch.nn.Module) -> Held:
     """Look at a module: some hundreds are looked at whenever a run is recorded."""
     values: dict[str, object] = {}
     methods: dict[str, Function] = {}
-    kept, kind = vars(module), type(module)
-    for name, value in tuple(kept.items()):  # a model keeps what it last computed, also while it is looked at
+    state, kind = vars(module), type(module)
+    for name, value in tuple(state.items()):  # a model keeps what it last computed, also while it is looked at
         if name in NOT_LOOKED_AT:
             continue
         if type(value) in PLAIN:
@@ -474,9 +474,7 @@ def _held(module: torch.nn.Module) -> Held:
         elif callable(value) and not isinstance(value, torch.nn.Module) and _is_method(module, name, value):
             methods[name] = value
     # transformers leaves its hooks on a model once somebody asked it for states or attentions: they edit nothing.
-    hooks = {
-        key: [hook for hook in kept[key].values() if _sources(hook) != {"transformers"}] for key in HOOKS if kept[key]
-    }
+    hooks = {key: [h for h in state[key].values() if _sources(h) != {"transformers"}] for key in HOOKS if state[key]}
     return Held(kind, values, methods, {key: listed for key, listed in hooks.items() if listed})
 
 
@@ -489,11 +487,11 @@ def _is_method(module: torch.nn.Module, name: str, value: object) -> bool:
     return not is_put_back
 
 
-def _belonging(held: Held) -> Held:
+def _belonging(contents: Held) -> Held:
     """Return what a module may hold when it is loaded: of hooks and of its `forward`, those of libraries."""
-    methods = {name: f for name, f in held.methods.items() if name != "forward" or _sources(f) <= LIBRARIES}
-    hooks = {key: [hook for hook in hooks if _sources(hook) <= LIBRARIES] for key, hooks in held.hooks.items()}
-    return held._replace(methods=methods, hooks={key: listed for key, listed in hooks.items() if listed})
+    methods = {name: f for name, f in contents.methods.items() if name != "forward" or _sources(f) <= LIBRARIES}
+    hooks = {key: [hook for hook in hooks if _sources(hook) <= LIBRARIES] for key, hooks in contents.hooks.items()}
+    return contents._replace(methods=methods, hooks={key: listed for key, listed in hooks.items() if listed})
 
 
 def _other_values(name: str, before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
@@ -543,12 +541,12 @@ def _everywhere() -> Iterator[str]:
 
 def _sources(*functions: object) -> set[str]:
     """Return the packages in which functions, and the functions that they wrap, were written."""
-    packages, waiting, seen = set[str](), [f for f in functions if f is not None], set[int]()
+    packages, waiting, visited = set[str](), [f for f in functions if f is not None], set[int]()
     while waiting:
         current = waiting.pop()
-        if id(current) in seen:
+        if id(current) in visited:
             continue
-        seen.add(id(current))
+        visited.add(id(current))
         if type(current) in weakref.ProxyTypes:
             continue
         if isinstance(current, functools.partial):

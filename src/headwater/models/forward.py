@@ -155,24 +155,24 @@ def _residual_after_last_block(
 
     The run ends there, without the head, unless somebody has put a hook after the blocks.
     """
-    kept: list[Tensor] = []
+    residuals: list[Tensor] = []
     after = [getattr(model.raw, name, None) for name in ("ln_final", "unembed")]
     ends = not any(has_hooks(part) for part in after if isinstance(part, torch.nn.Module))
 
     def keep(residual: Tensor, hook: object) -> None:
-        kept.append(residual)
+        residuals.append(residual)
         if ends:
             raise DoneError
 
     name = hook_name("resid_post", model.shape.n_layers - 1)
     with contextlib.suppress(DoneError), model.raw.hooks(fwd_hooks=[(name, keep)]):
         model.raw(tokens, **last_logits_only(model.raw) | options)
-    if not kept:
+    if not residuals:
         raise ModelError(
             f"Nothing passes through {name} of {model.name} ({model.shape.architecture}): its residual stream after "
             "the last block cannot be read. Use the logits of model.run."
         )
-    return kept[0]
+    return residuals[0]
 
 
 def has_hooks(part: torch.nn.Module) -> bool:

@@ -437,13 +437,13 @@ class Sampling:
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[:, -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)
-        left = scaled.softmax(-1)
+        probabilities = scaled.softmax(-1)
         if self.top_p < 1:
             # Stable: equal probabilities stay in the order of the vocabulary, on every device.
-            ordered, places = left.sort(dim=-1, descending=True, stable=True)
+            ordered, places = probabilities.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
-            left = left.masked_fill((before >= self.top_p).gather(-1, places.argsort(-1)), 0)
-        return left
+            probabilities = probabilities.masked_fill((before >= self.top_p).gather(-1, places.argsort(-1)), 0)
+        return probabilities
 
 
 def checked_sampling(

@@ -253,11 +253,11 @@ def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
     """The file's name of each tensor that a checkpoint of this config holds, names relative to the base model."""
     gguf, conversion = gguf_package(), Conversion(config)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
-    known = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    name_map = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     names: dict[str, str] = {}
     for name, shape in conversion.tensors.items():
         module, _, part = conversion.full_name(name).rpartition(".")
-        full_name = f"{known.get_name(module)}.{part}"
+        full_name = f"{name_map.get_name(module)}.{part}"
         if full_name not in file.tensors:
             raise ModelError(
                 f"{file.path} has no tensor {full_name!r} (expected shape {shape}); the file is incomplete."
@@ -273,16 +273,16 @@ def names_in(file: GGUFFile, config: Any) -> dict[str, str]:
     return names
 
 
-def read_as_stored(file: GGUFFile, config: Any, own: str) -> Tensor:
+def read_as_stored(file: GGUFFile, config: Any, name: str) -> Tensor:
     """One tensor in the layout of transformers, by its name in the file."""
-    tensor = file.read(own)
-    if file.architecture == "llama" and own.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
-        heads = config.num_attention_heads if ".attn_q." in own else config.num_key_value_heads
+    tensor = file.read(name)
+    if file.architecture == "llama" and name.rpartition(".")[0].endswith((".attn_q", ".attn_k")):
+        heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
         rest = tensor.shape[1:]
         return tensor.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(-1, *rest)
-    if file.architecture.startswith("gemma") and own.endswith("norm.weight"):
+    if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return tensor.sub_(1)
-    return tensor.T.contiguous() if _is_turned(file, own) else tensor
+    return tensor.T.contiguous() if _is_turned(file, name) else tensor
 
 
 def _is_turned(file: GGUFFile, own: str) -> bool:

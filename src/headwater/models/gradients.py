@@ -132,7 +132,7 @@ class Descent:
         The last MLP is run at the position that is read only; it is added to every position's residual stream, and no
         other is looked at.
         """
-        kept: list[Tensor] = []
+        states: list[Tensor] = []
 
         def at_position(activation: Tensor) -> Tensor:
             rows = torch.arange(len(activation), device=activation.device)
@@ -142,7 +142,7 @@ class Descent:
             return at_position(activation)[:, None]
 
         def keep(activation: Tensor, hook: object) -> None:
-            kept.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
+            states.append(activation[:, 0] if activation.shape[1] == 1 else at_position(activation))
 
         first = self._segments[0].start
         hooks: list[Hook] = [*self._watch(self._segments[0]), (name, read_hook(keep))]
@@ -155,7 +155,7 @@ class Descent:
                 block, note = self.model.raw.blocks[layer], partial(self._note_call, layer)
                 stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
             self.model.run(unpadded(tokens), hooks, stop_at=self._top + 1, grad=True, past_key_values=self._cache)
-        return kept[0]
+        return states[0]
 
     def _again(self, segment: range) -> Tensor:
         """Run some blocks again as they were called, this time with a graph; return the residual stream after them."""

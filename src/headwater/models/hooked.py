@@ -230,8 +230,8 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
                 yield
             return
         with self.lock, discarded_edits_raise(self._reporters, self.shape):
-            known = self.raw.hook_dict
-            attached = [self._attached(name, function, known) for name, function in listed]
+            hook_dict = self.raw.hook_dict
+            attached = [self._attached(name, function, hook_dict) for name, function in listed]
             # Tells a context in which the model never ran, where no hook can fire, from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
@@ -264,12 +264,12 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
 
-    def _attached(self, name: str, function: HookFunction, known: Mapping[str, Any]) -> Attached:
+    def _attached(self, name: str, function: HookFunction, hook_dict: Mapping[str, Any]) -> Attached:
         place = place_named(name)
         if place and (reason := place[0].lacks(self, place[1])):
             raise InterventionError(reason)
-        if name not in known:
-            raise InterventionError(f"{self.name} has no activation named {name!r}.{did_you_mean(name, known)}")
+        if name not in hook_dict:
+            raise InterventionError(f"{self.name} has no activation named {name!r}.{did_you_mean(name, hook_dict)}")
         if place is None:
             return Attached(name, function)
         return Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True))

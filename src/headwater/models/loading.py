@@ -140,11 +140,11 @@ def load(
         tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if bos is not None:
             resolve_bos(bos, tokenizer, True)
-        there = None if device == "auto" else torch.device(device or _default_device())
-        if there is not None:
-            refuse_unless_it_fits(folder, config, kind, there)
-        hf = language_model(read_pretrained(folder, config, kind, trust_remote_code, there))
-        model = _boot(hf if there is None else hf.to(there), tokenizer, name or str(source))
+        target_device = None if device == "auto" else torch.device(device or _default_device())
+        if target_device is not None:
+            refuse_unless_it_fits(folder, config, kind, target_device)
+        hf = language_model(read_pretrained(folder, config, kind, trust_remote_code, target_device))
+        model = _boot(hf if target_device is None else hf.to(target_device), tokenizer, name or str(source))
         model.revision = revision_of(source, folder)
     if bos is None:
         warn_of_other_beginnings(model)
@@ -314,11 +314,11 @@ def _shape(hf_config: object, cfg: Any) -> ModelShape:
     )
 
 
-def _folder(given: str | Path, revision: str | None) -> Path:
+def _folder(checkpoint: str | Path, revision: str | None) -> Path:
     """Find the folder of a checkpoint; TransformerLens's short names ("pythia-70m") are mapped to hub names."""
-    source, path = str(given), Path(given).expanduser()
-    if is_packaged(given) or path.exists() or is_gguf(path):
-        return checkpoint_folder(given, revision)
+    source, path = str(checkpoint), Path(checkpoint).expanduser()
+    if is_packaged(checkpoint) or path.exists() or is_gguf(path):
+        return checkpoint_folder(checkpoint, revision)
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ModelError(f"There is no folder {path}.{did_you_mean(path.name, beside, or_all=False)}")
@@ -545,14 +545,14 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     where = {"device": config["device"], "dtype": config["dtype"]}
     raw = boot(native_config, tokenizer=tokenizer, model_name="HookedTransformer checkpoint", **where)
     # The native model has biases everywhere; a checkpoint without them has zeros there.
-    wanted = raw.state_dict()
+    expected = raw.state_dict()
     converted = convert_tl_checkpoint(state, native_config)
     for name, tensor in converted.items():
-        if name not in wanted and bool(tensor.any()):
+        if name not in expected and bool(tensor.any()):
             raise ValueError(f"{name} is not zero, and the rebuilt model has no place for it")
-    if missing := sorted(name for name in set(wanted) - set(converted) if not name.endswith(".bias")):
+    if missing := sorted(name for name in set(expected) - set(converted) if not name.endswith(".bias")):
         raise ValueError(f"{missing[0]} is missing")
-    whole = {name: converted[name] if name in converted else torch.zeros_like(wanted[name]) for name in wanted}
+    whole = {name: converted[name] if name in converted else torch.zeros_like(expected[name]) for name in expected}
     raw.load_state_dict(whole, strict=True)
     return raw.eval().requires_grad_(False)
 

@@ -150,30 +150,30 @@ def within(number: int, count: int, what: str, where: str = "", note: str | None
     return number % count
 
 
-def parts_of_kind(option: str, given: Any, sizes: Sizes) -> list[tuple[int, ...]]:
+def parts_of_kind(option: str, requested: Any, sizes: Sizes) -> list[tuple[int, ...]]:
     """Return heads as pairs (layer, head), or MLPs as (layer,), in the order given; `option` is `heads` or `mlps`.
 
     Given are a name, a list of names, pairs or (of MLPs) layers, or a table of heads with the columns `layer`, `head`;
     "head 9" is every head of layer 9.
     """
     kind = option.removesuffix("s")
-    wanted = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"
+    advice = "give a list of pairs (layer, head), as [(0, 1), (2, 3)], or of names, as ['0.1', 'L2H3']"
     if kind == "mlp":
-        wanted = "give a list of whole numbers, the layers, or of names, as ['mlp 0', 'm3']"
-    if isinstance(given, pd.DataFrame) and kind == "head":
-        if missing := [name for name in ("layer", "head") if name not in given.columns]:
+        advice = "give a list of whole numbers, the layers, or of names, as ['mlp 0', 'm3']"
+    if isinstance(requested, pd.DataFrame) and kind == "head":
+        if missing := [name for name in ("layer", "head") if name not in requested.columns]:
             raise InputError(f"heads= has no column {missing[0]!r}: give rows with layer and head, or pairs of them.")
-        given = list(given[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
-    if not isinstance(given, str) and (is_one(given) or has_no_order(given)):
-        raise InputError(f"{option}={shown(given)}: {wanted}.")
+        requested = list(requested[["layer", "head"]].drop_duplicates().itertuples(index=False, name=None))
+    if not isinstance(requested, str) and (is_one(requested) or has_no_order(requested)):
+        raise InputError(f"{option}={shown(requested)}: {advice}.")
     parts: list[tuple[int, ...]] = []
-    for entry in [given] if isinstance(given, str) else given:
+    for entry in [requested] if isinstance(requested, str) else requested:
         try:
             part = NamedPart("mlp", whole_number(entry)) if kind == "mlp" else read_part(entry)
         except TypeError:
             part = read_part(entry)
         if part is None or part.kind != kind:
-            raise InputError(f"{option}= holds {shown(entry)}{f', which is {part}' if part else ''}: {wanted}.")
+            raise InputError(f"{option}= holds {shown(entry)}{f', which is {part}' if part else ''}: {advice}.")
         _, layer, head, _ = part_named(part, sizes)
         layers = range(sizes.n_layers) if layer is None else [layer]
         heads = range(sizes.n_heads) if head is None else [head]

@@ -182,11 +182,11 @@ def encode_all(tokenizer: Tokenizer, texts: Sequence[str], bos: Sequence[int] = 
         for text in texts[: len(texts) - 1]:
             encode(tokenizer, text)  # fails on the text that the message is to name
         raise
-    begun, found = list(bos), []
+    begun, encoded = list(bos), []
     for text, ids, spans in zip(texts, rows["input_ids"], rows["offset_mapping"] if fast else texts, strict=True):
         before = () if isinstance(text, ChatText) or ids[: len(begun)] == begun else begun
-        found.append(([*before, *ids], (*((0, 0),) * len(before), *spans) if fast else None))
-    return found
+        encoded.append(([*before, *ids], (*((0, 0),) * len(before), *spans) if fast else None))
+    return encoded
 
 
 class ChatText(str):
@@ -225,12 +225,14 @@ def chat_text(tokenizer: Tokenizer, message: str | Chat) -> ChatText | None:
 def chats_written(parts: list[Any], tokenizer: Tokenizer | None) -> list[Any]:
     """Write out the chats among what was given, one or several; anything else is returned as it is."""
     chats = [parts] if any(isinstance(part, Mapping) for part in parts) else parts
-    are = [isinstance(one, list | tuple) and any(isinstance(part, Mapping) for part in one) for one in chats]
+    are = [isinstance(chat, list | tuple) and any(isinstance(part, Mapping) for part in chat) for chat in chats]
     if not any(are):
         return parts
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("Chat messages were given, and the model's tokenizer has no chat template: give texts.")
-    if not all(are) or not all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in chain(*chats)):
+    if not all(are) or not all(
+        isinstance(part, Mapping) and {"role", "content"} <= set(part) for part in chain(*chats)
+    ):
         raise InputError(
             f"{shown(parts)} is neither a chat nor a list of chats: a chat is a list of messages, "
             "{'role': 'user', 'content': 'text'}."
@@ -312,7 +314,7 @@ def _from_texts(texts: list[str], tokenizer: Tokenizer | None, bos: Sequence[int
     return dataclasses.replace(batch, offsets=offsets if len(offsets) == len(texts) else None, texts=tuple(texts))
 
 
-def _from_ids(parts: list[Any], given: object, tokenizer: Tokenizer | None, config: object) -> Batch:
+def _from_ids(parts: list[Any], inputs: object, tokenizer: Tokenizer | None, config: object) -> Batch:
     """Read lists of token ids, the parts of what was given; one list of ids is one row."""
     is_row = bool(parts) and all(is_one(part) for part in parts)
     try:
@@ -322,7 +324,7 @@ def _from_ids(parts: list[Any], given: object, tokenizer: Tokenizer | None, conf
         rows = []
     if not any(rows):
         raise InputError(
-            f"{shown(given)} cannot be read as prompts: give a text, texts, lists of token ids (whole numbers), or a "
+            f"{shown(inputs)} cannot be read as prompts: give a text, texts, lists of token ids (whole numbers), or a "
             "tensor of token ids; none empty."
         )
     batch = Batch.of(rows, pad_id(tokenizer))

@@ -187,7 +187,7 @@ class TransformerLensNames(Model):
         """
         from transformer_lens import ActivationCache
 
-        batch, kept = self._given(input, prepend_bos), dict[str, Tensor]()
+        batch, activations = self._given(input, prepend_bos), dict[str, Tensor]()
         device = None if device is None else usable_device(device)
         if checked_flag("remove_batch_dim", remove_batch_dim) and len(batch) > 1:
             raise InputError(f"remove_batch_dim=True is for a single text, and {len(batch)} were given.")
@@ -202,13 +202,13 @@ class TransformerLensNames(Model):
                     # A tensor made in inference mode could not be written into afterwards, nor take part in a gradient.
                     with torch.inference_mode(False):
                         copy = activation.detach().clone().to(device or activation.device)
-                    kept.update(dict.fromkeys(aliases, copy))
+                    activations.update(dict.fromkeys(aliases, copy))
 
             return read_hook(hold, may_be_silent=not must_fire)
 
         hooks: list[Hook] = [(aliases[0], keep(aliases)) for aliases in self._by_place(names)]
         out = self._returned(batch, hooks, return_type, False, stop_at_layer)
-        cache = ActivationCache({name: kept[name] for name in names if name in kept}, self.raw)
+        cache = ActivationCache({name: activations[name] for name in names if name in activations}, self.raw)
         return out, cache.remove_batch_dim() if remove_batch_dim else cache
 
     def to_tokens(

@@ -172,15 +172,15 @@ class LoadedWeights(_Weights):
     caller knows the fingerprint, what an earlier reader checked of the same weights is not checked again.
     """
 
-    def __init__(self, model: Model, known: str | None = None):
+    def __init__(self, model: Model, fingerprint: str | None = None):
         super().__init__(model.name, model.revision, model.shape, model.dtype)
         self.model = model
         self.device = model.device
         self._sound: set[str] = set()
         """The tensors that were looked at for NaN, and the layers whose heads were compared with a run."""
-        if known is not None:
-            if model.factors_checked is None or model.factors_checked[0] != known:
-                model.factors_checked = known, self._sound
+        if fingerprint is not None:
+            if model.factors_checked is None or model.factors_checked[0] != fingerprint:
+                model.factors_checked = fingerprint, self._sound
             self._sound = model.factors_checked[1]
 
     @property
@@ -567,12 +567,12 @@ class LayersAhead:
         if layer < following < self.weights.shape.n_layers:
             self._coming = following, self._reader.submit(self._read, following)
         if arrived is not None:
-            here = torch.cuda.current_stream(self.weights.device)
-            here.wait_event(arrived)
+            stream = torch.cuda.current_stream(self.weights.device)
+            stream.wait_event(arrived)
             for tensor in vars(factors).values():
                 if isinstance(tensor, Tensor):
-                    # Made on the reader's stream: else its memory could be handed out while `here` still reads it.
-                    tensor.record_stream(here)
+                    # Made on the reader's stream: else its memory could be reused while `stream` still reads it.
+                    tensor.record_stream(stream)
         return factors
 
     def _read(self, layer: int) -> _Arrival:
