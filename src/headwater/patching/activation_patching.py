@@ -263,12 +263,12 @@ def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: 
 
 def _positions_covered(steps: Sequence[Sequence[Steps]], pair: PromptPair) -> list[tuple[int, ...] | str]:
     """Return which positions of each prompt are edited, as the record has them."""
-    found: list[tuple[int, ...] | str] = []
+    by_prompt: list[tuple[int, ...] | str] = []
     for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
         covers = [step.covers for step in of_prompt[0]["position"]]
         covered = sorted({position for one in covers for position in one or ()})
-        found.append("all" if None in covers or len(covered) == len(prompt) else tuple(covered))
-    return found
+        by_prompt.append("all" if None in covers or len(covered) == len(prompt) else tuple(covered))
+    return by_prompt
 
 
 class SweepSpec:
@@ -331,14 +331,14 @@ class SweepSpec:
 
         Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
         """
-        known: dict[Hashable, Steps] = {}
+        cache: dict[Hashable, Steps] = {}
         by_prompt = []
         for prompt, spans, keys in zip(pair.prompts, edited, attended, strict=True):
             same = [(site.name, len(prompt), id(spans), id(keys), site.left_out(prompt.ids)) for site in self.sites]
             for site, one in zip(self.sites, same, strict=True):
-                if one not in known:
-                    known[one] = self._steps_in(prompt, site, spans, keys)
-            by_prompt.append([known[one] for one in same])
+                if one not in cache:
+                    cache[one] = self._steps_in(prompt, site, spans, keys)
+            by_prompt.append([cache[one] for one in same])
         return by_prompt
 
     def _steps_in(
@@ -350,7 +350,7 @@ class SweepSpec:
         wanted, has = resolve_indices(self.layers, shape.n_layers, "layer"), site.layers(shape)
         if not (layers := tuple(layer for layer in wanted if layer in has)):
             raise InputError(f"layers={shown(self.layers)}, but {site.name} is of layer {', '.join(map(str, has))}.")
-        among: dict[str, Sequence[int]] = {
+        indices: dict[str, Sequence[int]] = {
             "layer": site.among(layers, self.model, edited=True),
             "position": at,
             "head": resolve_indices(self.heads, site.n_heads(shape), "head") if site.has_heads else (),
@@ -360,7 +360,7 @@ class SweepSpec:
         total = {"position": len(prompt), "key": len(prompt), "head": site.n_heads(shape)}
         total["feature"] = site.width(shape, len(prompt)) if site.units else 0
         by_axis = {
-            axis: axis_steps(among[axis], axis in axes, windows.get(axis), len(among[axis]) == total.get(axis))
+            axis: axis_steps(indices[axis], axis in axes, windows.get(axis), len(indices[axis]) == total.get(axis))
             for axis in site.swept_axes
         }
         if self.by_role["position"]:
@@ -378,16 +378,16 @@ class SweepSpec:
         matched: Sequence[Mapping[int, int] | None],
     ) -> CellTable:
         """Return the cells of every example. Prompts that share their steps share one list of templates."""
-        known: dict[tuple[int, int], list[CellTemplate]] = {}
+        cache: dict[tuple[int, int], list[CellTemplate]] = {}
         rows = []
         for example in range(len(pair.base)):
             i = example // pair.draws
             # Tokens before the first difference are known to be equal only where they are at the same positions.
             since = replacement.since(example) if matched[i] is None else 0
             for site, of_site in zip(self.sites, steps[i], strict=True):
-                if (same := (id(of_site), since)) not in known:
-                    known[same] = list(self._templates(site, of_site, replacement, since))
-                rows.append((example, known[same]))
+                if (same := (id(of_site), since)) not in cache:
+                    cache[same] = list(self._templates(site, of_site, replacement, since))
+                rows.append((example, cache[same]))
         return CellTable.of(rows)
 
     def _templates(self, site: Site, steps: Steps, replacement: Replacement, since: int) -> Iterator[CellTemplate]:
@@ -449,16 +449,16 @@ def materialize(value: T) -> T:
     return cast("T", tuple(value)) if isinstance(value, Iterator) else value
 
 
-def axis_steps(among: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
+def axis_steps(indices: Sequence[int], swept: bool, window: int | str | None, is_all: bool) -> list[AxisStep]:
     """Return the steps on one axis of what takes part; not swept over, one for all (None if it `is_all`)."""
     if not swept:
-        return [AxisStep(None, None if is_all else tuple(among))]
+        return [AxisStep(None, None if is_all else tuple(indices))]
     if window is None:
-        return [AxisStep(i, (i,)) for i in among]
+        return [AxisStep(i, (i,)) for i in indices]
     if window == "cumulative":
-        return [AxisStep(i, tuple(j for j in among if j <= i)) for i in among]
+        return [AxisStep(i, tuple(j for j in indices if j <= i)) for i in indices]
     size = int(window)
-    return [AxisStep(i, tuple(j for j in among if i - size // 2 <= j < i - size // 2 + size)) for i in among]
+    return [AxisStep(i, tuple(j for j in indices if i - size // 2 <= j < i - size // 2 + size)) for i in indices]
 
 
 def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:

@@ -149,7 +149,7 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs. Products have
     the examples on their first axis, of which the first one has the number `first`.
     """
-    alike: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
+    groups: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):
         cells_of_template, turn = np.flatnonzero(cells.template == number), 0
         # A cell adds its layers in the order in which it would alone: its last bits do not depend on the others.
@@ -157,10 +157,10 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
             size = tuple(None if at is None else len(at) for at in _covered(edit))
             for layer in edit.layers:
                 drawn = (edit.site.name, layer, edit.source_of(layer), edit.sample)
-                alike.setdefault((turn, drawn, size), []).append((cells_of_template, edit))
+                groups.setdefault((turn, drawn, size), []).append((cells_of_template, edit))
                 turn += 1
     total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)
-    for (_, drawn, _), edits_alike in sorted(alike.items(), key=lambda one: one[0][0]):
+    for (_, drawn, _), edits_alike in sorted(groups.items(), key=lambda item: item[0][0]):
         product = products[drawn]
         # All keys of each query: summed once for all cells.
         if edits_alike[0][1].site.has_keys and edits_alike[0][1].keys is None:
@@ -184,11 +184,11 @@ def _covered(edit: Edit) -> tuple[tuple[int, ...] | None, ...]:
     return edit.positions, edit.heads, edit.keys, None if edit.units is None else (*edit.units, -1)
 
 
-def _listed(covered: Sequence[tuple[int, ...] | None], among: Sequence[Indices]) -> Int[np.ndarray, "cell _"] | None:
+def _listed(covered: Sequence[tuple[int, ...] | None], numbers: Sequence[Indices]) -> Int[np.ndarray, "cell _"] | None:
     """List what cells cover on an axis, for each cell of each edit; None where they cover all of it."""
     if any(one is None for one in covered):
         return None
-    return np.repeat(np.array(covered, dtype=np.int64), [len(one) for one in among], 0)
+    return np.repeat(np.array(covered, dtype=np.int64), [len(one) for one in numbers], 0)
 
 
 def _sums_alike(

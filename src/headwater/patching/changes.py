@@ -109,7 +109,7 @@ class _Changing(Replacement):
         """Return one of the sites that are edited."""
         return next(site for site in self.inputs.sites if site.name == name)
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return nothing: what is there is enough."""
         return {}
 
@@ -132,9 +132,9 @@ class Function(_Changing):
         name = getattr(self.function, "__name__", type(self.function).__name__)
         return "function" if name == "<lambda>" else str(name)
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return what the other run has there, which the function is given."""
-        return wanted.other
+        return request.other
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Call the function."""
@@ -171,12 +171,12 @@ class Function(_Changing):
             written = self.function(activation, other, rows)
         if isinstance(written, Tensor) and (written.shape, written.dtype, written.device) == kind:
             return written
-        found = f"a {type(written).__name__}"
+        returned = f"a {type(written).__name__}"
         if isinstance(written, Tensor):
-            found = f"{tuple(written.shape)} in {written.dtype} on {written.device}"
+            returned = f"{tuple(written.shape)} in {written.dtype} on {written.device}"
         raise InterventionError(
             f"{self._named} was given rows {tuple(kind[0])} in {kind[1]} on {kind[2]} at {rows.site} of layer "
-            f"{rows.layer} and returned {found}; it must return rows like those it was given."
+            f"{rows.layer} and returned {returned}; it must return rows like those it was given."
         )
 
     def _refuse_if_rows_mix(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> None:
@@ -206,11 +206,11 @@ class _OfTensor(_Changing):
         super().__init__(inputs)
         self.tensor: Tensor = inputs.arguments[self.needs[0]]
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return nothing, once the tensor is seen to fit."""
         longest = max(map(len, self.inputs.pair.base))
-        for name in dict.fromkeys(site for site, _ in wanted.places):
-            listed, lengths = _axes(self.site(name)), self.site(name).size(wanted.model.shape, longest)
+        for name in dict.fromkeys(site for site, _ in request.places):
+            listed, lengths = _axes(self.site(name)), self.site(name).size(request.model.shape, longest)
             sizes = {"example": len(self.inputs.pair.prompts)} | dict(zip(self.site(name).axes, lengths, strict=True))
             if not any(_fits(self.tensor.shape, axes, sizes) for axes in listed):
                 known = " or ".join(f"({', '.join(f'{axis} {sizes[axis]}' for axis in axes)})" for axes in listed)
@@ -317,14 +317,14 @@ class Noise(_Changing):
         """The strength."""
         return f"noise {self.inputs.arguments['std']:g}"
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Draw for each example and sample, over the tokens of the example's prompt."""
-        model, drawn = wanted.model, {}
-        for site, layer in wanted.places:
-            size = self.site(site).size(model.shape, wanted.width)
+        model, drawn = request.model, {}
+        for site, layer in request.places:
+            size = self.site(site).size(model.shape, request.width)
             # Padding gets no noise, so that a draw does not depend on how long the longest prompt of a group is.
-            sampled = torch.zeros(len(wanted.examples), self.samples, *size)
-            for row, example in enumerate(wanted.examples):
+            sampled = torch.zeros(len(request.examples), self.samples, *size)
+            for row, example in enumerate(request.examples):
                 length = len(self.inputs.pair.base[example])
                 for sample in range(self.samples):
                     shape, seed = (length, *size[1:]), self.inputs.arguments["seed"]

@@ -85,18 +85,18 @@ class ActivationNode:
         return called + at + ("" if self.key is None else f" <- {self.key}")
 
 
-def read_nodes(model: HookedModel, given: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
+def read_nodes(model: HookedModel, listed: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
     """Read nodes that are to be changed together: a list of nodes, of their names, or of mappings of what each has.
 
     Every one of the prompts, which are those that are edited, must have the tokens.
     """
-    if is_one(given):
+    if is_one(listed):
         raise InputError(
-            f"together={shown(given)} holds no nodes: give a list, as in "
+            f"together={shown(listed)} holds no nodes: give a list, as in "
             "[{'site': 'z', 'layer': 0, 'head': 1}, {'site': 'resid_pre', 'layer': 2, 'position': 3}]."
         )
     length = min(map(len, prompts))
-    nodes = tuple(_read_node(model, one, length) for one in given)  # type: ignore[attr-defined]
+    nodes = tuple(_read_node(model, one, length) for one in listed)  # type: ignore[attr-defined]
     if not nodes:
         raise InputError("together= is empty: name at least one node.")
     if twice := [node for node in nodes if nodes.count(node) > 1]:
@@ -109,31 +109,31 @@ def set_name(nodes: Sequence[ActivationNode]) -> str:
     return " + ".join(map(str, nodes)) if len(nodes) <= 4 else f"{len(nodes)} nodes from {nodes[0]} to {nodes[-1]}"
 
 
-def _read_node(model: HookedModel, given: object, length: int) -> ActivationNode:
-    known = [field.name for field in fields(ActivationNode)]
-    given = _by_name(model, given) if isinstance(given, str | tuple) else given
-    if not isinstance(given, ActivationNode | Mapping):
+def _read_node(model: HookedModel, entry: object, length: int) -> ActivationNode:
+    field_names = [field.name for field in fields(ActivationNode)]
+    entry = _by_name(model, entry) if isinstance(entry, str | tuple) else entry
+    if not isinstance(entry, ActivationNode | Mapping):
         raise InputError(
-            f"{shown(given)} is not a node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}."
+            f"{shown(entry)} is not a node: give a mapping such as {{'site': 'z', 'layer': 0, 'head': 1}}."
         )
-    named = given.described() if isinstance(given, ActivationNode) else given
-    asked: dict[str, Any] = {str(k): v for k, v in named.items() if v is not None}
-    if unknown := [name for name in asked if name not in known]:
-        hint = did_you_mean(unknown[0], known)
-        raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(known)}.{hint}")
-    if absent := [name for name in known[:2] if name not in asked]:
-        raise InputError(f"The node {shown(dict(asked))} names no {absent[0]}.")
-    name, shape = asked.pop("site"), model.shape
+    named = entry.described() if isinstance(entry, ActivationNode) else entry
+    values: dict[str, Any] = {str(k): v for k, v in named.items() if v is not None}
+    if unknown := [name for name in values if name not in field_names]:
+        hint = did_you_mean(unknown[0], field_names)
+        raise InputError(f"A node has no {shown(unknown[0])}; it has {', '.join(field_names)}.{hint}")
+    if absent := [name for name in field_names[:2] if name not in values]:
+        raise InputError(f"The node {shown(dict(values))} names no {absent[0]}.")
+    name, shape = values.pop("site"), model.shape
     if not isinstance(name, str):
         raise InputError(f"The site of a node is its name, not {shown(name)}. Valid: {', '.join(SITES)}.")
     (site,) = sites_named(name, model)
     counts = {"layer": shape.n_layers, "position": length, "key": length}
     counts |= {"head": site.n_heads(shape)} if site.has_heads else {}
-    for axis in asked:
+    for axis in values:
         if axis not in site.swept_axes:
             raise InputError(f"A node of {site.name} has no {axis}; it has {', '.join(site.swept_axes)}.")
     places: dict[str, int] = {}
-    for axis, value in asked.items():
+    for axis, value in values.items():
         try:
             number = whole_number(value)
         except TypeError:
@@ -199,18 +199,18 @@ class ComponentSet:
 
 
 def read_sets(
-    model: HookedModel, one: Mapping[str, Any], several: Any = None, complement: bool = False
+    model: HookedModel, single: Mapping[str, Any], several: Any = None, complement: bool = False
 ) -> tuple[ComponentSet, ...]:
-    """Read the sets requested: `one`, the members of a single set by kind, or `several` in its place.
+    """Read the sets requested: `single`, the members of a single set by kind, or `several` in its place.
 
     Those are a mapping from names to sets, or a list of sets; a set is a mapping from kinds to members, or a list of
     heads. With `complement` everything of these kinds but the set is meant.
     """
-    given = {kind: members for kind, members in one.items() if members is not None}
+    by_kind = {kind: members for kind, members in single.items() if members is not None}
     if several is None:
-        return (_read_set(model, given, None, complement),)
-    if given:
-        raise InputError(f"sets= and {next(iter(given))}= were both given: put all sets into sets=, or give one set.")
+        return (_read_set(model, by_kind, None, complement),)
+    if by_kind:
+        raise InputError(f"sets= and {next(iter(by_kind))}= were both given: put all sets into sets=, or give one set.")
     if isinstance(several, Mapping):
         named = list(several.items())
     elif is_one(several):
@@ -222,11 +222,11 @@ def read_sets(
     read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
     # Sets of different names may be equal, one without a name may not; where names are the same they are numbered.
     distinct: list[ComponentSet] = []
-    for found in read:
-        if any(other.parts == found.parts and other.name == found.name for other in distinct):
-            raise InputError(f"The set {shown(found.name)} was given twice: give it once, or name both.")
-        count = sum(other.name.split(" #")[0] == found.name for other in distinct)
-        distinct.append(replace(found, name=f"{found.name} #{count + 1}") if count else found)
+    for candidate in read:
+        if any(other.parts == candidate.parts and other.name == candidate.name for other in distinct):
+            raise InputError(f"The set {shown(candidate.name)} was given twice: give it once, or name both.")
+        count = sum(other.name.split(" #")[0] == candidate.name for other in distinct)
+        distinct.append(replace(candidate, name=f"{candidate.name} #{count + 1}") if count else candidate)
     return tuple(distinct)
 
 
@@ -276,12 +276,12 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
 def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
     """Check dictionaries: features of one, or of several."""
     dictionaries = one_or_several(listed)
-    if wrong := [one for one in dictionaries if not isinstance(one, Features)]:
+    if wrong := [features for features in dictionaries if not isinstance(features, Features)]:
         raise InputError(
             f"features= holds {shown(wrong[0])}: give what hw.features or hw.load_sae returns, .only([...])."
         )
-    fitted = tuple(one.fitted(model) for one in dictionaries)
-    if len({one.name for one in fitted}) < len(fitted):
+    fitted = tuple(features.fitted(model) for features in dictionaries)
+    if len({features.name for features in fitted}) < len(fitted):
         raise InputError(f"The dictionary {fitted[0].name!r} is named twice: name its features together, or name= it.")
     return fitted
 

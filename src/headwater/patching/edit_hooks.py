@@ -176,11 +176,13 @@ def edit(
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
     if recipe.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
-    own = getattr(row, "layer", None)
-    if own is None:
+    edited_layer = getattr(row, "layer", None)
+    if edited_layer is None:
         if isinstance(layer, list | tuple | range):
             raise InputError(f"layer={shown(layer)} are several: give one hw.edit for each, all in the list of hooks.")
-        own = checked_count("layer", layer, least=0)
-    elif layer is not None and checked_count("layer", layer, least=0) != own:
-        raise InputError(f"layer={layer} was given, but {row.name} is a dictionary of layer {own}: give layer=None.")
-    return EditHook(row, int(own), recipe, positions, materialize(heads), keys)
+        edited_layer = checked_count("layer", layer, least=0)
+    elif layer is not None and checked_count("layer", layer, least=0) != edited_layer:
+        raise InputError(
+            f"layer={layer} was given, but {row.name} is a dictionary of layer {edited_layer}: give layer=None."
+        )
+    return EditHook(row, int(edited_layer), recipe, positions, materialize(heads), keys)

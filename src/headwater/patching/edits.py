@@ -408,22 +408,22 @@ def _edited(
         assert new is not None
         current[row, unit] = new.to(current)
         return current
-    taken = values.taken(site, source, example, sample, position, *heads)
+    replacement = values.taken(site, source, example, sample, position, *heads)
     if values.change is not None:
         # A change is given whole rows, also where only some of their entries are kept of it.
-        known, head, before = values.known(example), heads[0] if heads else None, current
+        prompts, head, before = values.known(example), heads[0] if heads else None, current
         if of_all_heads := site.has_heads and head is None:
             # It sees a row a head: the head's number is part of where it is.
             n_heads = current.shape[1]
             head = torch.arange(n_heads, device=current.device).repeat(len(current))
-            known, position, sample = (one.repeat_interleave(n_heads) for one in (known, position, sample))
-            before, taken = current.flatten(0, 1), None if taken is None else taken.flatten(0, 1)
-        changed = values.change(before, taken, EditedRows(site.name, layer, known, position, head, sample))
-        taken = changed.unflatten(0, current.shape[:2]) if of_all_heads else changed
-    assert taken is not None
+            prompts, position, sample = (one.repeat_interleave(n_heads) for one in (prompts, position, sample))
+            before, replacement = current.flatten(0, 1), None if replacement is None else replacement.flatten(0, 1)
+        changed = values.change(before, replacement, EditedRows(site.name, layer, prompts, position, head, sample))
+        replacement = changed.unflatten(0, current.shape[:2]) if of_all_heads else changed
+    assert replacement is not None
     if units is None:
-        return taken.to(current)
-    current[units] = taken[units].to(current)
+        return replacement.to(current)
+    current[units] = replacement[units].to(current)
     return current
 
 
@@ -460,18 +460,18 @@ def write_patterns(
             of_stretch, row, head, query, *at = to_device(index[:, start : start + most], activation.device)
             named = columns[row]
             example, sample, position = at
-            taken = values.taken(site, source, example, sample, head, position)
+            replacement = values.taken(site, source, example, sample, head, position)
             current = activation[row, head, query]
             if values.change is not None:
                 # Keys of no position are put into one column past the prompt's, which is cut off.
                 place = named.where(named >= 0, length)
                 ordered = current.new_zeros(len(current), length + 1).scatter(1, place, current)[:, :length]
-                other = None if taken is None else taken[:, :length].contiguous()
+                other = None if replacement is None else replacement[:, :length].contiguous()
                 rows = EditedRows(site.name, layer, values.known(example), position, head, sample)
-                taken = values.change(ordered.contiguous(), other, rows)
-            assert taken is not None
+                replacement = values.change(ordered.contiguous(), other, rows)
+            assert replacement is not None
             # Values lie in the order of the prompt's positions, the pattern's keys recorded ones first.
-            written = taken.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
+            written = replacement.gather(1, named.clamp_min(0)).masked_fill(named < 0, 0.0)
             if keys is not None:
                 chosen = to_device(keys, activation.device)[of_stretch[:, None], named]
                 written = torch.where(chosen, written, current)

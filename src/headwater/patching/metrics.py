@@ -141,41 +141,41 @@ class _Last(Tensor):
         """Compute as on any tensor; check indices, and mark results that have the same axes up to that of positions."""
         # Without this the operations below would come back here.
         with torch._C.DisableTorchFunctionSubclass():
-            one, axis = args[0] if args else None, None
-            if isinstance(one, _Last):
+            tensor, axis = args[0] if args else None, None
+            if isinstance(tensor, _Last):
                 if func in (Tensor.__getitem__, Tensor.__setitem__):
-                    axis = _checked_index(args[1], one._axis, one.ndim)
+                    axis = _checked_index(args[1], tensor._axis, tensor.ndim)
                 elif func in (Tensor.select, torch.select):
-                    _checked_index((*[slice(None)] * args[1], args[2]), one._axis, one.ndim)
-                elif func is Tensor.unbind and one._axis and args[1:] in ((), (0,)):  # as a loop over rows does
-                    return tuple(cls.of(row, one._axis - 1) for row in func(*args))
-            found = func(*args, **(kwargs or {}))
-            if isinstance(one, _Last) and func is not Tensor.__getitem__ and isinstance(found, Tensor):
-                kept = one.shape[: one._axis + 1]
-                axis = one._axis if found.shape[: len(kept)] == kept else None
-            return found if axis is None or not isinstance(found, Tensor) else cls.of(found, axis)
+                    _checked_index((*[slice(None)] * args[1], args[2]), tensor._axis, tensor.ndim)
+                elif func is Tensor.unbind and tensor._axis and args[1:] in ((), (0,)):  # as a loop over rows does
+                    return tuple(cls.of(row, tensor._axis - 1) for row in func(*args))
+            result = func(*args, **(kwargs or {}))
+            if isinstance(tensor, _Last) and func is not Tensor.__getitem__ and isinstance(result, Tensor):
+                leading = tensor.shape[: tensor._axis + 1]
+                axis = tensor._axis if result.shape[: len(leading)] == leading else None
+            return result if axis is None or not isinstance(result, Tensor) else cls.of(result, axis)
 
 
 def _checked_index(index: Any, axis: int, ndim: int) -> int | None:
     """Return where an index puts the axis of positions; None where it is gone."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    taken = [0 if one is None else one.ndim if str(getattr(one, "dtype", "")).endswith("bool") else 1 for one in parts]
-    if (cut := next((i for i, one in enumerate(parts) if one is Ellipsis), None)) is not None:
-        n_whole = ndim - sum(taken) + 1
-        parts[cut : cut + 1], taken[cut : cut + 1] = [slice(None)] * n_whole, [1] * n_whole
-    here, after, gone = 0, 0, False
-    for one, count in zip(parts, taken, strict=True):
-        if here == axis and count:
-            whole = isinstance(one, slice) and one.start in (None, -1) and one.stop is None
-            if not whole and (isinstance(one, slice) or (count == 1 and bool((torch.as_tensor(one) != -1).any()))):
+    counts = [0 if p is None else p.ndim if str(getattr(p, "dtype", "")).endswith("bool") else 1 for p in parts]
+    if (cut := next((i for i, part in enumerate(parts) if part is Ellipsis), None)) is not None:
+        n_whole = ndim - sum(counts) + 1
+        parts[cut : cut + 1], counts[cut : cut + 1] = [slice(None)] * n_whole, [1] * n_whole
+    current, after, gone = 0, 0, False
+    for part, count in zip(parts, counts, strict=True):
+        if current == axis and count:
+            whole = isinstance(part, slice) and part.start in (None, -1) and part.stop is None
+            if not whole and (isinstance(part, slice) or (count == 1 and bool((torch.as_tensor(part) != -1).any()))):
                 raise InputError(
-                    f"A metric reads position {shown(one)}, and is given the last position of each prompt alone: write "
-                    "[:, -1], or read all positions by metric=hw.Metric('name', function, at='all')."
+                    f"A metric reads position {shown(part)}, and is given the last position of each prompt alone: "
+                    "write [:, -1], or read all positions by metric=hw.Metric('name', function, at='all')."
                 )
             return after if whole and not gone else None
-        gone = gone or not (one is None or isinstance(one, slice | int))
-        here, after = here + count, after + (one is None or isinstance(one, slice))
-    return None if gone else after + axis - here
+        gone = gone or not (part is None or isinstance(part, slice | int))
+        current, after = current + count, after + (part is None or isinstance(part, slice))
+    return None if gone else after + axis - current
 
 
 @checked_call
@@ -245,25 +245,26 @@ def answers_of(name: str) -> list[str]:
 def as_metrics(metric: Metric | Callable[..., Any] | Sequence[Any]) -> tuple[Metric, ...]:
     """Take a metric, the name of one that needs no answers, a function of the kept logits, or several of these."""
     metrics = []
-    for one in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
-        if isinstance(one, Metric):
-            metrics.append(one)
-        elif isinstance(one, str) and one in METRICS and not answers_of(one):
-            metrics.append(METRICS[one]())
+    for entry in list(metric) if isinstance(metric, Sequence) and not isinstance(metric, str) else [metric]:
+        if isinstance(entry, Metric):
+            metrics.append(entry)
+        elif isinstance(entry, str) and entry in METRICS and not answers_of(entry):
+            metrics.append(METRICS[entry]())
         elif uncalled := next(
-            (name for name, maker in METRICS.items() if maker is one or (isinstance(one, str) and one == name)), None
+            (name for name, maker in METRICS.items() if maker is entry or (isinstance(entry, str) and entry == name)),
+            None,
         ):
             maker = METRICS[uncalled]
             called = f"hw.{uncalled}" if maker.__module__ == __name__ else maker.__name__
             raise InputError(f"{called} makes a metric when it is called: {called}({', '.join(answers_of(uncalled))}).")
-        elif callable(one):
-            metrics.append(Metric(getattr(one, "__name__", type(one).__name__), partial(_on_a_copy, one)))
+        elif callable(entry):
+            metrics.append(Metric(getattr(entry, "__name__", type(entry).__name__), partial(_on_a_copy, entry)))
         else:
-            near = did_you_mean(one, METRICS) if isinstance(one, str) else ""
+            near = did_you_mean(entry, METRICS) if isinstance(entry, str) else ""
             raise InputError(
-                f"{shown(one)} is not a metric.{near} Use hw.logit_difference(...), hw.kl_divergence() or a function."
+                f"{shown(entry)} is not a metric.{near} Use hw.logit_difference(...), hw.kl_divergence() or a function."
             )
-    names = [one.name for one in metrics]
+    names = [entry.name for entry in metrics]
     if not names or len(set(names)) < len(names):
         raise InputError(
             f"A sweep needs metrics of different names; these are {names}. Rename with dataclasses.replace."
@@ -313,11 +314,11 @@ def _refuse_the_same(correct: Answer, wrong: Answer) -> None:
             )
 
 
-def _is_same(one: object, other: object) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return isinstance(one, str) and one == other
+def _is_same(first: object, second: object) -> bool:
+    if isinstance(first, str) or isinstance(second, str):
+        return isinstance(first, str) and first == second
     try:
-        return whole_number(one) == whole_number(other)
+        return whole_number(first) == whole_number(second)
     except TypeError:
         return False
 

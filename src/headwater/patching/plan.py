@@ -99,12 +99,12 @@ class Plan:
         for i, (spans, positions) in enumerate(zip(self.spans, self.positions, strict=True)):
             same: dict[int, int] = {}
             for span in spans:
-                for here, there in zip(span.base, span.other, strict=True):
+                for in_base, in_other in zip(span.base, span.other, strict=True):
                     # Every position is read once for all metrics, in either run.
-                    if same.setdefault(here, there) != there:
+                    if same.setdefault(in_base, in_other) != in_other:
                         raise InputError(
-                            f"The metrics read position {here} of pair {i}, which is {same[here]} of the other prompt "
-                            f"for one and {there} for another: name what they read alike."
+                            f"The metrics read position {in_base} of pair {i}, which is {same[in_base]} of the other "
+                            f"prompt for one and {in_other} for another: name what they read alike."
                         )
             by_example.append(tuple(same.get(position, position) for position in positions))
         return tuple(by_example)
@@ -228,14 +228,14 @@ class Group:
         Positions without a match in the other prompt hold anything: no edit writes them.
         """
         matched = [self.plan.matched[i // self.plan.pair.draws] if self.plan.matched else None for i in self.examples]
-        if all(one is None for one in matched):
+        if all(pairs is None for pairs in matched):
             return activation
         # A pattern is aligned twice, by queries and then by keys: position first, heads out of the way.
         of_position = activation.movedim(1, 3) if site.has_keys else activation  # of a pattern, heads go last
         index = torch.arange(max(self.lengths)).clamp_max(of_position.shape[1] - 1).repeat(len(matched), 1)
-        for row, one in enumerate(matched):
-            for here, there in (one or {}).items():
-                index[row, here] = there
+        for row, pairs in enumerate(matched):
+            for in_base, in_other in (pairs or {}).items():
+                index[row, in_base] = in_other
         rows = torch.arange(len(matched))[:, None]
         gathered = of_position[rows, index]
         return gathered.transpose(1, 2)[rows, index].permute(0, 3, 2, 1) if site.has_keys else gathered
@@ -368,12 +368,12 @@ def read_run(
     for site, layer in group.readings:
         if site != LOGITS:
             activation = activations[SITES[site].hook_name(layer)]
-            at = to_device_many([torch.tensor(kept) for kept in positions], activation.device)
-            read[site, layer] = [activation[i, own] for i, own in enumerate(at)]
+            at = to_device_many([torch.tensor(each) for each in positions], activation.device)
+            read[site, layer] = [activation[i, index] for i, index in enumerate(at)]
         elif logits is not None:
             columns = columns_of(positions).tolist()
-            places = [torch.tensor([columns.index(p) for p in kept]) for kept in positions]
-            read[site, layer] = [logits[i, own] for i, own in enumerate(to_device_many(places, logits.device))]
+            places = [torch.tensor([columns.index(p) for p in each]) for each in positions]
+            read[site, layer] = [logits[i, index] for i, index in enumerate(to_device_many(places, logits.device))]
     return read
 
 
@@ -416,14 +416,14 @@ class Readout:
         measured = Measured.empty(len(chosen), len(self.plan.metrics))
         rows = chosen.example - self.examples.start
         for m, metric in enumerate(self.plan.metrics):
-            readings = [self.plan.reading(metric, one.edits) for one in chosen.templates]
+            readings = [self.plan.reading(metric, template.edits) for template in chosen.templates]
             for reading in {readings[number] for number in np.unique(chosen.template)}:
-                reading_cells = np.flatnonzero(np.array([one == reading for one in readings])[chosen.template])
-                here, examples = torch.from_numpy(reading_cells), torch.from_numpy(rows[reading_cells])
-                measured.unedited[here, m] = self._of_base[reading][examples, m]
+                reading_cells = np.flatnonzero(np.array([each == reading for each in readings])[chosen.template])
+                index, examples = torch.from_numpy(reading_cells), torch.from_numpy(rows[reading_cells])
+                measured.unedited[index, m] = self._of_base[reading][examples, m]
                 if self._of_other is not None:
-                    measured.other[here, m] = self._of_other[reading][examples, m]
-        cutting = [any(not edit.writes for edit in one.edits) for one in chosen.templates]
+                    measured.other[index, m] = self._of_other[reading][examples, m]
+        cutting = [any(not edit.writes for edit in template.edits) for template in chosen.templates]
         if self.plan.metrics and len(cutting_cells := np.flatnonzero(np.array(cutting)[chosen.template])):
             numbers, which = np.unique(chosen.template[cutting_cells], return_inverse=True)
             edges = self._visible_edges([chosen.templates[number] for number in numbers])

@@ -154,22 +154,22 @@ def aligned_spans(
     They are found once for all pairs of the same lengths where these decide. `base` are the prompts that are edited,
     each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
     """
-    alike: dict[tuple[int, int | None], AlignedSpan] = {}
+    by_lengths: dict[tuple[int, int | None], AlignedSpan] = {}
     spans, shared, n = [], hangs_on_length(where), len(base) // draws
-    for number, (here, there) in enumerate(zip(base, other, strict=True)):
-        i, lengths = number // draws, (len(here), None if there is None else len(there))
-        if not shared or lengths not in alike:
-            if there is None or len(here) == len(there):
-                a = b = aligned_positions(where, here, there, i, n, base_side)
+    for number, (first, second) in enumerate(zip(base, other, strict=True)):
+        i, lengths = number // draws, (len(first), None if second is None else len(second))
+        if not shared or lengths not in by_lengths:
+            if second is None or len(first) == len(second):
+                a = b = aligned_positions(where, first, second, i, n, base_side)
             else:
-                a, b = positions_of(where, here, i, n, base_side), positions_of(where, there, i, n, 1 - base_side)
+                a, b = positions_of(where, first, i, n, base_side), positions_of(where, second, i, n, 1 - base_side)
             if len(a) != len(b):
                 raise InputError(
                     f"{shown(where)} is {len(a)} and {len(b)} tokens of the two prompts of pair {i}, which are of "
-                    f"{len(here)} and {lengths[1]} tokens: name as many in each."
+                    f"{len(first)} and {lengths[1]} tokens: name as many in each."
                 )
-            alike[lengths] = AlignedSpan(a, b)
-        spans.append(alike[lengths])
+            by_lengths[lengths] = AlignedSpan(a, b)
+        spans.append(by_lengths[lengths])
     return spans
 
 
@@ -187,17 +187,17 @@ def spans_by_role(
         sides = [(base, base_side), (other, 1 - base_side)]
     of_two_lengths = len({len(prompt) for prompt, _ in sides}) > 1
     for role, place in where.items():
-        found: list[tuple[int, ...]] = []
+        positions: list[tuple[int, ...]] = []
         absent: AbsentError | None = None
         for prompt, side in sides:
             try:
-                found.append(role_in(role, place, prompt, example, n, side))
+                positions.append(role_in(role, place, prompt, example, n, side))
             except AbsentError as error:
                 absent = error
-        if absent is not None and (of_two_lengths or not found):
+        if absent is not None and (of_two_lengths or not positions):
             advice = " Of a pair of two lengths, name both words: (the clean prompt's, the corrupted one's)."
             raise InputError(f"{absent}{advice * of_two_lengths}")
-        span = spots[role] = AlignedSpan(found[0], found[-1])
+        span = spots[role] = AlignedSpan(positions[0], positions[-1])
         if len(span.base) != len(span.other):
             raise InputError(
                 f"The role {role!r} is {len(span.base)} tokens of one prompt of pair {example} and {len(span.other)} "
@@ -212,26 +212,26 @@ def matched_tokens(spots: Mapping[str, AlignedSpan], keys: Mapping[str, AlignedS
     """Return which token of the other prompt of a pair each token is, of positions and of keys, by role."""
     by_token: dict[int, tuple[str, int]] = {}
     for role, span in (*spots.items(), *keys.items()):
-        for here, there in zip(span.base, span.other, strict=True):
-            first, taken = by_token.setdefault(here, (role, there))
-            if taken != there:
+        for in_base, in_other in zip(span.base, span.other, strict=True):
+            first, earlier = by_token.setdefault(in_base, (role, in_other))
+            if earlier != in_other:
                 raise InputError(
-                    f"Token {here} of pair {example} is {first!r} and {role!r}, which are two tokens ({taken} and "
-                    f"{there}) of the other prompt."
+                    f"Token {in_base} of pair {example} is {first!r} and {role!r}, which are two tokens ({earlier} and "
+                    f"{in_other}) of the other prompt."
                 )
-    return {here: there for here, (_, there) in by_token.items()}
+    return {in_base: in_other for in_base, (_, in_other) in by_token.items()}
 
 
 def seen_positions(site: Site, prompt: Prompt, positions: Sequence[int]) -> tuple[int, ...]:
     """Return positions without those at which a site is not edited; refuse where no other was named."""
     left_out = site.left_out(prompt.ids) if site.leaves_out else frozenset()
-    kept = tuple(position for position in positions if position not in left_out)
-    if not kept:
+    editable = tuple(position for position in positions if position not in left_out)
+    if not editable:
         raise InputError(
             f"{site.name} can be edited at none of the positions {list(positions)} of the prompt that begins with "
             f"{''.join(prompt.strings[:8])!r}: its dictionary was trained without such tokens. Name other positions."
         )
-    return kept
+    return editable
 
 
 def first_difference(a: Prompt, b: Prompt) -> int:
@@ -312,13 +312,13 @@ class PromptPair:
         """
         others: Sequence[Prompt | None] = [None] * len(self.prompts) if in_base or not self.others else self.others
         side, n = 0 if self.base_is_clean else 1, len(self.prompts)
-        known: dict[Hashable, dict[str, AlignedSpan]] = {}
+        shared: dict[Hashable, dict[str, AlignedSpan]] = {}
         if isinstance(where, Mapping):
             pairs = enumerate(zip(self.prompts, others, strict=True))
             found = [spans_by_role(where, *pair, i, n, side) for i, pair in pairs]
         else:
             found = [{"": span} for span in aligned_spans(where, self.prompts, others, side)]
-        return [known.setdefault(tuple(one.items()), one) for one in found]
+        return [shared.setdefault(tuple(one.items()), one) for one in found]
 
     def matched(
         self,
@@ -334,15 +334,15 @@ class PromptPair:
         keyed = [site.name for site in sites if site.has_keys]
         of_keys = keys if keyed and keys is not None else [{}] * len(self.prompts)
         # Prompts that share their spans share what comes of them, so that 500 prompts of one shape cost as much as one.
-        known: dict[tuple[int, int, bool], Mapping[int, int] | None] = {}
+        cache: dict[tuple[int, int, bool], Mapping[int, int] | None] = {}
         matched = []
         for i, (at, to, base, other) in enumerate(zip(spans, of_keys, self.prompts, others, strict=True)):
             of_one_length = other is None or len(base) == len(other)
-            if (same := (id(at), id(to), of_one_length)) not in known:
+            if (same := (id(at), id(to), of_one_length)) not in cache:
                 pairs = matched_tokens(at, to, i)
-                in_place = of_one_length and all(here == there for here, there in pairs.items())
-                known[same] = None if in_place else pairs
-            matched.append(known[same])
+                in_place = of_one_length and all(in_base == in_other for in_base, in_other in pairs.items())
+                cache[same] = None if in_place else pairs
+            matched.append(cache[same])
         moved = [i for i, one in enumerate(matched) if one is not None]
         if moved and keyed and keys is None:
             raise InputError(
@@ -352,8 +352,8 @@ class PromptPair:
         for i in moved:
             # A query that can read a key in one prompt and comes before it in the other has no weight there.
             for (reads, query), (read, key) in product(spans[i].items(), of_keys[i].items()):
-                for here, there in zip(query.base, query.other, strict=True):
-                    if any((here < of) != (there < to) for of, to in zip(key.base, key.other, strict=True)):
+                for in_base, in_other in zip(query.base, query.other, strict=True):
+                    if any((in_base < of) != (in_other < to) for of, to in zip(key.base, key.other, strict=True)):
                         raise InputError(
                             f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {i} and not in "
                             "the other, where its weight is 0. Give pairs in which they have one order."

@@ -112,8 +112,8 @@ class Replacement(ABC):
         self.outcome = NOT_WRITTEN
 
     @abstractmethod
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return the values at every place that is wanted, one row per example, over all of its positions."""
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
+        """Return the values at every place that is requested, one row per example, over all of its positions."""
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return what is written in place of `activation`, `row width`, for kinds that say `changes`.
@@ -181,9 +181,9 @@ class OtherRun(Replacement):
                 "values='zero', 'mean' or 'resample'; a file of pairs is given as a pathlib.Path."
             )
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return what the other run has there."""
-        return wanted.other
+        return request.other
 
     def since(self, example: int) -> int:
         """Return the first position at which the two runs differ."""
@@ -200,11 +200,11 @@ class Zero(Replacement):
 
     labelled = False
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return zeros, none of which takes memory."""
-        zero = torch.zeros((), dtype=wanted.model.dtype, device=wanted.model.device)
-        n, shape = len(wanted.examples), wanted.model.shape
-        return {place: zero.expand(n, *wanted.sites[place[0]].size(shape, wanted.width)) for place in wanted.places}
+        zero = torch.zeros((), dtype=request.model.dtype, device=request.model.device)
+        n, shape = len(request.examples), request.model.shape
+        return {place: zero.expand(n, *request.sites[place[0]].size(shape, request.width)) for place in request.places}
 
 
 def checked_tensor(option: str, value: Any) -> Tensor:
@@ -272,12 +272,12 @@ def build_replacement(
     return replacement
 
 
-def compute_values(replacement: Replacement, wanted: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
+def compute_values(replacement: Replacement, request: ValueRequest, lengths: Sequence[int]) -> ReplacementValues:
     """Return what edits write at the examples of a group, by what they are written into where the kind says so."""
     # Draws of one prompt are examples of their own: functions know them by the caller's prompt.
-    known = [example // replacement.inputs.pair.draws for example in wanted.examples]
+    known = [example // replacement.inputs.pair.draws for example in request.examples]
     change = replacement.written if replacement.changes else None
-    return ReplacementValues(replacement.values(wanted), change, known, lengths, replacement.samples or 1)
+    return ReplacementValues(replacement.values(request), change, known, lengths, replacement.samples or 1)
 
 
 def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
@@ -306,9 +306,9 @@ class _OfDataset(Replacement):
         super().__init__(inputs)
         self.pool = inputs.dataset if inputs.dataset is not None else inputs.pair.prompts
 
-    def runs(self, wanted: ValueRequest, numbers: Sequence[int]) -> dict[Place, Tensor]:
+    def runs(self, request: ValueRequest, numbers: Sequence[int]) -> dict[Place, Tensor]:
         """Run some prompts of the data set, by number."""
-        return wanted.of_runs([self.pool[i] for i in numbers], [f"{i} of the data set" for i in numbers])
+        return request.of_runs([self.pool[i] for i in numbers], [f"{i} of the data set" for i in numbers])
 
 
 @VALUES.add("mean")
@@ -343,15 +343,15 @@ class Mean(_OfDataset):
         """Over what the mean is."""
         return f"mean over {self.mean_over}"
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Return each mean for every example, and where it is one over tokens, for every position."""
         by_position = self.mean_over == "examples"
-        if missing := tuple(place for place in wanted.places if place not in self._means):
-            request = ValueRequest(wanted.model, wanted.examples, wanted.width, missing, {}, wanted.sites)
+        if missing := tuple(place for place in request.places if place not in self._means):
+            of_missing = ValueRequest(request.model, request.examples, request.width, missing, {}, request.sites)
             sums: dict[Place, Tensor] = {}
             for start in range(0, len(self.pool), BATCH):
                 numbers = range(start, min(start + BATCH, len(self.pool)))
-                for place, activation in self.runs(request, numbers).items():
+                for place, activation in self.runs(of_missing, numbers).items():
                     each = activation.double()
                     if not by_position:
                         rows = zip(each, (len(self.pool[i]) for i in numbers), strict=True)
@@ -359,9 +359,9 @@ class Mean(_OfDataset):
                     sums[place] = sums[place] + each.sum(0) if place in sums else each.sum(0)
             # One less per prompt over tokens: its first is left out of the sum.
             count = len(self.pool) if by_position else sum(len(prompt) - 1 for prompt in self.pool)
-            self._means |= {place: (total / count).to(wanted.model.dtype) for place, total in sums.items()}
-        size = (len(wanted.examples),) if by_position else (len(wanted.examples), wanted.width)
-        return {place: self._means[place].expand(*size, *self._means[place].shape) for place in wanted.places}
+            self._means |= {place: (total / count).to(request.model.dtype) for place, total in sums.items()}
+        size = (len(request.examples),) if by_position else (len(request.examples), request.width)
+        return {place: self._means[place].expand(*size, *self._means[place].shape) for place in request.places}
 
 
 @VALUES.add("resample")
@@ -421,13 +421,13 @@ class Resample(_OfDataset):
             )
         return by_prompt
 
-    def values(self, wanted: ValueRequest) -> Mapping[Place, Tensor]:
+    def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
         """Run the prompts that were drawn; by role, lay their tokens where those of the edited prompts are."""
-        drawn = self.runs(wanted, [self.donors[i] for i in wanted.examples])
+        drawn = self.runs(request, [self.donors[i] for i in request.examples])
         if not self._by_role:
             return drawn
-        index = torch.zeros(len(wanted.examples), wanted.width, dtype=torch.long)
-        for row, example in enumerate(wanted.examples):
+        index = torch.zeros(len(request.examples), request.width, dtype=torch.long)
+        for row, example in enumerate(request.examples):
             donor = self._roles[self.donors[example]]
             for role, at in self._edited[example // self.inputs.pair.draws].items():
                 index[row, list(at)] = torch.tensor(list(donor[role]))
@@ -478,10 +478,10 @@ def capture(
 
     `before` are hooks that act before anything is kept.
     """
-    kept: dict[str, Tensor] = {}
+    activations: dict[str, Tensor] = {}
 
     def hold(activation: Tensor, hook: object, name: str) -> None:
-        kept[name] = activation.clone()
+        activations[name] = activation.clone()
 
     n_layers = model.shape.n_layers
     # Kept in any case: what is not finite anywhere in a run shows in its last residual stream.
@@ -489,5 +489,5 @@ def capture(
     hooks = [(name, read_hook(partial(hold, name=name))) for name in dict.fromkeys([*names, last])]
     with model.lock:
         out = model.run(batch, [*before, *hooks], keep=keep, stop_at=n_layers if keep is None else None)
-        finite_output(model, kept[last], batch, None)
-    return kept, out
+        finite_output(model, activations[last], batch, None)
+    return activations, out

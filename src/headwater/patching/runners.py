@@ -172,14 +172,14 @@ class WalkRunner(Runner):
         walk = Walk(self.blocks, self.recording, variants, self.values, deliver, tile, answers)
         try:
             walk.run()
-        except NotFiniteError as found:
+        except NotFiniteError as error:
             # Made once more as a whole run, whose own checks say in which layer it went wrong.
-            variant, example = variants[found.variant], int(variants.example[found.variant])
+            variant, example = variants[error.variant], int(variants.example[error.variant])
             model, batch = self.plan.model, self.group.batch(*self._sides).rows(example, example + 1)
             before, n_layers = self.group.corrupting(*self._sides, rows=[example]), model.shape.n_layers
             model.run(batch, [*before, *_edits([variant], [example], self.values, n_layers)], stop_at=n_layers)
-            token = int(batch.tokens[0, found.position])
-            where = batch.name(0), found.position, token
+            token = int(batch.tokens[0, error.position])
+            where = batch.name(0), error.position, token
             raise NumericsError(not_finite(model, "the logits", *where, edited=True)) from None
         # Remembered where memory ran out, so that the next wave does not try the large tile again.
         self._tile = walk.tile_tokens if walk.tile_tokens < tile else self._tile
@@ -258,26 +258,26 @@ class WalkRunner(Runner):
             names += [site.hook_name(layer) for site in (main_site(Stage.BLOCK_INPUT), *there)]
         return names
 
-    def _read(self, activations: Mapping[str, Tensor], side: Side, kept: Kept) -> Reads:
+    def _read(self, activations: Mapping[str, Tensor], side: Side, positions: Kept) -> Reads:
         """Read one side of the recorded run, whose logits were not computed."""
         group, n_layers = self.group, self.plan.model.shape.n_layers
-        read = read_run(group, kept, activations)
+        read = read_run(group, positions, activations)
         if (LOGITS, n_layers) in group.readings:
             residual = activations[main_site(Stage.BLOCK_OUTPUT).hook_name(n_layers - 1)]
             if self._answers is None:
-                columns = to_device_many([torch.tensor(places) for places in kept], residual.device)
+                columns = to_device_many([torch.tensor(places) for places in positions], residual.device)
                 read[LOGITS, n_layers] = [self.blocks.logits(residual[i, places]) for i, places in enumerate(columns)]
             else:
-                listed = torch.tensor([(i, place) for i, places in enumerate(kept) for place in places])
+                listed = torch.tensor([(i, place) for i, places in enumerate(positions) for place in places])
                 row, place = to_device(listed, residual.device).unbind(1)
                 logits = self.blocks.logits_of(residual[row, place], self._answers[row])
-                read[LOGITS, n_layers] = list(logits.split([len(places) for places in kept]))
+                read[LOGITS, n_layers] = list(logits.split([len(places) for places in positions]))
             # All examples in one look: each look waits for the device.
             if not bool(torch.cat(read[LOGITS, n_layers])[:, :1].isfinite().all()):
                 for i, logits in enumerate(read[LOGITS, n_layers]):
                     wrong = ~logits[:, :1].isfinite().all(-1)
                     if bool(wrong.any()):
-                        batch, position = group.batch(side), kept[i][int(wrong.nonzero()[0])]
+                        batch, position = group.batch(side), positions[i][int(wrong.nonzero()[0])]
                         token = int(batch.tokens[i, position])
                         raise NumericsError(not_finite(self.plan.model, "the logits", batch.name(i), position, token))
         return read
@@ -344,11 +344,11 @@ class WholeRuns(Runner):
 
         Rows of a forward read the same positions of as deep a layer, so that no logits are made that nobody reads.
         """
-        alike: dict[tuple[object, ...], list[int]] = {}
+        groups: dict[tuple[object, ...], list[int]] = {}
         keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
         for index in np.flatnonzero(variants.can_change_output).tolist():
-            alike.setdefault(keys[variants.which[index]], []).append(index)
-        for indices in alike.values():
+            groups.setdefault(keys[variants.which[index]], []).append(index)
+        for indices in groups.values():
             # Rows of one length side by side need no padding.
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
             while indices:

@@ -128,16 +128,16 @@ def grid_of(table: pd.DataFrame, rows: str, columns: str, measure: str) -> pd.Da
 
 def chosen_rows(table: pd.DataFrame, fixed: Mapping[str, object]) -> pd.DataFrame:
     """Return the rows of a sweep that have these values in these columns."""
-    for column, wanted in fixed.items():
-        known = table[column].tolist() if column in table.columns else []
-        if not isinstance(wanted, str | Integral) or wanted not in known:
-            names = [str(one) for one in dict.fromkeys(known) if not pd.isna(one)]
+    for column, value in fixed.items():
+        present = table[column].tolist() if column in table.columns else []
+        if not isinstance(value, str | Integral) or value not in present:
+            names = [str(one) for one in dict.fromkeys(present) if not pd.isna(one)]
             listed = f"; it has {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}" if names else ""
             if column not in table.columns:
                 near = f"it is not a column of its table.{did_you_mean(column, table.columns)}"
                 raise InputError(f"A sweep has no {column}= to fix or draw: {hint_for('plot', column) or near}")
-            raise InputError(f"This sweep has no {column} {shown(wanted)}{listed}.")
-        table = table[table[column] == wanted]
+            raise InputError(f"This sweep has no {column} {shown(value)}{listed}.")
+        table = table[table[column] == value]
     return table
 
 
@@ -146,13 +146,13 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
     runs = [name for name in coordinates if table[name].nunique() > 1]
     runs = [name for name in runs if name not in tokens_by_role(runs)]
     valid = [name for name in coordinates if table[name].notna().any()]
-    given = [name for name in (rows, columns) if name is not None]
-    for name in given:
+    named = [name for name in (rows, columns) if name is not None]
+    for name in named:
         if not isinstance(name, str) or name not in valid:
             raise InputError(
                 f"A grid of this sweep runs over two of {', '.join(valid)}; {shown(name)} is none of them."
             )
-    free = [name for name in [*runs, *valid] if name not in (*given, "site", "metric")]
+    free = [name for name in [*runs, *valid] if name not in (*named, "site", "metric")]
     down = rows if rows is not None else free.pop(0) if free else None
     free = [name for name in free if name != down]
     across = columns if columns is not None else free.pop(0) if free else None
@@ -307,12 +307,12 @@ class CellEffects:
                 if name not in self.columns:
                     raise InputError(f"A cell of this sweep has no {shown(name)}; it has {', '.join(self.columns)}.")
                 values = list(wanted) if isinstance(wanted, list | tuple | set | range | np.ndarray) else [wanted]
-                known = self.named[name].dropna().tolist()
+                present = self.named[name].dropna().tolist()
                 if absent := [value for value in values if not isinstance(value, str | int | np.integer)]:
                     raise InputError(
                         f"{name}={shown(absent[0])} names no cells; give a number, a name, or a list of them."
                     )
-                if absent := [value for value in values if value not in known]:
+                if absent := [value for value in values if value not in present]:
                     raise InputError(f"This sweep has no cell with {name} {shown(absent[0])}.")
                 fits &= self.named[name].isin(values).fillna(False).to_numpy(dtype=bool)
             if not fits.any():
@@ -335,14 +335,14 @@ class CellEffects:
         """Return the numbers that cells of another sweep have here."""
         if other.metric != self.metric:
             raise InputError(f"The other sweep measures {self.metric}, this one {other.metric}: give the same metric.")
-        left = [name for name in self.columns if name != "values"]
-        if left != [name for name in other.columns if name != "values"]:
-            raise InputError(f"The other sweep's cells have {', '.join(left)}; they must be those of this sweep.")
-        here = {tuple(map(str, row)): i for i, row in enumerate(self.named[left].itertuples(index=False, name=None))}
-        wanted = [tuple(map(str, row)) for row in other.named.loc[list(cells), left].itertuples(index=False, name=None)]
-        if absent := [row for row in wanted if row not in here]:
+        names = [name for name in self.columns if name != "values"]
+        if names != [name for name in other.columns if name != "values"]:
+            raise InputError(f"The other sweep's cells have {', '.join(names)}; they must be those of this sweep.")
+        index = {tuple(map(str, row)): i for i, row in enumerate(self.named[names].itertuples(index=False, name=None))}
+        rows = [tuple(map(str, row)) for row in other.named.loc[list(cells), names].itertuples(index=False, name=None)]
+        if absent := [row for row in rows if row not in index]:
             raise InputError(f"The other sweep has no cell {', '.join(absent[0])}.")
-        return [here[row] for row in wanted]
+        return [index[row] for row in rows]
 
     def placebos(self, cells: Sequence[int], match: str, placebos: int, seed: int) -> Float[ndarray, "draw example"]:
         """Return the effects of random sets like one, on each prompt."""

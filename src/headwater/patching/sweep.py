@@ -332,7 +332,7 @@ class Sweep(Result):
             InputError: there are no such cells or metric, another sweep has not the same, or nothing to compare with.
         """
         sweeps = {"other": other, "held_out": held_out}
-        others = {o: checked_kind(o, one, Sweep, "hw.patch(...)") for o, one in sweeps.items() if one is not None}
+        others = {o: checked_kind(o, sweep, Sweep, "hw.patch(...)") for o, sweep in sweeps.items() if sweep is not None}
         measure = measure_of(self.table, value, None)
         options: dict[str, Any] = {"match": match, "placebos": placebos, "seed": seed}
         checked_name("match", match, MATCH)
@@ -340,28 +340,28 @@ class Sweep(Result):
         checked_seed(seed)
         level = checked_number("level", level, above=0.0, below=1.0)
         margin = None if margin is None else checked_number("margin", margin, above=0.0)
-        here = CellEffects(self.table, self.coordinates, measure, metric)
-        chosen = here.chosen(cells)
-        drawn = here.placebos(chosen, **options)
+        scores = CellEffects(self.table, self.coordinates, measure, metric)
+        chosen = scores.chosen(cells)
+        drawn = scores.placebos(chosen, **options)
         wider = "; match='site' draws from all layers" if match == MATCH[0] else ""
         notes = notes_of_few(len(drawn), advice=wider)
         same: dict[str, np.ndarray] = {}
-        for option, one in others.items():
-            if measure not in one.table.columns:
+        for option, sweep in others.items():
+            if measure not in sweep.table.columns:
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
-            there = CellEffects(one.table, one.coordinates, measure, here.metric)
-            same[option] = there.of(there.same(here, chosen))
-            if option == "held_out" and (shared := shared_prompts(self.run, one.run)):
-                same[option] = same[option][[example not in shared for example in there.examples]]
+            other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
+            same[option] = other_scores.of(other_scores.same(scores, chosen))
+            if option == "held_out" and (shared := shared_prompts(self.run, sweep.run)):
+                same[option] = same[option][[example not in shared for example in other_scores.examples]]
                 notes.append(
                     f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
                     f"({', '.join(map(str, shared[:8]))})"
                 )
-        evidence = ClaimEffects(here.of(chosen), drawn, same.get("other"), here.effects, same.get("held_out"))
-        what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {here.metric}".replace("_", " ")
+        evidence = ClaimEffects(scores.of(chosen), drawn, same.get("other"), scores.effects, same.get("held_out"))
+        what = f"{len(chosen)} cell{'s' * (len(chosen) > 1)} on {scores.metric}".replace("_", " ")
         judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
-        about = {"cells": here.names(chosen), "metric": here.metric, "value": measure, "margin": margin, **options}
-        return Claim.of(judged, self.run, about | {option: one.run for option, one in others.items()})
+        about = {"cells": scores.names(chosen), "metric": scores.metric, "value": measure, "margin": margin, **options}
+        return Claim.of(judged, self.run, about | {option: sweep.run for option, sweep in others.items()})
 
     def report(self) -> list[str]:
         """Return the strongest cell of each site and metric, and what to mind about the means."""
@@ -450,12 +450,12 @@ def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
     for name in COORDINATES[:-1]:
         if name == "sample" and plan.pair.corruption is not None:
             columns[name] = examples % draws
-        elif name == "token" and any(one.token_at is not None for one in templates):
+        elif name == "token" and any(each.token_at is not None for each in templates):
             strings = [prompt.strings for prompt in plan.pair.base]
             shown = [None if t.token_at is None else "".join([strings[i][at] for at in t.token_at]) for i, t in cells]
             columns[name] = [token for token in shown for _ in range(n_metrics)]
-        elif any(name in one.labels for one in cells.used):
-            labels = [one.labels.get(name) for one in templates]
+        elif any(name in each.labels for each in cells.used):
+            labels = [each.labels.get(name) for each in templates]
             if name in (*AXES, "kv_head", "from_layer", "sample"):
                 some = any(labels[number] is None for number in np.unique(template))
                 columns[name] = pd.array(labels, dtype="Int64").take(template).astype("Int64" if some else "int64")

@@ -286,17 +286,17 @@ def rows_of(variants: Variants) -> RowTable:
     return RowTable(index, variants.which[index], variants.example[index], *joined)
 
 
-def tiled(rows: RowTable, taken: Indices, folded: bool, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
+def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
     """Cut rows into tiles that take the same as recorded and are of similar length.
 
     Args:
         rows: all rows of a layer.
-        taken: by row, a number for what of the layer it takes as it was recorded.
+        recorded: by row, a number for the parts of the layer that it reads as they were recorded.
         folded: whether rows of one example will share its recorded keys, as far as they are short enough.
         tile_tokens: the size of the next tile; it shrinks where memory runs out.
     """
-    for same in np.unique(taken):
-        waiting = rows[np.flatnonzero(taken == same)]
+    for same in np.unique(recorded):
+        waiting = rows[np.flatnonzero(recorded == same)]
         # The longest first: neighbours differ least in length, and where memory is too small the first tile shows it.
         waiting = waiting[np.lexsort((waiting.example, waiting.start, waiting.length))[::-1]]
         while len(waiting):
@@ -527,24 +527,24 @@ class Walk:
 
     def _step(self, layer: int, rows: RowTable) -> None:
         """Take the rows of one tile through one block; the residual stream is written last, and only then."""
-        tile, taken = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
+        tile, recorded = Tile(rows, self.residual.device), self._taken(int(rows[:1].stage_in(layer)[0]))
         residual = self._at(Stage.BLOCK_INPUT, layer, tile, self.residual[tile.places])
-        attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, taken))
+        attended = self._at(Stage.ATTENTION_OUTPUT, layer, tile, self._attention(layer, tile, residual, recorded))
         before_mlp = residual + attended
         if not self.blocks.parallel:
             before_mlp = self._at(Stage.BETWEEN, layer, tile, before_mlp)
         # A parallel block's MLP reads what its attention reads (Pythia, Phi, GPT-J).
         read = residual if self.blocks.parallel else before_mlp
-        added = self._at(Stage.MLP_OUTPUT, layer, tile, self._feed_forward(layer, tile, read, taken))
+        added = self._at(Stage.MLP_OUTPUT, layer, tile, self._feed_forward(layer, tile, read, recorded))
         self.residual[tile.places] = self._at(Stage.BLOCK_OUTPUT, layer, tile, before_mlp + added)
 
     def _attention(
-        self, layer: int, tile: Tile, residual: Tensor, taken: tuple[Stage, ...]
+        self, layer: int, tile: Tile, residual: Tensor, recorded: tuple[Stage, ...]
     ) -> Float[Tensor, "token d_model"]:
         """What attention adds: computed, or as recorded for rows that join after it."""
-        if Stage.ATTENTION_OUTPUT in taken:
+        if Stage.ATTENTION_OUTPUT in recorded:
             return tile.recorded(self._recorded(Stage.ATTENTION_OUTPUT, layer))
-        if Stage.HEAD_OUTPUT in taken:
+        if Stage.HEAD_OUTPUT in recorded:
             # An edit of z needs no attention: the recorded z, with the edited heads, goes through W_O alone.
             z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for site in self.sites.values():
@@ -581,10 +581,10 @@ class Walk:
             self._tile = None
 
     def _feed_forward(
-        self, layer: int, tile: Tile, middle: Tensor, taken: tuple[Stage, ...]
+        self, layer: int, tile: Tile, middle: Tensor, recorded: tuple[Stage, ...]
     ) -> Float[Tensor, "token d_model"]:
         """What the MLP adds: computed, or as recorded for rows that join after it; 0 without one."""
-        if self.blocks.model.shape.d_mlp and Stage.MLP_OUTPUT in taken:
+        if self.blocks.model.shape.d_mlp and Stage.MLP_OUTPUT in recorded:
             return tile.recorded(self._recorded(Stage.MLP_OUTPUT, layer))
         if self._needs_all(layer, tile, "mlp"):
             with self._inside(layer, tile):
@@ -614,24 +614,24 @@ class Walk:
 
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
-        wanted: dict[Place, Site] = {}
+        sites: dict[Place, Site] = {}
         # A variant on a trunk has edits that its trunk has too, in more layers.
         for number in np.unique(self.variants.which[self.variants.trunk < 0]):
             change = self.variants.changes[number]
-            taken = self._taken(change.stage) if change.can_change_output else ()
+            recorded = self._taken(change.stage) if change.can_change_output else ()
             for edit in change.edits if change.can_change_output else ():
                 # Severed after the softmax is a zero in the pattern; before it, an entry of the mask, without a hook.
                 site = edit.site if edit.writes else main_site(Stage.PATTERN) if edit.after_softmax else None
                 if site is None or site.within is None:
                     continue
                 # In the layer where it joins a row skips what lies before its first edit: no hook would see it.
-                passed = Stage.MLP_OUTPUT in taken if site.within == "mlp" else bool(taken)
+                passed = Stage.MLP_OUTPUT in recorded if site.within == "mlp" else bool(recorded)
                 for layer in edit.layers:
                     if layer <= self.last_layer and not (passed and layer == change.first_layer):
-                        wanted[site.name, layer] = site
-        for (_, layer), site in wanted.items():
+                        sites[site.name, layer] = site
+        for (_, layer), site in sites.items():
             self._hooked[str(site.within)].add(layer)
-        return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in wanted.items()]
+        return [(site.hook_name(layer), self._edit_inside(site)) for (_, layer), site in sites.items()]
 
     def _edit_inside(self, site: Site) -> TrustedHook:
         def edit(activation: Tensor, hook: object) -> Tensor | None:
