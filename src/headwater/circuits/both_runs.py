@@ -105,7 +105,7 @@ def written(
     model: HookedModel, graph: Graph, weights: LoadedWeights, run: Recorded, base: Recorded | None = None
 ) -> Iterator[Float[Tensor, "sender position d_model"]]:
     """Yield what each sender adds in a run, less what it adds in a base run if one is given, some senders at a time."""
-    left = list[Left]()
+    remainders = list[Left]()
 
     def added(site: str, layer: int) -> Tensor:
         return run(site, layer) if base is None else run(site, layer) - base(site, layer)
@@ -114,25 +114,25 @@ def written(
     for layer in range(graph.n_layers):
         shares = HeadShares(model, layer, weights)
         if base is None:
-            yield _by_heads(shares, run, layer, left)
+            yield _by_heads(shares, run, layer, remainders)
         elif shares.norm is None:  # shares are linear in z
             before = base("attn_out", layer)
             # One product of the difference with W_O in place of one for each run (NOTES.md, EAP).
             outputs = shares.outputs(added("z", layer))
-            left.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
+            remainders.append((layer, *_sizes(outputs.sum(1) - added("attn_out", layer).to(outputs), before)))
             yield outputs.movedim(1, 0).to(before)
         else:
-            yield _by_heads(shares, run, layer, left) - _by_heads(shares, base, layer, left)
+            yield _by_heads(shares, run, layer, remainders) - _by_heads(shares, base, layer, remainders)
         yield added("mlp_out", layer)[None]
-    _refuse_what_is_left(model, left)
+    _refuse_what_is_left(model, remainders)
 
 
 def _by_heads(
-    shares: HeadShares, recorded: Recorded, layer: int, left: list[Left]
+    shares: HeadShares, recorded: Recorded, layer: int, remainders: list[Left]
 ) -> Float[Tensor, "head position d_model"]:
     outputs, added = shares.outputs(recorded("z", layer)), recorded("attn_out", layer)
     by_head = shares.of(outputs)
-    left.append((layer, *_sizes(by_head.sum(1) + shares.of_bias(outputs) - added.to(outputs), added)))
+    remainders.append((layer, *_sizes(by_head.sum(1) + shares.of_bias(outputs) - added.to(outputs), added)))
     return by_head.movedim(1, 0).to(added)
 
 

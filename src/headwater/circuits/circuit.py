@@ -376,25 +376,27 @@ def describe_graph(graph: Graph) -> str:
     return f"{graph.n_layers} layers of {graph.n_heads} heads{grouped}{', parallel blocks' * graph.parallel}"
 
 
-def checked_circuits(given: Any, graph: Graph) -> dict[str, Circuit]:
+def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
     """Return circuits by name: those of a mapping by theirs, others as "circuit 0", "circuit 1", ..."""
-    if isinstance(given, Circuit):
-        given = [given]
+    if isinstance(circuits, Circuit):
+        circuits = [circuits]
     items: Sequence[tuple[Any, Any]]
-    if isinstance(given, dict):
-        items = list(given.items())
-    elif is_one(given) or has_no_order(given):
-        raise InputError(f"circuits={shown(given)} must be a circuit, a list of them, or a mapping of names to them.")
+    if isinstance(circuits, dict):
+        items = list(circuits.items())
+    elif is_one(circuits) or has_no_order(circuits):
+        raise InputError(
+            f"circuits={shown(circuits)} must be a circuit, a list of them, or a mapping of names to them."
+        )
     else:
-        items = [(f"circuit {i}", one) for i, one in enumerate(given)]
+        items = [(f"circuit {i}", circuit) for i, circuit in enumerate(circuits)]
     if not items:
         raise InputError("circuits is empty; give at least one, such as edges.circuit(100).")
-    for name, one in items:
+    for name, circuit in items:
         if not isinstance(name, str) or not name:
             raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
-        checked_kind("circuits", one, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
-        if one.graph != graph:
-            raise InputError(f"{name} is of {describe_graph(one.graph)}; this model has {describe_graph(graph)}.")
+        checked_kind("circuits", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
+        if circuit.graph != graph:
+            raise InputError(f"{name} is of {describe_graph(circuit.graph)}; this model has {describe_graph(graph)}.")
     return dict(items)
 
 

@@ -134,17 +134,17 @@ class CircuitRuns(ByMetric, Result):
         other = None if other is None else checked_kind("other", other, CircuitRuns, "hw.run_circuits(...)")
         table, name = self.table, _chosen(self.table, "circuit", circuit)
         # The prompts that it was chosen on, by number; None where these are not known.
-        seen = coinciding(self.run) if self.run.options["discovery"].get(name) else None
-        options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": seen}
+        discovery = coinciding(self.run) if self.run.options["discovery"].get(name) else None
+        options = {"circuit": name, "metric": metric, "margin": margin, "seed": seed, "seen": discovery}
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         margin = None if margin is None else checked_number("margin", margin, above=0.0)
         metric = _chosen(table, "metric", metric)
         effects = _effects(table, name, metric)
         drawn, effect = effects[1:], effects[0]
-        held_out = None if seen is None else np.delete(effect, list(seen))
-        notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(seen or (), "circuit")
-        beside = None if other is None else _effects(other.table, _chosen(other.table, "circuit", circuit), metric)[0]
-        evidence = ClaimEffects(effect, drawn, beside, effects.T, held_out)
+        held_out = None if discovery is None else np.delete(effect, list(discovery))
+        notes = notes_of_few(len(drawn), "random circuits") + notes_of_seen(discovery or (), "circuit")
+        others = None if other is None else _effects(other.table, _chosen(other.table, "circuit", circuit), metric)[0]
+        evidence = ClaimEffects(effect, drawn, others, effects.T, held_out)
         what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"
         if len(drawn):
             shares = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"]
@@ -240,12 +240,12 @@ def claim_of_circuit(
     """Run a circuit with its placebos, and with other values, and judge it; see `Circuit.claim`."""
     metric_of_a_claim(run["metric"])
     runs = run_circuits(model, clean, corrupted, {"given": circuit}, **run)
-    beside = None
+    other_runs = None
     if other is not None:
         first, _ = read_pairs(model, clean, corrupted)
         again = run | {"values": other, "placebos": 0}
-        beside = run_circuits(model, [list(prompt.ids) for prompt in first], None, {"given": circuit}, **again)
-    return runs.claim(other=beside, **claim)
+        other_runs = run_circuits(model, [list(prompt.ids) for prompt in first], None, {"given": circuit}, **again)
+    return runs.claim(other=other_runs, **claim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,9 +291,9 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
     measure = partial(CircuitRunner(outcome, run.record.fingerprint).measure, circuits=circuits)
     with run.bar("circuits", "pair", len(outcome)) as bar:
         pieces = list(run.pieces("circuits", range(len(outcome)), measure, bar))
-    values, baselines = (torch.stack([one[name] for one in pieces]).double() for name in ("values", "baselines"))
+    values, baselines = (torch.stack([piece[name] for piece in pieces]).double() for name in ("values", "baselines"))
     n_examples, n_circuits, n_metrics = values.shape
-    clean, corrupted, floor = (one.numpy().repeat(n_circuits, 0).reshape(-1) for one in baselines.unbind(-1))
+    clean, corrupted, floor = (part.numpy().repeat(n_circuits, 0).reshape(-1) for part in baselines.unbind(-1))
     flat, gap = values.flatten().numpy(), clean - corrupted
     # Where the gap is below what rounding makes there is nothing to be a share of.
     wide = np.abs(gap) > floor
@@ -304,8 +304,8 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
     columns = {
         "example": np.repeat(np.arange(n_examples), n_circuits * n_metrics),
         "circuit": each(lineup.names),
-        "edges": each([len(one) for one in lineup.all]).astype(np.int64),
-        "edges_on_a_path": each([len(one.on_a_path) for one in lineup.all]).astype(np.int64),
+        "edges": each([len(circuit) for circuit in lineup.all]).astype(np.int64),
+        "edges_on_a_path": each([len(circuit.on_a_path) for circuit in lineup.all]).astype(np.int64),
         "metric": np.tile(np.asarray(outcome.metrics, dtype=object), n_examples * n_circuits),
         "value": flat,
         "clean": clean,

@@ -77,7 +77,7 @@ class Outcome:
         first, second = read_pairs(model, clean, corrupted)
         metrics = metrics_at_logits(metric, "circuits are read")
         options: dict[str, Any] = {**prompt_options(first, second), "values": "other run"}
-        given = dict(zip(("clean", "corrupted"), options["prompts"], strict=True))
+        inputs = dict(zip(("clean", "corrupted"), options["prompts"], strict=True))
         source: Replacement | None = None
         if isinstance(values, str) and values == "other run":
             if second is None:
@@ -97,7 +97,7 @@ class Outcome:
             refuse_other_kinds(source)
             pool = source.inputs.dataset
             options |= prompt_options(first, pool) | {"values": source.described, "seed": seed}
-            given |= {"values": values, "dataset": options["prompts"][1]}
+            inputs |= {"values": values, "dataset": options["prompts"][1]}
         # Another prompt's run is a run like the other prompt's: from here on it is one.
         if isinstance(source, Resample):
             second, source = tuple(source.pool[donor] for donor in source.donors), None
@@ -105,7 +105,7 @@ class Outcome:
         second = first if source is not None or second is None else second
         cells = CellTable.unedited(len(first))
         plan = Plan(model, PromptPair(first, second), cells, metrics, batch_size=batch_size)
-        return cls(plan, source, options | {"metrics": plan.metric_options}, given)
+        return cls(plan, source, options | {"metrics": plan.metric_options}, inputs)
 
     def say_how_long(self, n: int, progress: bool, search: bool = False, hours: float | None = None) -> None:
         """Say how long circuits take, if it is over a minute: in a search each edge that is tried is one."""
@@ -456,15 +456,15 @@ class _Batch:
         circuit, receiver, inputs = self._mixed(self._reading(layer)[:-1], self.outside.entering[layer])
         place = np.searchsorted(rows, circuit)
         # A head that no edge enters reads what is carried outside; the others are written over below.
-        given = {kind: made.expand(len(rows), -1, -1, -1).clone() for kind, made in projection.outside.items()}
+        by_kind = {kind: base.expand(len(rows), -1, -1, -1).clone() for kind, base in projection.outside.items()}
         bounds = np.searchsorted(self.graph.receivers.kind[receiver], range(len(KINDS) + 1))
         for kind, mine in zip(KINDS, map(slice, bounds[:-1], bounds[1:]), strict=True):
             heads = self.graph.receivers.head[receiver[mine]]
             if len(heads):
-                made = projection.of(kind, inputs[mine], torch.from_numpy(heads)).to(given[kind])
-                given[kind][to_device(place[mine], made.device), :, to_device(heads, made.device)] = made
+                new = projection.of(kind, inputs[mine], torch.from_numpy(heads)).to(by_kind[kind])
+                by_kind[kind][to_device(place[mine], new.device), :, to_device(heads, new.device)] = new
         # The model's own attention on all circuits at once: its scale, mask and soft cap are not made again here.
-        z = projection.receivers.heads_of(given)
+        z = projection.receivers.heads_of(by_kind)
         shares = self.walk.shares[layer]
         changes = shares.of(shares.outputs(z)) - self.outside.heads[layer]
         self._write(rows, heard[rows], first, changes.movedim(2, 1))
@@ -476,14 +476,14 @@ class _Batch:
         rows = np.flatnonzero(heard.any(1))
         if not len(rows):
             return
-        outside, kept = self.outside.middle[layer], self.walk.rows.leaving(layer)
-        inputs = outside[kept].expand(len(rows), -1, -1).clone()
-        circuit, _, mixed = self._mixed(self._reading(layer)[-1:], outside, kept)
+        outside, positions = self.outside.middle[layer], self.walk.rows.leaving(layer)
+        inputs = outside[positions].expand(len(rows), -1, -1).clone()
+        circuit, _, mixed = self._mixed(self._reading(layer)[-1:], outside, positions)
         inputs[to_device(np.searchsorted(rows, circuit), inputs.device)] = mixed
-        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][kept]
+        changes = self.walk.rows.blocks.feed_forward(layer, inputs) - self.outside.mlps[layer][positions]
         # In the last layer the MLP ran where it is read; elsewhere nobody asks for its change.
-        if not isinstance(kept, slice):
-            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, kept, changes)
+        if not isinstance(positions, slice):
+            changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, positions, changes)
         self._write(rows, heard[rows], sender, changes[:, None])
 
     def _reading(self, layer: int) -> range:
@@ -492,32 +492,32 @@ class _Batch:
         return range(layer * n_receivers, (layer + 1) * n_receivers)
 
     def _mixed(
-        self, receivers: range, outside: Tensor, kept: Int[Tensor, " kept"] | slice = ALL
+        self, receivers: range, outside: Tensor, positions: Int[Tensor, " kept"] | slice = ALL
     ) -> tuple[Indices, Indices, Float[Tensor, "row position d_model"]]:
         """Return what some receivers read where an edge enters them, receiver by receiver, at some positions or at all.
 
         A row is of one circuit and one receiver, which come first. The edges of a circuit are in the order of their
         receivers, so those into neighbours are together.
         """
-        outside = outside[kept]
-        parts = [self._entering(one, receivers) for one in range(self.n_circuits)]
-        circuits = np.repeat(np.arange(self.n_circuits), [len(found) for found, _, _ in parts])
-        entered = np.concatenate([found for found, _, _ in parts])
+        outside = outside[positions]
+        parts = [self._entering(circuit, receivers) for circuit in range(self.n_circuits)]
+        circuits = np.repeat(np.arange(self.n_circuits), [len(targets) for targets, _, _ in parts])
+        entered = np.concatenate([targets for targets, _, _ in parts])
         # Receiver by receiver, so that the rows of one head are one product with its columns.
         order = np.argsort(entered, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         inputs = outside.new_empty(len(order), *outside.shape)
-        for one, (found, row, slot) in enumerate(parts):
-            mine, place = place[: len(found)], place[len(found) :]
-            if not len(found):
+        for circuit, (targets, row, slot) in enumerate(parts):
+            mine, place = place[: len(targets)], place[len(targets) :]
+            if not len(targets):
                 continue
             # Slots follow the senders' order, so that later ones are left out of the product.
             reach = int(slot.max()) + 1
             # A product of zeros and ones: adding edge by edge would read each sender's stream once an edge.
-            carried = np.zeros((len(found), reach), dtype=np.float32)
+            carried = np.zeros((len(targets), reach), dtype=np.float32)
             carried[row, slot] = 1
-            now = self.now[one, :reach][:, kept].flatten(1)
+            now = self.now[circuit, :reach][:, positions].flatten(1)
             _product(to_device(carried, now.device).to(now), now, inputs.flatten(1), mine)
         return circuits[order], entered[order], inputs.add_(outside)
 

@@ -198,13 +198,13 @@ def circuit_curve(
     outcome = Outcome.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
-    seen = [list(ids) for ids in next(iter(named.values())).seen]
+    discovery = [list(ids) for ids in next(iter(named.values())).seen]
     options = {
         "edges": edges.digest(),
         "sizes": shares,
         "by": by,
         "placebos": placebos,
-        "discovery": {"edges": seen},
+        "discovery": {"edges": discovery},
         **outcome.options,
     }
 
@@ -318,11 +318,11 @@ def completeness(
     removed = _sets(len(circuit), sets, generator)
     full = ~made(circuit.graph, [])
     named: dict[str, Circuit] = {}
-    for draw, one in enumerate([circuit, *(circuit.placebos(placebos, seed) if placebos else [])]):
+    for draw, each in enumerate([circuit, *(circuit.placebos(placebos, seed) if placebos else [])]):
         for number, which in enumerate(removed):
             # A random circuit loses as many edges as the circuit, drawn anew: its edges have no counterparts.
-            taken = one._kept(which if draw == 0 else generator.permutation(which))
-            named |= {f"{draw} {number} circuit": one - taken, f"{draw} {number} model": full - taken}
+            taken = each._kept(which if draw == 0 else generator.permutation(which))
+            named |= {f"{draw} {number} circuit": each - taken, f"{draw} {number} model": full - taken}
     rows = []
     for name, values, gap in _means(model, clean, corrupted, named, metric, run):
         for number, which in enumerate(removed):
@@ -377,17 +377,17 @@ def minimality(
     """
     circuit, sets, placebos, seed = _checked(circuit, sets, placebos, seed)
     generator, graph = np.random.default_rng(seed), circuit.graph
-    left = [circuit._kept(~which) for which in _sets(len(circuit), sets, generator)]
+    reduced = [circuit._kept(~which) for which in _sets(len(circuit), sets, generator)]
     drawn = _from_outside(circuit, placebos, generator)
-    named = {f"{number}": one for number, one in enumerate(left)}
-    for number, one in enumerate(left):
+    named = {f"{number}": one for number, one in enumerate(reduced)}
+    for number, one in enumerate(reduced):
         named |= {f"{number} less {edge}": one - made(graph, [edge]) for edge in one.edges.tolist()}
         named |= {f"{number} and {edge}": one | made(graph, [edge]) for edge in drawn}
     tables = []
     for name, values, _ in _means(model, clean, corrupted, named, metric, run):
-        largest = [_largest(values, " less ", len(left), edge) for edge in circuit.edges.tolist()]
+        largest = [_largest(values, " less ", len(reduced), edge) for edge in circuit.edges.tolist()]
         effects, where = zip(*largest, strict=True)
-        others = np.abs([_largest(values, " and ", len(left), edge)[0] for edge in drawn])
+        others = np.abs([_largest(values, " and ", len(reduced), edge)[0] for edge in drawn])
         sizes = np.abs(effects)
         high = float(np.quantile(others, PLACEBO_QUANTILE)) if len(others) else 0.0
         table = circuit.table.drop(columns="effect").assign(effect=effects, set=where)
@@ -445,9 +445,9 @@ def _from_outside(circuit: Circuit, n: int, generator: np.random.Generator) -> l
     """Draw edges from outside, each with the kinds and layers of one of the circuit's, where there are such."""
     outside = (~circuit).edges
     strata = circuit.graph.stratum
-    found = []
+    edges = []
     for like in generator.choice(strata[circuit.edges], n if len(outside) else 0):
         pool = outside[strata[outside] == like]
         alike = outside[np.isin(strata[outside], strata[circuit.edges])]
-        found.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
-    return found
+        edges.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
+    return edges

@@ -213,11 +213,11 @@ class EdgeRequest:
     @property
     def options(self) -> dict[str, Any]:
         """What of the method decides the result."""
-        own: dict[str, dict[str, Any]] = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
+        by_method: dict[str, dict[str, Any]] = {"screened": {"verify": self.verify}, "eap-ig": {"steps": self.steps}}
         if self.quadrature != QUADRATURES[0]:
-            own["eap-ig"]["quadrature"] = self.quadrature
+            by_method["eap-ig"]["quadrature"] = self.quadrature
         way = {} if self.through == "direct" else {"through": self.through}
-        return {"method": self.method} | way | own.get(self.method, {})
+        return {"method": self.method} | way | by_method.get(self.method, {})
 
     @property
     def ranks_twice(self) -> bool:

@@ -68,21 +68,21 @@ def strongest_and_drawn(
     # Stable: equal strengths are chosen by number, the same in every process.
     strongest[np.argsort(-strengths, kind="stable")[:verify]] = True
     rest = np.flatnonzero(~strongest)
-    wanted = min(DRAWN, len(rest))
-    if not wanted:
+    n_drawn = min(DRAWN, len(rest))
+    if not n_drawn:
         return strongest, drawn
     generator = np.random.default_rng(seed)
     strata = [rest[kinds[rest] == kind] for kind in np.unique(kinds[rest])]
-    for stratum, count in zip(strata, _shares([len(one) for one in strata], wanted), strict=True):
+    for stratum, count in zip(strata, _shares([len(one) for one in strata], n_drawn), strict=True):
         drawn[generator.choice(stratum, count, replace=False)] = True
     return strongest, drawn
 
 
-def _shares(sizes: list[int], wanted: int) -> NDArray[np.int64]:
+def _shares(sizes: list[int], total: int) -> NDArray[np.int64]:
     """Divide a number in proportion to sizes, the largest remainders rounded up."""
-    exact = np.array(sizes) * wanted / sum(sizes)
+    exact = np.array(sizes) * total / sum(sizes)
     counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: wanted - counts.sum()]] += 1
+    counts[np.argsort(counts - exact, kind="stable")[: total - counts.sum()]] += 1
     return np.asarray(np.minimum(counts, sizes))
 
 
@@ -230,13 +230,13 @@ def _by_receiver(slopes: Slopes, m: int) -> Iterator[tuple[slice, Float[Tensor, 
 def _pulled_back(
     entering: Float[Tensor, "step position d_model"],
     gradient: Float[Tensor, "receiver step position d_model"],
-    made: Callable[[Tensor], Tensor],
+    function: Callable[[Tensor], Tensor],
 ) -> Float[Tensor, "receiver position d_model"]:
-    """Pull gradients back from what is made of a part's input to that input; average them over the runs."""
+    """Pull gradients back through a function of a part's input to that input; average them over the runs."""
     # Tensors of inference mode can be no leaves of a graph.
     with torch.inference_mode(False), torch.enable_grad():
         rows = entering.expand(len(gradient), *entering.shape).clone().requires_grad_(True)
-        out = made(rows.flatten(0, 1))
+        out = function(rows.flatten(0, 1))
         (pulled,) = torch.autograd.grad(out, rows, gradient.flatten(0, 1).to(out))
     return pulled.mean(1)
 

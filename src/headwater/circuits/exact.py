@@ -91,11 +91,11 @@ class EdgeRows:
             self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
         # All rows begin and end alike, so that one mask serves them.
         mask = self._masks[layer].expand(n_rows, -1, -1, -1)
-        at, kept = self.leaving(layer), None
+        at, query_positions = self.leaving(layer), None
         if not whole and not isinstance(at, slice):
-            kept = at.expand(n_rows, -1)
+            query_positions = at.expand(n_rows, -1)
         call = self.recording.calls[layer]
-        return self.blocks.attention(layer, residual, positions, mask, shared, kept, call=call)
+        return self.blocks.attention(layer, residual, positions, mask, shared, query_positions, call=call)
 
     def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
         """Return rows where they leave a layer, attention's part given there; the MLP's as recorded where parallel."""
@@ -189,21 +189,21 @@ class Receivers:
         """Return the q, k and v of changed inputs, `row position head d_head`."""
         return self._run_until(KINDS, {}, inputs)
 
-    def _run_until(self, wanted: Iterable[str], given: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
+    def _run_until(self, sites: Iterable[str], replaced: Mapping[str, Tensor], inputs: Tensor) -> dict[str, Tensor]:
         """Call the layer's attention until some sites were seen; return what passed through them."""
-        self._wanted, self._given, self._seen = frozenset(wanted), dict(given), {}
+        self._wanted, self._given, self._seen = frozenset(sites), dict(replaced), {}
         hooked = contextlib.nullcontext() if self.attached else self.rows.runs.model.hooks(self.hooks)
         with hooked, contextlib.suppress(_AllSeenError):
             self.rows.attention(self.layer, inputs, whole=True)
         self._wanted, self._given = frozenset(), {}
-        return {site: self._seen[site] for site in wanted}
+        return {site: self._seen[site] for site in sites}
 
-    def heads_of(self, given: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
-        """Return what heads give of some q, k and v, those that are not given being the base run's."""
-        n_rows = len(next(iter(given.values())))
+    def heads_of(self, replaced: Mapping[str, Tensor]) -> Float[Tensor, "row position head d_head"]:
+        """Return what heads compute with some q, k and v replaced, the others being the base run's."""
+        n_rows = len(next(iter(replaced.values())))
         # All rows enter the same and are exchanged after their projections: one is projected for all of them.
         with self.rows.blocks.alike(self.layer):
-            seen = self._run_until("z", given, self.entering.expand(n_rows, -1, -1))
+            seen = self._run_until("z", replaced, self.entering.expand(n_rows, -1, -1))
         return seen["z"].view(n_rows, *self.z.shape)
 
     def one_head(
@@ -228,19 +228,19 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
     if model.heads_checked:
         return
     for layer in range(rows.n_layers):
-        here = Receivers(rows, layer)
-        tolerance = max(1e-4, 16 * torch.finfo(here.z.dtype).eps)
-        if not _near(here.attended(here.z[None])[0], rows.base("attn_out", layer), tolerance):
+        receivers = Receivers(rows, layer)
+        tolerance = max(1e-4, 16 * torch.finfo(receivers.z.dtype).eps)
+        if not _near(receivers.attended(receivers.z[None])[0], rows.base("attn_out", layer), tolerance):
             raise ModelError(
                 f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
             )
-        projected = here.projected(here.entering[None])
+        projected = receivers.projected(receivers.entering[None])
         for kind in KINDS:
             heads, n = projected[kind].clone(), projected[kind].shape[2]
             # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
-            z, touched = here.heads_of({kind: heads})[0], 1 if kind == "q" else here.group
-            if n > 1 and not _near(z[:, touched:], here.z[:, touched:], tolerance):
+            z, touched = receivers.heads_of({kind: heads})[0], 1 if kind == "q" else receivers.group
+            if n > 1 and not _near(z[:, touched:], receivers.z[:, touched:], tolerance):
                 raise ModelError(
                     f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
                     "no edges of their own."

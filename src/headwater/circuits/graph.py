@@ -237,8 +237,8 @@ class Graph:
         chosen = np.zeros(len(nodes), dtype=bool)
         for name in names:
             kind, layer, head, _ = part_named(name, self)
-            for one in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
-                if one not in nodes.kinds:
+            for node_kind in KINDS if kind == "head" and nodes.kinds == RECEIVERS else (kind,):
+                if node_kind not in nodes.kinds:
                     what, other, some = "sender", "receiver", '"embed", "head 0.1", "mlp 0"'
                     if nodes.kinds == RECEIVERS:
                         what, other, some = "receiver", "sender", '"q 1.0", "head 1.0", "mlp 0", "logits"'
@@ -246,10 +246,10 @@ class Graph:
                         f"{shown(name)} is a {other}, not a {what}. {what.capitalize()}s are named {some}."
                     )
                 of = head
-                if head is not None and kind == "head" and one in "kv":
+                if head is not None and kind == "head" and node_kind in "kv":
                     # Named as a head, its k and v are those of the group it shares.
                     of = head * self.n_kv_heads // self.n_heads
-                which = nodes.kind == nodes.kinds.index(one)
+                which = nodes.kind == nodes.kinds.index(node_kind)
                 which &= True if layer is None else nodes.layer == layer
                 chosen |= which if of is None else which & (nodes.head == of)
         return np.flatnonzero(chosen)

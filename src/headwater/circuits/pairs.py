@@ -114,17 +114,17 @@ def places_in(plan: Plan, over: str | None, where: Where | None) -> Places:
                         f"{list(span.other)} of the other. What senders add is exchanged position by position: give "
                         f"pairs in which roles are at the same positions.\n{both}"
                     )
-        return Places(tuple(tuple(span.base for span in one.values()) for one in by_role), tuple(where), chosen=True)
+        return Places(tuple(tuple(s.base for s in spans.values()) for spans in by_role), tuple(where), chosen=True)
     chosen: list[tuple[int, ...] | None] = [None] * len(plan.pair.base)
     if where is not None:
         chosen = [spans[""].base for spans in plan.pair.spans(where)]
     if over is None:
-        return Places(tuple((one,) for one in chosen), chosen=where is not None)
-    apart = [
-        tuple((at,) if one is None or at in one else () for at in range(kept[-1] + 1))
-        for one, kept in zip(chosen, plan.positions, strict=True)
+        return Places(tuple((places,) for places in chosen), chosen=where is not None)
+    by_position = [
+        tuple((at,) if places is None or at in places else () for at in range(kept[-1] + 1))
+        for places, kept in zip(chosen, plan.positions, strict=True)
     ]
-    return Places(tuple(apart), apart=True, chosen=where is not None)
+    return Places(tuple(by_position), apart=True, chosen=where is not None)
 
 
 LARGE = 1_000_000_000

@@ -71,39 +71,39 @@ from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary, with_interval
 
 
-def ends_named(graph: Graph, nodes: Nodes, option: str, given: object) -> dict[str, Indices]:
+def ends_named(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
     """Return by name the nodes that are taken together; of None, every node by itself.
 
     What can be given is in the first lines of this file.
     """
     ends: dict[str, Indices] = {}
-    for name, several in _several(nodes, option, given):
-        found = graph.find(nodes, several)
+    for name, several in _several(nodes, option, value):
+        indices = graph.find(nodes, several)
         if name is None:
-            ends |= {nodes.name(index): np.array([index]) for index in found}
+            ends |= {nodes.name(index): np.array([index]) for index in indices}
             continue
-        if len(found) > 1 and "logits" in nodes.kinds and len(nodes) - 1 in found:
+        if len(indices) > 1 and "logits" in nodes.kinds and len(nodes) - 1 in indices:
             raise InputError(
                 f"The receivers {shown(name)} hold the logits with others. The logits read all that others change: "
                 "take them by themselves."
             )
-        ends[name] = found
+        ends[name] = indices
     return ends
 
 
-def _several(nodes: Nodes, option: str, given: Any) -> list[tuple[str | None, list[Any]]]:
+def _several(nodes: Nodes, option: str, value: Any) -> list[tuple[str | None, list[Any]]]:
     """Return lists of names, each with the name of what they are together, None where each is by itself."""
-    if given is None:
+    if value is None:
         return [(None, list(nodes.kinds))]
-    if isinstance(given, Mapping):
-        if not given or not all(isinstance(name, str) and name for name in given):
-            raise InputError(f"{option}={shown(given)} does not map names to the nodes that are taken together.")
-        return [(name, _listed(option, name, some)) for name, some in given.items()]
-    if isinstance(given, str):
-        return [(None, [given])]
-    if is_one(given) or has_no_order(given):
-        raise InputError(f"{option}={shown(given)} must be a name such as 'mlp 0', a list of names, or a mapping.")
-    if not (items := list(given)):
+    if isinstance(value, Mapping):
+        if not value or not all(isinstance(name, str) and name for name in value):
+            raise InputError(f"{option}={shown(value)} does not map names to the nodes that are taken together.")
+        return [(name, _listed(option, name, some)) for name, some in value.items()]
+    if isinstance(value, str):
+        return [(None, [value])]
+    if is_one(value) or has_no_order(value):
+        raise InputError(f"{option}={shown(value)} must be a name such as 'mlp 0', a list of names, or a mapping.")
+    if not (items := list(value)):
         raise InputError(f"{option} is an empty list; leave it out for all.")
     return [
         (None, [item])
@@ -378,11 +378,11 @@ class PathRequest:
             runs = pairs.runs(example)
             # 0 where a path leads at a place of the example, NaN elsewhere.
             leads = torch.tensor([[has_path(self.graph, s, r) for r in receivers] for s in senders])
-            found = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
-            found[:, ~leads] = torch.nan
+            effects = self.places.zeros(example, *leads.shape, len(self.plan.metrics))
+            effects[:, ~leads] = torch.nan
             for number, place in self.places.of(runs):
-                found[number] = Paths(runs, place, self.through).effects(senders, receivers)
-        return {"effects": found}
+                effects[number] = Paths(runs, place, self.through).effects(senders, receivers)
+        return {"effects": effects}
 
 
 # The exact effect of exchanging what some senders tell some receivers, directly or through the MLPs between them.
@@ -458,12 +458,12 @@ class Paths:
     def _made(self, carried: ResidualChange, receivers: Sequence[Indices]) -> dict[int, Made]:
         """Return by layer what its receivers make of what reaches them; for the logits, the changes that they read."""
         nodes = self.graph.receivers
-        wanted = np.unique(np.concatenate(receivers))
-        layers = np.where(nodes.layer[wanted] < 0, self.rows.n_layers, nodes.layer[wanted])
+        indices = np.unique(np.concatenate(receivers))
+        layers = np.where(nodes.layer[indices] < 0, self.rows.n_layers, nodes.layer[indices])
         by_layer = {}
         for layer in np.unique(layers).tolist():
             into_heads, into_mlp = carried.at(layer)
-            kinds = set(nodes.kind[wanted[layers == layer]].tolist())
+            kinds = set(nodes.kind[indices[layers == layer]].tolist())
             heads: list[dict[str, Tensor]] = []
             mlps: list[Tensor] = []
             for some in torch.arange(len(into_heads), device=into_heads.device).split(self.rows.at_once):
@@ -472,16 +472,16 @@ class Paths:
                     heads.append(receivers_here.projected(receivers_here.entering + into_heads[some]))
                 if MLP in kinds:
                     mlps.append(self.rows.blocks.feed_forward(layer, self.rows.read_by_mlp(layer) + into_mlp[some]))
-            made: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
+            outputs: Made = {kind: torch.cat([one[kind] for one in heads]) for kind in KINDS} if heads else {}
             if mlps:
-                made["mlp"] = torch.cat(mlps)
+                outputs["mlp"] = torch.cat(mlps)
             if LOGITS in kinds:
-                made["logits"] = into_heads
-            by_layer[layer] = made
+                outputs["logits"] = into_heads
+            by_layer[layer] = outputs
         return by_layer
 
     def _last(
-        self, sets: Sequence[int], receivers: Indices, made: dict[int, Made]
+        self, sets: Sequence[int], receivers: Indices, outputs: dict[int, Made]
     ) -> Float[Tensor, "row kept d_model"]:
         """Return the last states of the runs with some receivers changed, one for each set of senders."""
         rows, nodes = self.rows, self.graph.receivers
@@ -489,28 +489,28 @@ class Paths:
         first = first_layer(self.graph, receivers)
         if first == rows.n_layers:
             # No layer is left to run: the change is in front of the final norm.
-            return (rows.base("resid_post", first - 1) + made[first]["logits"][which])[:, rows.kept]
+            return (rows.base("resid_post", first - 1) + outputs[first]["logits"][which])[:, rows.kept]
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
-            own = receivers[nodes.layer[receivers] == layer]
-            with self.runs.model.hooks(self._writing(layer, own, which, made)):
+            of_layer = receivers[nodes.layer[receivers] == layer]
+            with self.runs.model.hooks(self._writing(layer, of_layer, which, outputs)):
                 attended = rows.attention(layer, residual)
             leaving = rows.leaving(layer)
             residual = residual[:, leaving]
             middle = residual + attended
-            if (nodes.kind[own] == MLP).any():
+            if (nodes.kind[of_layer] == MLP).any():
                 # In place of what the MLP makes of this run: it read what reached it along the path alone.
-                residual = middle + made[layer]["mlp"][which][:, leaving]
+                residual = middle + outputs[layer]["mlp"][which][:, leaving]
             else:
                 residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
         return residual
 
-    def _writing(self, layer: int, own: Indices, which: Tensor, made: dict[int, Made]) -> list[Hook]:
+    def _writing(self, layer: int, of_layer: Indices, which: Tensor, outputs: dict[int, Made]) -> list[Hook]:
         """Return what writes what the receivers of a layer made in place of what they would make."""
         nodes, hooks = self.graph.receivers, list[Hook]()
         for number, kind in enumerate(KINDS):
-            if heads := nodes.head[own[nodes.kind[own] == number]].tolist():
-                written = partial(_exchanged, heads=heads, given=made[layer][kind][which])
+            if heads := nodes.head[of_layer[nodes.kind[of_layer] == number]].tolist():
+                written = partial(_exchanged, heads=heads, given=outputs[layer][kind][which])
                 hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
         return hooks
 
