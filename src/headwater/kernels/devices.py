@@ -24,18 +24,18 @@ COPIED_AT_ONCE = 2**16
 def usable_device(device: str | torch.device) -> torch.device:
     """The device that is meant."""
     try:
-        meant = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError, ValueError):  # a text, something else, a number beyond all
         raise InputError(f"device={str(device)!r} cannot be used: torch knows none of this name. {GIVE}") from None
     try:
         # torch.device takes any index of any backend; only an allocation asks whether the device is there.
-        torch.empty(0, device=meant)
+        torch.empty(0, device=parsed)
     except NotImplementedError:  # its message lists every kernel of torch
-        reason = f"this torch computes nothing on {meant.type}"
+        reason = f"this torch computes nothing on {parsed.type}"
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
     # A torch built without CUDA raises an AssertionError here.
     except (RuntimeError, AssertionError, ImportError) as error:
-        if meant.type == "cuda" and not torch.cuda.is_available():
+        if parsed.type == "cuda" and not torch.cuda.is_available():
             raise InputError(
                 f"device={str(device)!r} cannot be used: torch {torch.__version__} finds no CUDA device here. Give cpu,"
                 " or leave it out."
@@ -43,7 +43,7 @@ def usable_device(device: str | torch.device) -> torch.device:
         # CUDA's messages go on with advice on debugging environment variables.
         reason = str(error).split("\n", 1)[0].rstrip(".")
         raise InputError(f"device={str(device)!r} cannot be used: {reason}. {GIVE}") from None
-    return meant
+    return parsed
 
 
 def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
@@ -52,11 +52,11 @@ def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
     `tensor.to(device)`, `torch.tensor(..., device=device)` and an index by a list wait until all of that is done.
     """
     host = torch.from_numpy(host) if isinstance(host, np.ndarray) else host
-    behind = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
-    if behind and host.nbytes > COPIED_AT_ONCE:
+    asynchronous = host.device.type == "cpu" and torch.device(device).type in TAKE_A_COPY_FIRST
+    if asynchronous and host.nbytes > COPIED_AT_ONCE:
         # Pageable memory of this size would be staged by the driver, which makes the host wait for it.
         host = host.pin_memory()
-    return host.to(device, non_blocking=behind)
+    return host.to(device, non_blocking=asynchronous)
 
 
 def to_device_many(parts: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, ...]:

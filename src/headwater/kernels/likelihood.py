@@ -99,22 +99,22 @@ def token_statistics_reference(
     # 0 log 0 is 0, where a logit is -inf.
     finite = log_p.masked_fill(p == 0, 0.0)
     mean = (p * finite).sum(-1)
-    own = logits.gather(-1, target[:, None])
+    target_logits = logits.gather(-1, target[:, None])
     return TokenStatistics(
         log_probability=log_p.gather(-1, target[:, None])[:, 0],
         entropy=-mean,
         variance=(p * (finite - mean[:, None]).square()).sum(-1),
         top1_log_probability=log_p.amax(-1),
-        rank=(logits > own).sum(-1),
+        rank=(logits > target_logits).sum(-1),
     )
 
 
-def statistics_of(own: Float[Tensor, " token"], total: Moments, rank: Int[Tensor, " token"]) -> TokenStatistics:
+def statistics_of(logit: Float[Tensor, " token"], total: Moments, rank: Int[Tensor, " token"]) -> TokenStatistics:
     """Return the five statistics from each token's own logit, the sums over the vocabulary, and the rank."""
     mean = total.s1 / total.s0
     log_s0 = total.s0.log()
     return TokenStatistics(
-        log_probability=(own - total.peak - log_s0).float(),
+        log_probability=(logit - total.peak - log_s0).float(),
         entropy=(log_s0 - mean).float(),
         # For a nearly certain token both terms cancel to rounding of either sign, and Min-K%++ takes the root.
         variance=(total.s2 / total.s0 - mean.square()).clamp(min=0).float(),

@@ -102,18 +102,18 @@ def _statistics_of_chunk(
     workspace: _Workspace,
 ) -> TokenStatistics:
     # From W_U as the model keeps it: tiles are converted one by one, and a target may lie in any of them.
-    own = head.target_logit(hidden, target)
+    target_logits = head.target_logit(hidden, target)
     rank = torch.zeros_like(target)
     total: Moments | None = None
     for tile in tiles:
         logits, scratch = workspace.arrays(len(hidden), tile)
         workspace.head_of(head, tile).logits(hidden, slice(None), out=logits)
         # Before the moments: they use the logits up.
-        rank += _count_above(logits, own, target - tile.start, scratch)
+        rank += _count_above(logits, target_logits, target - tile.start, scratch)
         of_tile = _moments(logits, scratch)
         total = of_tile if total is None else _merge(total, of_tile)
     assert total is not None
-    return statistics_of(own, total, rank)
+    return statistics_of(target_logits, total, rank)
 
 
 def _tiles(d_vocab: int, rows: int, d_model: int) -> list[slice]:
@@ -124,12 +124,12 @@ def _tiles(d_vocab: int, rows: int, d_model: int) -> list[slice]:
 
 def _count_above(
     logits: Float[Tensor, "token vocabulary_tile"],
-    own: Float[Tensor, " token"],
+    target_logits: Float[Tensor, " token"],
     column: Int[Tensor, " token"],
     above: Float[Tensor, "token vocabulary_tile"],
 ) -> Int[Tensor, " token"]:
     """Count larger logits without the target's own column: computed apart, its logit may differ in the last bit."""
-    torch.gt(logits, own[:, None], out=above)
+    torch.gt(logits, target_logits[:, None], out=above)
     inside = ((column >= 0) & (column < logits.shape[1])).nonzero()[:, 0]
     # By index, not by where(): a mask of a tile's size would be a further pass over memory.
     above[inside, column[inside]] = 0

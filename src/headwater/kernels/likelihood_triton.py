@@ -48,7 +48,7 @@ class ProgramTile(NamedTuple):
 @triton.jit
 @no_type_check
 def _own_logit_kernel(
-    hidden, W_U, target, own, d_model, token_stride, depth_stride, vocabulary_stride, BLOCK: tl.constexpr
+    hidden, W_U, target, target_logits, d_model, token_stride, depth_stride, vocabulary_stride, BLOCK: tl.constexpr
 ):
     # int64: token · stride passes 2^31 at 524,288 states of width 4,096.
     token = tl.program_id(0).to(tl.int64)
@@ -62,7 +62,7 @@ def _own_logit_kernel(
         )
         # No tensor cores here: sums with rounding, which are not cut off (benchmarks/NOTES.md).
         total += h.to(tl.float32) * w.to(tl.float32)
-    tl.store(own + token, tl.sum(total, 0))
+    tl.store(target_logits + token, tl.sum(total, 0))
 
 
 # Triton compiles anew for a number that is 1 or a multiple of 16; these change from call to call.
@@ -73,7 +73,7 @@ def _statistics_kernel(
     W_U,
     bias,
     target,
-    own,
+    target_logits,
     sums,  # [5, share, token]: peak, s0, s1, s2, above
     n_tokens,
     d_model,
@@ -101,7 +101,7 @@ def _statistics_kernel(
     rows = (tl.program_id(0) % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
     # Rows past the end compute the first row again and store nothing: no load needs a mask for tokens.
     row = tl.where(rows < n_tokens, rows, 0)
-    own_logit = tl.load(own + row)
+    own_logit = tl.load(target_logits + row)
     own_column = tl.load(target + row)
     h_row = hidden + row.to(tl.int64)[:, None] * d_model
     part_size = n_tokens.to(tl.int64) * d_model
@@ -164,14 +164,14 @@ def _statistics_kernel(
         s0 = shrink * s0 + tl.sum(weight, 1)
         peak = new_peak
 
-    here = sums + share.to(tl.int64) * n_tokens + rows
+    pointers = sums + share.to(tl.int64) * n_tokens + rows
     step = n_shares.to(tl.int64) * n_tokens
     inside_rows = rows < n_tokens
-    tl.store(here, peak, mask=inside_rows)
-    tl.store(here + step, s0, mask=inside_rows)
-    tl.store(here + 2 * step, s1, mask=inside_rows)
-    tl.store(here + 3 * step, s2, mask=inside_rows)
-    tl.store(here + 4 * step, above, mask=inside_rows)
+    tl.store(pointers, peak, mask=inside_rows)
+    tl.store(pointers + step, s0, mask=inside_rows)
+    tl.store(pointers + 2 * step, s1, mask=inside_rows)
+    tl.store(pointers + 3 * step, s2, mask=inside_rows)
+    tl.store(pointers + 4 * step, above, mask=inside_rows)
 
 
 def token_statistics(
@@ -201,13 +201,13 @@ def token_statistics(
     sums = torch.empty(5, n_shares, n_tokens, device=hidden.device)
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(hidden):
-        own = own_logits(hidden, head, target)
+        target_logits = own_logits(hidden, head, target)
         _statistics_kernel[(n_blocks * n_shares,)](
             parts,
             head.W_U,
             bias,
             target,
-            own,
+            target_logits,
             sums,
             n_tokens,
             d_model,
@@ -235,7 +235,7 @@ def token_statistics(
     # A few numbers per token and share: float64 costs nothing here.
     moved = moments.moved_to(moments.peak.amax(0))
     total = Moments(moved.peak, *(part.sum(0) for part in moved[1:]))
-    return statistics_of(own, total, sums[4].sum(0).long())
+    return statistics_of(target_logits, total, sums[4].sum(0).long())
 
 
 def own_logits(

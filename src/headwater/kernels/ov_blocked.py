@@ -98,12 +98,12 @@ def topk_membership(
 
 
 def settle_left(
-    maps: OVMaps, left: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, " pair"], ...]
+    maps: OVMaps, unsettled: Bool[Tensor, "sign head pair"], pairs: tuple[Int[Tensor, " pair"], ...]
 ) -> Bool[Tensor, "sign head pair"]:
-    """Decide what is left after a first glance at pairs, given as there; all on the CPU. The others are not hits."""
+    """Decide the pairs that a first glance left unsettled, all on the CPU; the others are not hits."""
     source, target, k = pairs
-    head, pair = left.any(0).nonzero(as_tuple=True)
-    hits = torch.zeros_like(left)
+    head, pair = unsettled.any(0).nonzero(as_tuple=True)
+    hits = torch.zeros_like(unsettled)
     # Both signs, even where one is left: they share y and its logits.
     hits[:, head, pair] = settle(maps, Triples(head, source[pair], target[pair]), k[pair])
     return hits
@@ -134,8 +134,8 @@ def _first_glance(
     z, margin = _values_and_margin(maps, rows)
     # The margin belongs to the source: every target of it is compared with the same.
     margin = margin[:, row]
-    left = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
-    own = torch.empty_like(margin)
+    unsettled = torch.empty(2, *margin.shape, dtype=torch.bool, device=margin.device)
+    target_logits = torch.empty_like(margin)
     for heads in head_blocks(maps, sample.shape[1] + len(tokens)):
         W_O = maps.W_O[heads.start : heads.stop].flatten(0, 1)
         # Transposed: a target's d_head numbers lie together, since W_target[column] copies them pair by pair.
@@ -149,15 +149,15 @@ def _first_glance(
             some = slice(heads.start, heads.stop)
             # Here z is repeated for each query head of a group: one launch takes all heads, and finds theirs by number.
             z_pairs = z[value_heads(maps, z.device)[some]][:, row]
-            own[some] = (z_pairs * to_target[:, column]).sum(-1)
-            left[:, some] = _glance_at_heads(z_pairs, own[some], to_sample, margin[some]) < k
+            target_logits[some] = (z_pairs * to_target[:, column]).sum(-1)
+            unsettled[:, some] = _glance_at_heads(z_pairs, target_logits[some], to_sample, margin[some]) < k
             continue
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
             # float32, like the sample's logits: the margin covers the rounding of both.
-            own[head] = (z_pair * W_target[column]).sum(-1)
-            left[:, head] = torch.stack(count_products(z_pair, W_sample, own[head], margin[head])) < k
-    return Glance(left, own)
+            target_logits[head] = (z_pair * W_target[column]).sum(-1)
+            unsettled[:, head] = torch.stack(count_products(z_pair, W_sample, target_logits[head], margin[head])) < k
+    return Glance(unsettled, target_logits)
 
 
 def _values_and_margin(
@@ -188,7 +188,7 @@ def exact_values_margin(
 
 def _glance_at_heads(
     z: Float[Tensor, "block pair d_head"],
-    own: Float[Tensor, "block pair"],
+    target_logits: Float[Tensor, "block pair"],
     W_sample: Float[Tensor, "block d_head token"],
     margin: Float[Tensor, "block pair"],
 ) -> Int[Tensor, "2 block pair"]:
@@ -197,7 +197,7 @@ def _glance_at_heads(
 
     # A target in the sample is within the margin of itself: it counts on neither side, and needs no column.
     nowhere = torch.full((z.shape[1],), -1, device=z.device)
-    return count_at_once(z, W_sample, own, margin, nowhere)
+    return count_at_once(z, W_sample, target_logits, margin, nowhere)
 
 
 def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:
@@ -237,9 +237,9 @@ def _settle(
     # float64, then rounded once to float32 below: so the margin needs the norm of y, not of all four factors.
     exact = head_outputs(maps, rows // len(maps.x), rows % len(maps.x))
     row, target, k = (to_device(one, exact.device) for one in (row, triples.target, k))
-    own64 = token_logits(maps, exact[row], target)
+    logits64 = token_logits(maps, exact[row], target)
     tie = maps.tie[to_device(triples.head, exact.device), to_device(triples.source, exact.device)]
-    y, own = exact.float(), own64.float()
+    y, target_logits = exact.float(), logits64.float()
     place, order = target, _scan_order(maps, y)
     if order is not None:
         place = torch.empty_like(order).scatter_(0, order, torch.arange(maps.d_vocab, device=order.device))[target]
@@ -256,7 +256,7 @@ def _settle(
         # By id a tile is a slice: gathered, it would take longer to copy than to multiply (benchmarks/NOTES.md).
         tile = maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])
         logits = _logits_of_rows(y[live], tile.float())
-        above, below = _count_rows(logits, of_live, own[alive], margin[alive])
+        above, below = _count_rows(logits, of_live, target_logits[alive], margin[alive])
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
         inside = (place[alive] >= start) & (place[alive] < stop)
         near = stop - start - inside.float() - above - below
@@ -268,7 +268,7 @@ def _settle(
     hit[:, alive] = counts[2:, alive] < k[alive]
     # Between certain and possible counts lies a token too near to call.
     unsure = alive[((counts[:2, alive] < k[alive]) & ~hit[:, alive]).any(0)]
-    hit[:, unsure] = _exact_counts(maps, exact[row[unsure]], own64[unsure], target[unsure], tie[unsure]) < k[unsure]
+    hit[:, unsure] = _exact_counts(maps, exact[row[unsure]], logits64[unsure], target[unsure], tie[unsure]) < k[unsure]
     return hit
 
 
@@ -290,7 +290,7 @@ def _scan_order(maps: OVMaps, y: Float[Tensor, "row d_model"]) -> Int[Tensor, " 
 def _exact_counts(
     maps: OVMaps,
     y: Float[Tensor, "triple d_model"],
-    own: Float[Tensor, " triple"],
+    target_logits: Float[Tensor, " triple"],
     target: Int[Tensor, " triple"],
     tie: Float[Tensor, " triple"],
 ) -> Int[Tensor, "2 triple"]:
@@ -302,7 +302,7 @@ def _exact_counts(
         stop = min(maps.d_vocab, start + next_width(maps, maps.d_vocab, len(target)) // 2 + 1)
         logits = y @ maps.W_U[:, start:stop].double()
         leave_out(logits, target - start)
-        counts += torch.stack(count_beyond(logits, own, tie)).long()
+        counts += torch.stack(count_beyond(logits, target_logits, tie)).long()
         start = stop
     return counts
 
@@ -375,11 +375,11 @@ def tile_numbers(maps: OVMaps) -> int:
     return TILE_NUMBERS * (CUDA_WORKSPACE if maps.W_U.is_cuda else 1)
 
 
-def next_width(maps: OVMaps, seen: int, rows: int) -> int:
+def next_width(maps: OVMaps, n_seen: int, rows: int) -> int:
     """As many tokens as were seen so far, if the tile of W_U and the rows' logits stay within the workspace."""
     # Tiles that double cost the same each, since half of the rows leave after every one.
     most = min(2 * factor_numbers(maps) // maps.x.shape[1], tile_numbers(maps) // rows)
-    return max(1, min(max(FIRST_TILE, seen), most))
+    return max(1, min(max(FIRST_TILE, n_seen), most))
 
 
 def heads_at_once(maps: OVMaps, columns: int) -> int:
@@ -397,23 +397,23 @@ def head_blocks(maps: OVMaps, columns: int) -> Iterator[range]:
 def count_products(
     z: Float[Tensor, "row d_head"],
     W: Float[Tensor, "d_head token"],
-    own: Float[Tensor, " row"],
+    target_logits: Float[Tensor, " row"],
     margin: Float[Tensor, " row"],
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Count as `count_beyond` does the logits z W."""
-    return _count_in_parts(lambda rows: rows @ W, W.shape[1], z, own, margin)
+    return _count_in_parts(lambda rows: rows @ W, W.shape[1], z, target_logits, margin)
 
 
 def _count_rows(
     logits: Float[Tensor, "row token"],
     row: Int[Tensor, " triple"],
-    own: Float[Tensor, " triple"],
+    target_logits: Float[Tensor, " triple"],
     margin: Float[Tensor, " triple"],
 ) -> tuple[Float[Tensor, " triple"], Float[Tensor, " triple"]]:
     """Count as `count_beyond` does for triples, several of which may share a row."""
     if logits.is_cuda:
-        return count_beyond(logits[row], own, margin)
-    return _count_in_parts(logits.__getitem__, logits.shape[1], row, own, margin)
+        return count_beyond(logits[row], target_logits, margin)
+    return _count_in_parts(logits.__getitem__, logits.shape[1], row, target_logits, margin)
 
 
 def _count_in_parts(
@@ -434,13 +434,13 @@ def _count_in_parts(
 
 
 def count_beyond(
-    logits: Float[Tensor, "row token"], own: Float[Tensor, " row"], margin: Float[Tensor, " row"]
+    logits: Float[Tensor, "row token"], target_logits: Float[Tensor, " row"], margin: Float[Tensor, " row"]
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Count the logits above own + margin and below own - margin (as floats: comparison and sum then vectorize)."""
+    """Count logits above each row's own + margin and below own - margin (as floats: these comparisons vectorize)."""
     # One array for both signs, filled by out=: booleans were ten times slower to compare and to sum.
     beyond = torch.empty_like(logits)
-    above = torch.gt(logits, (own + margin)[:, None], out=beyond).sum(-1)
-    below = torch.lt(logits, (own - margin)[:, None], out=beyond).sum(-1)
+    above = torch.gt(logits, (target_logits + margin)[:, None], out=beyond).sum(-1)
+    below = torch.lt(logits, (target_logits - margin)[:, None], out=beyond).sum(-1)
     return above, below
 
 
@@ -481,7 +481,7 @@ def count_ranks(
     source, target = (to_device(one, maps.x.device) for one in (source, target))
     # z of every row of x once: pairs of several relations share their sources.
     z = head_values(maps, maps.x.double())[:, source]
-    own, tie = _own_logits(maps, z, target), maps.tie[:, source]
+    target_logits, tie = _own_logits(maps, z, target), maps.tie[:, source]
     z32, size = z.float(), torch.linalg.vector_norm(z, dim=2)
     counts = torch.zeros(maps.n_heads, 2, len(source), dtype=torch.int64, device=source.device)
     # Logits of wider tiles leave the cache before they are counted (benchmarks/NOTES.md).
@@ -497,7 +497,9 @@ def count_ranks(
             block = slice(heads.start, heads.stop)
             # float64: predicted to leave a third of a token a pair too near to call, in place of ten (NOTES.md).
             W_tile = (maps.W_O[block].double().flatten(0, 1) @ tile).unflatten(0, (len(heads), -1))
-            by_head = _count_tile(maps, block, z32, size, W_tile.float(), own[block].float(), tie[block], column)
+            by_head = _count_tile(
+                maps, block, z32, size, W_tile.float(), target_logits[block].float(), tie[block], column
+            )
             for head, W, beyond in zip(heads, W_tile, by_head, strict=True):
                 value = maps.value_head(head)
                 # They do not add up: a token is within the margin, and the pair's tile is counted anew.
@@ -505,7 +507,7 @@ def count_ranks(
                 exact = z[value, near] @ W
                 # column is relative to the tile: outside of it nothing is left out.
                 leave_out(exact, column[near])
-                beyond[:, near] = torch.stack(count_beyond(exact, own[head, near], tie[head, near])).long()
+                beyond[:, near] = torch.stack(count_beyond(exact, target_logits[head, near], tie[head, near])).long()
                 counts[head] += beyond
     return counts[:, 0], counts[:, 1]
 
@@ -516,7 +518,7 @@ def _count_tile(
     z: Float[Tensor, "kv_head pair d_head"],
     size: Float[Tensor, "kv_head pair"],
     W: Float[Tensor, "block d_head token"],
-    own: Float[Tensor, "block pair"],
+    target_logits: Float[Tensor, "block pair"],
     tie: Float[Tensor, "block pair"],
     column: Int[Tensor, " pair"],
 ) -> Int[Tensor, "block 2 pair"]:
@@ -529,18 +531,19 @@ def _count_tile(
         from headwater.kernels import ov_triton
 
         # "highest": products of 11-bit parts would need a margin 16 times as wide (`TENSOR_ROUNDING`).
-        return ov_triton.count_beyond(z[value], W, own, margin, column, precision="highest").long().transpose(0, 1)
+        by_sign = ov_triton.count_beyond(z[value], W, target_logits, margin, column, precision="highest")
+        return by_sign.long().transpose(0, 1)
     rows = (z[maps.value_head(head)] for head in range(heads.start, heads.stop))
-    counts = [torch.stack(count_products(*of_head)) for of_head in zip(rows, W, own, margin, strict=True)]
+    counts = [torch.stack(count_products(*of_head)) for of_head in zip(rows, W, target_logits, margin, strict=True)]
     return torch.stack(counts).long()
 
 
 def _own_logits(
     maps: OVMaps, z: Float[Tensor, "kv_head pair d_head"], target: Int[Tensor, " pair"]
 ) -> Float[Tensor, "head pair"]:
-    own = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
+    logits = torch.empty(maps.n_heads, len(target), dtype=torch.float64, device=target.device)
     for pairs in torch.arange(len(target), device=target.device).split(max(1, factor_numbers(maps) // maps.x.shape[1])):
         targets = columns_of(maps, target[pairs]).double()
         for head in range(maps.n_heads):
-            own[head, pairs] = (z[maps.value_head(head), pairs].T * (maps.W_O[head].double() @ targets)).sum(0)
-    return own
+            logits[head, pairs] = (z[maps.value_head(head), pairs].T * (maps.W_O[head].double() @ targets)).sum(0)
+    return logits

@@ -49,7 +49,7 @@ class Grid:
 
 
 def topk_hits(
-    maps: OVMaps, grids: Sequence[Grid], wanted: Bool[Tensor, "sign head relation"] | None = None
+    maps: OVMaps, grids: Sequence[Grid], requested: Bool[Tensor, "sign head relation"] | None = None
 ) -> Iterator[tuple[Bool[Tensor, "head item pair"], Bool[Tensor, "head item pair"]]]:
     """Say for every source and every target of each relation whether the target is in the top k, and in the bottom k.
 
@@ -62,26 +62,26 @@ def topk_hits(
     Args:
         maps: the heads of one layer.
         grids: the relations.
-        wanted: which heads are asked about which relations, for the top k and for the bottom k, on the CPU; where not,
-            nothing is computed, and nothing is a hit. None asks for everything.
+        requested: which heads are asked about which relations, for the top k and for the bottom k, on the CPU. Of the
+            others nothing is computed, and nothing is a hit. None asks for everything.
     """
-    if wanted is None:
-        wanted = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
+    if requested is None:
+        requested = torch.ones(2, maps.n_heads, len(grids), dtype=torch.bool)
     rows = _Rows(grids, maps.x.device)
-    z = _values_of(maps, rows.source, rows.needed(wanted.any(0)))
+    z = _values_of(maps, rows.source, rows.needed(requested.any(0)))
     margin = exact_values_margin(maps, z, rows.source)
-    logits = _GridLogits(maps, z.float(), grids, rows, wanted)
+    logits = _GridLogits(maps, z.float(), grids, rows, requested)
     # With the margin on top: a row leaves only when its best target is certainly out.
     bound = _kth_logits(maps, logits.z, rows, logits.extremes() + margin)
-    # No head wants such a relation: it has no logits, and all of its cells share one False below.
+    # The others are requested of no head: such a relation has no logits, and all of its cells share one False below.
     some = [index for index, heads in enumerate(logits.heads) if len(heads)]
-    found = {index: _hits_and_unsure(logits, index, margin, bound) for index in some}
-    _settle_unsure(maps, grids, found, wanted)
+    tables = {index: _hits_and_unsure(logits, index, margin, bound) for index in some}
+    _settle_unsure(maps, grids, tables, requested)
     nothing = torch.zeros((), dtype=torch.bool, device=margin.device)
     for index, grid in enumerate(grids):
-        if index in found:
+        if index in tables:
             # Popped, so that a relation's table goes once it is handed out; tokens are expanded to pairs only here.
-            hits = found.pop(index)[0].index_select(2, logits.column[index]).mT
+            hits = tables.pop(index)[0].index_select(2, logits.column[index]).mT
             yield hits[0], hits[1]
         else:
             # Expanded from one False: nothing is allocated for it.
@@ -99,7 +99,7 @@ def _hits_and_unsure(
         near = margin[heads[:, None], row][:, None]
         # The bottom k are the top k of negated logits: one formula for both signs.
         excess = torch.stack([own, -own]) - bound[:, heads[:, None], row][:, :, None]
-        chosen = logits.wanted[:, heads, index, None, None]
+        chosen = logits.requested[:, heads, index, None, None]
         hits[:, heads] = (excess >= near) & chosen
         unsure[heads] = ((excess.abs() < near) & chosen).any(0)
     return hits, unsure
@@ -108,20 +108,20 @@ def _hits_and_unsure(
 def _settle_unsure(
     maps: OVMaps,
     grids: Sequence[Grid],
-    found: Mapping[int, tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]],
-    wanted: Bool[Tensor, "sign head relation"],
+    tables: Mapping[int, tuple[Bool[Tensor, "sign head token item"], Bool[Tensor, "head token item"]]],
+    requested: Bool[Tensor, "sign head relation"],
 ) -> None:
     """Decide what is unsure of all relations together: the host waits once for which that is."""
-    if not found:
+    if not tables:
         return
     # All relations' tables end to end: one nonzero finds what is unsure in any of them.
-    begins = [0, *itertools.accumulate(unsure.numel() for _, unsure in found.values())]
-    places = torch.cat([unsure.flatten() for _, unsure in found.values()]).nonzero()[:, 0].cpu()
+    begins = [0, *itertools.accumulate(unsure.numel() for _, unsure in tables.values())]
+    places = torch.cat([unsure.flatten() for _, unsure in tables.values()]).nonzero()[:, 0].cpu()
     # Places are ascending, so that each relation's are one stretch of them.
     bounds = torch.searchsorted(places, torch.tensor(begins)).tolist()
     cells: list[tuple[Tensor, Tensor, Tensor]] = []
     columns: list[Tensor] = []
-    for (index, (_, unsure)), begin, mine in zip(found.items(), begins, itertools.pairwise(bounds), strict=False):
+    for (index, (_, unsure)), begin, mine in zip(tables.items(), begins, itertools.pairwise(bounds), strict=False):
         head, token, item = torch.unravel_index(places[slice(*mine)] - begin, unsure.shape)
         grid = grids[index]
         cells.append((head, token, item))
@@ -133,11 +133,11 @@ def _settle_unsure(
     settled = torch.empty(2, joined.shape[1], dtype=torch.bool)
     settled[:, by_head] = settle(maps, Triples(*triples), k)
     parts = settled.split([len(head) for head, _, _ in cells], dim=1)
-    for (index, (hits, _)), cell, part in zip(found.items(), cells, parts, strict=True):
+    for (index, (hits, _)), cell, part in zip(tables.items(), cells, parts, strict=True):
         if part.shape[1]:
             head, token, item = (to_device(one, hits.device) for one in cell)
-            # settle decides both signs; the one that is not wanted stays False.
-            hits[:, head, token, item] = to_device(part & wanted[:, cell[0], index], hits.device)
+            # settle decides both signs; the one that is not requested stays False.
+            hits[:, head, token, item] = to_device(part & requested[:, cell[0], index], hits.device)
 
 
 class _Rows:
@@ -155,11 +155,11 @@ class _Rows:
         )
         self.of_grid = to_device_many(self._of_grid, device)
 
-    def needed(self, wanted: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
-        """Say of which rows something is wanted of each head, on the CPU."""
-        needed = torch.zeros(len(wanted), len(self.source), dtype=torch.bool)
+    def needed(self, requested: Bool[Tensor, "head relation"]) -> Bool[Tensor, "head row"]:
+        """Say which rows are requested of each head, on the CPU."""
+        needed = torch.zeros(len(requested), len(self.source), dtype=torch.bool)
         for index, row in enumerate(self._of_grid):
-            needed[:, row] |= wanted[:, index, None]
+            needed[:, row] |= requested[:, index, None]
         return needed
 
 
@@ -187,11 +187,11 @@ class _GridLogits:
         z: Float[Tensor, "kv_head row d_head"],
         grids: Sequence[Grid],
         rows: _Rows,
-        wanted: Bool[Tensor, "sign head relation"],
+        requested: Bool[Tensor, "sign head relation"],
     ):
         self.maps, self.z, self.rows = maps, z, rows
-        self.heads = to_device_many([one.nonzero()[:, 0] for one in wanted.any(0).T], z.device)
-        self.wanted = to_device(wanted, z.device)
+        self.heads = to_device_many([one.nonzero()[:, 0] for one in requested.any(0).T], z.device)
+        self.requested = to_device(requested, z.device)
         self.tokens, self.column = (to_device_many([grid.tokens[i] for grid in grids], z.device) for i in range(2))
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, " block"], Float[Tensor, "block token item"]]]:
@@ -206,14 +206,14 @@ class _GridLogits:
             yield some, W_target.mT @ self.z[_value_heads(self.maps, some)[:, None], row].mT
 
     def extremes(self) -> Float[Tensor, "sign head row"]:
-        """The largest wanted target of every row, over its relations, and the largest negated one; else -inf."""
+        """The largest requested target of every row, over its relations, and the largest negated one; else -inf."""
         shape = (2, self.maps.n_heads, len(self.rows.source))
         extremes = torch.full(shape, -torch.inf, device=self.z.device)
         for index, row in enumerate(self.rows.of_grid):
             for heads, own in self.of_grid(index):
                 both = torch.stack([own.amax(1), -own.amin(1)])
-                # -inf where nothing is wanted: such a row is not alive from the start, and costs no logits.
-                both = torch.where(self.wanted[:, heads, index, None], both, -torch.inf)
+                # -inf where nothing is requested: such a row is not alive from the start, and costs no logits.
+                both = torch.where(self.requested[:, heads, index, None], both, -torch.inf)
                 # amax, since relations share rows: a row stays while any of its relations needs it.
                 extremes[:, heads] = extremes[:, heads].scatter_reduce(2, row.expand_as(both), both, "amax")
         return extremes
@@ -225,23 +225,23 @@ class _Kept:
 
     values: Float[Tensor, "sign head row k"]
     k: Int[Tensor, " row"]
-    wanted: Float[Tensor, "sign head row"]
+    best: Float[Tensor, "sign head row"]
 
     def __post_init__(self) -> None:
-        self.alive = self.wanted > -torch.inf
+        self.alive = self.best > -torch.inf
 
     @classmethod
-    def nothing(cls, rows: _Rows, wanted: Float[Tensor, "sign head row"]) -> "_Kept":
+    def nothing(cls, rows: _Rows, best: Float[Tensor, "sign head row"]) -> "_Kept":
         """No logits yet."""
         # One more than k: the bound lies midway between the k-th and the next.
-        return cls(wanted.new_full((*wanted.shape, rows.k_at_most + 1), -torch.inf), rows.k, wanted)
+        return cls(best.new_full((*best.shape, rows.k_at_most + 1), -torch.inf), rows.k, best)
 
-    def take_leave(self, seen: "_Kept") -> None:
+    def take_leave(self, other: "_Kept") -> None:
         """Let the rows go that have left in another look at the same, with the bound that they found there."""
         # Their bound is final: the k-th found there is above every target that is wanted of them.
-        gone = self.alive & ~seen.alive
-        self.values = torch.where(gone[..., None], seen.values, self.values)
-        self.alive &= seen.alive
+        gone = self.alive & ~other.alive
+        self.values = torch.where(gone[..., None], other.values, self.values)
+        self.alive &= other.alive
 
     def left(self) -> list[int]:
         """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
@@ -280,11 +280,11 @@ class _Kept:
         candidates = torch.cat([self.values[into], parts.candidates(block, place, n_kept)], dim=1)
         self.values[into] = candidates.topk(n_kept).values
         at_k = self.values[sign, head, row, self.k[row] - 1]
-        self.alive[sign, head, row] = alive & (at_k <= self.wanted[sign, head, row])
+        self.alive[sign, head, row] = alive & (at_k <= self.best[sign, head, row])
 
     def bounds(self) -> Float[Tensor, "sign head row"]:
         """What a logit must be beyond to be among the k largest: the k-th, where the row left before its end."""
-        place = self.k.expand(self.wanted.shape)[..., None]
+        place = self.k.expand(self.best.shape)[..., None]
         kth, following = (self.values.gather(3, place - before)[..., 0] for before in (1, 0))
         # Midway: a target that is the k-th would else lie within the margin of itself, and be settled each time.
         return torch.where(self.alive, (kth + following) / 2, kth)
@@ -326,76 +326,76 @@ class _Parts:
 
 
 def _kth_logits(
-    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], rows: _Rows, wanted: Float[Tensor, "sign head row"]
+    maps: OVMaps, z: Float[Tensor, "kv_head row d_head"], rows: _Rows, best: Float[Tensor, "sign head row"]
 ) -> Float[Tensor, "sign head row"]:
     """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
 
-    Once the k-th is above what is `wanted` of it the row leaves, and the bound found so far is returned. `OVMaps.first`
+    Once the k-th is above a row's `best` target the row leaves, and the bound found so far is returned. `OVMaps.first`
     makes many leave before the first tile; what stays meets these tokens again, in their tiles. A tile costs
     W_O W_U for heads with many rows left, and (z W_O) W_U for those with fewer than W_O has.
     """
-    kept = _Kept.nothing(rows, wanted)
+    table = _Kept.nothing(rows, best)
     if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
-        # A table of its own: in `kept` these tokens would count twice, here and in their tiles.
-        seen = _Kept.nothing(rows, wanted)
-        _merge_tile(maps, z, seen, seen.left(), columns_of(maps, maps.first))
-        kept.take_leave(seen)
+        # A table of its own: in `table` these tokens would count twice, here and in their tiles.
+        sample = _Kept.nothing(rows, best)
+        _merge_tile(maps, z, sample, sample.left(), columns_of(maps, maps.first))
+        table.take_leave(sample)
     most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     start = 0
-    while start < maps.d_vocab and any(left := kept.left()):
+    while start < maps.d_vocab and any(n_left := table.left()):
         # Tiles that double: a first one of full width would meet rows that a narrow one lets go.
         tile = maps.W_U[:, start : start + min(max(FIRST_TILE, start), most)]
-        _merge_tile(maps, z, kept, left, tile)
+        _merge_tile(maps, z, table, n_left, tile)
         start += tile.shape[1]
-    return kept.bounds()
+    return table.bounds()
 
 
 def _merge_tile(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
-    kept: _Kept,
-    left: Sequence[int],
+    table: _Kept,
+    n_left: Sequence[int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits into all rows that are left, so many of each head."""
     # By heads a tile costs d_head rows of W_O through W_U, by rows as many as are left: the fewer of the two.
-    _merge_by_heads(maps, z, kept, {head: n for head, n in enumerate(left) if n >= z.shape[2]}, tile)
-    _merge_by_rows(maps, z, kept, {head: n for head, n in enumerate(left) if 0 < n < z.shape[2]}, tile)
+    _merge_by_heads(maps, z, table, {head: n for head, n in enumerate(n_left) if n >= z.shape[2]}, tile)
+    _merge_by_rows(maps, z, table, {head: n for head, n in enumerate(n_left) if 0 < n < z.shape[2]}, tile)
 
 
 def _merge_by_heads(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
-    kept: _Kept,
-    left: Mapping[int, int],
+    table: _Kept,
+    n_left: Mapping[int, int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits z (W_O W_U) into the rows left of some heads, so many of each."""
     width = tile.shape[1]
-    for block in _chunks([*left], heads_at_once(maps, width)):
+    for block in _chunks([*n_left], heads_at_once(maps, width)):
         W_O = maps.W_O[to_device(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
         # W_O W_U of a block of heads is one product; its logits are taken of as many heads as the cache holds.
-        size = max(1, _logits_at_once(maps) // (max(map(left.__getitem__, block)) * width))
+        size = max(1, _logits_at_once(maps) // (max(map(n_left.__getitem__, block)) * width))
         for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
-            group, most = to_device(torch.tensor(heads), z.device), max(map(left.__getitem__, heads))
-            for row in kept.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
-                kept.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W)
+            group, most = to_device(torch.tensor(heads), z.device), max(map(n_left.__getitem__, heads))
+            for row in table.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
+                table.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W)
 
 
 def _merge_by_rows(
     maps: OVMaps,
     z: Float[Tensor, "kv_head row d_head"],
-    kept: _Kept,
-    left: Mapping[int, int],
+    table: _Kept,
+    n_left: Mapping[int, int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
     """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
-    for heads in _chunks([*left], heads_at_once(maps, maps.x.shape[1])):
+    for heads in _chunks([*n_left], heads_at_once(maps, maps.x.shape[1])):
         block = to_device(torch.tensor(heads), z.device)
-        alive = kept.alive[:, block].any(0)
+        alive = table.alive[:, block].any(0)
         place, row = alive.nonzero(as_tuple=True)
-        padded = kept.rows(block, max(map(left.__getitem__, heads)))
+        padded = table.rows(block, max(map(n_left.__getitem__, heads)))
         y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
         # Without the rows that filled heads up: the product with the tile is the large one.
         y = y[place, (alive.cumsum(1) - 1)[place, row]]
@@ -403,7 +403,7 @@ def _merge_by_rows(
         size = max(1, tile_numbers(maps) // tile.shape[1])
         for start in range(0, len(y), size):
             part = slice(start, start + size)
-            kept.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
+            table.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
 
 
 def _logits_at_once(maps: OVMaps) -> int:

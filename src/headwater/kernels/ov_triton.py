@@ -31,7 +31,7 @@ BLOCK_PAIRS, BLOCK_TOKENS, BLOCK_DEPTH = 128, 128, 32
 def _count_kernel(
     z,  # [kv_head, pair, d_head]
     W,  # [head, d_head, token]
-    own,  # [head, pair], as are margin and counts
+    target_logits,  # [head, pair], as are margin and counts
     margin,
     column,
     counts,  # [share, 2, head, pair]
@@ -53,7 +53,7 @@ def _count_kernel(
     rows = (tl.program_id(0) % pair_blocks) * BLOCK_P + tl.arange(0, BLOCK_P)
     # Rows past the end compute the first pair again and store nothing: no load needs a mask for pairs.
     row = tl.where(rows < n_pairs, rows, 0)
-    own_logit = tl.load(own + head * n_pairs + row)
+    own_logit = tl.load(target_logits + head * n_pairs + row)
     near = tl.load(margin + head * n_pairs + row)
     # Both bounds once: a tile is left with two comparisons a logit.
     upper, lower = own_logit + near, own_logit - near
@@ -94,7 +94,7 @@ def _count_kernel(
 def count_beyond(
     z: Float[Tensor, "kv_head pair d_head"],
     W: Float[Tensor, "head d_head token"],
-    own: Float[Tensor, "head pair"],
+    target_logits: Float[Tensor, "head pair"],
     margin: Float[Tensor, "head pair"],
     column: Int[Tensor, " pair"],
     precision: str = "high",
@@ -104,7 +104,7 @@ def count_beyond(
     Args:
         z: the values of each pair's source; heads in groups share them.
         W: W_O W_U of each head, for some tokens.
-        own: the logit of each pair's own target.
+        target_logits: the logit of each pair's own target.
         margin: how near is too near to call.
         column: where each pair's own target is among these tokens; any number beyond them if it does not.
         precision: "highest" multiplies in float32, "high" in three tensor-core products.
@@ -120,7 +120,7 @@ def count_beyond(
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(W):
         _count_kernel[(n_blocks * n_shares, n_heads)](
-            *(tensor.contiguous() for tensor in (z, W, own, margin, column)),
+            *(tensor.contiguous() for tensor in (z, W, target_logits, margin, column)),
             counts,
             n_pairs,
             n_tokens,
