@@ -174,16 +174,16 @@ def lens(
     """
     check_model(model)
     n_layers = model.shape.n_layers
-    given, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
+    opened, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
     # The last layer always, as KL and the check against the model's own logits need it.
     chosen = sorted({*chosen_layers(layers, n_layers), n_layers - 1})
-    transform = reader(given, chosen, n_layers)
+    transform = reader(opened, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
     batch_size = checked_count("batch_size", batch_size)
     where = [positions_of(positions, prompt, example, len(read)) for example, prompt in enumerate(read)]
     targets = _targets(model, read, where, answer)
     options = {
-        "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(given), "layers": chosen,
+        "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(opened), "layers": chosen,
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
         **note_on_chats(prompt.text for prompt in read),
     } | ({"roles": list(positions)} if isinstance(positions, Mapping) else {})  # fmt: skip
@@ -263,19 +263,19 @@ def _measured(
 
 def _table(
     model: HookedModel,
-    found: dict[str, Tensor],
+    statistics: dict[str, Tensor],
     layers: Sequence[int],
     prompts: Sequence[Prompt],
     where: Sequence[tuple[int, ...]],
     targets: Sequence[Tensor],
 ) -> pd.DataFrame:
     """Lay the predictions out: by example, layer, position and place among the top tokens."""
-    n_layers, n_rows, k = found["top"].shape
+    n_layers, n_rows, k = statistics["top"].shape
     example = np.repeat(np.arange(len(where)), [len(places) for places in where])
     token = np.array([prompt.strings[i] for prompt, places in zip(prompts, where, strict=True) for i in places], object)
     position = np.array([place for places in where for place in places])
     # Each token is decoded once: layers and positions name the same few.
-    used, index = np.unique(found["top"].numpy(), return_inverse=True)
+    used, index = np.unique(statistics["top"].numpy(), return_inverse=True)
     strings = np.array(model.token_strings(used.tolist()), dtype=object)
     unknown = (torch.cat(list(targets)) == NONE).numpy()
     each = np.tile(np.arange(n_rows), n_layers).repeat(k)
@@ -287,9 +287,9 @@ def _table(
             "token": token[each],
             "top": np.tile(np.arange(1, k + 1), n_layers * n_rows),
             "top_token": strings[index].reshape(-1),
-            "probability": found["log_probability"].double().exp().numpy().reshape(-1),
-            "rank": pd.array(found["rank"].numpy().reshape(-1).repeat(k), dtype="Int64"),
-            "kl": found["kl"].double().numpy().reshape(-1).repeat(k),
+            "probability": statistics["log_probability"].double().exp().numpy().reshape(-1),
+            "rank": pd.array(statistics["rank"].numpy().reshape(-1).repeat(k), dtype="Int64"),
+            "kl": statistics["kl"].double().numpy().reshape(-1).repeat(k),
         }
     )
     table.loc[unknown[each], "rank"] = pd.NA
@@ -311,15 +311,15 @@ def _with_roles(table: pd.DataFrame, where: Mapping[Any, Any], prompts: Sequence
 
 def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets: Sequence[Tensor]) -> pd.DataFrame:
     """Name the token whose rank each position has."""
-    ids = [int(one) for part in targets for one in part]
-    known = sorted({one for one in ids if one != NONE})
+    ids = [int(token_id) for part in targets for token_id in part]
+    known = sorted({token_id for token_id in ids if token_id != NONE})
     names = dict(zip(known, model.token_strings(known), strict=True)) if known else {}
     return pd.DataFrame(
         {
             "example": np.repeat(np.arange(len(where)), [len(places) for places in where]),
             "position": [place for places in where for place in places],
-            "target": [names.get(one) for one in ids],
-            "target_id": pd.array([None if one == NONE else one for one in ids], dtype="Int64"),
+            "target": [names.get(token_id) for token_id in ids],
+            "target_id": pd.array([None if token_id == NONE else token_id for token_id in ids], dtype="Int64"),
         }
     )
 
@@ -370,11 +370,11 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
         raise InputError(
             f"The tuned lens in {path} has no {CONFIG} that gives its d_model and num_hidden_layers."
         ) from None
-    found = _parameters(path / PARAMETERS)
+    parameters = _parameters(path / PARAMETERS)
     lens = {}
     for layer in range(n_layers - 1):
-        A = found.get((layer + 1, "weight"), torch.empty(0))
-        b = found.get((layer + 1, "bias"), torch.zeros(d_model))
+        A = parameters.get((layer + 1, "weight"), torch.empty(0))
+        b = parameters.get((layer + 1, "bias"), torch.zeros(d_model))
         if A.shape != (d_model, d_model) or b.shape != (d_model,):
             raise InputError(
                 f"The tuned lens in {path} is damaged: translator {layer + 1} of {n_layers} is missing or not of width "
@@ -424,12 +424,12 @@ def opened_lens(lens: Lens, n_layers: int) -> Lens:
             raise InputError(f"The translator of layer {layer} must be a pair of tensors (A, b), found {shown(pair)}.")
     if not isinstance(lens, Path) and (not isinstance(lens, str) or lens == "logit"):
         return lens
-    found = load_tuned_lens(lens)
-    if len(found) != n_layers - 1:
+    tuned = load_tuned_lens(lens)
+    if len(tuned) != n_layers - 1:
         raise InputError(
-            f"The tuned lens in {lens} is of a model of {len(found) + 1} layers; this one has {n_layers} layers."
+            f"The tuned lens in {lens} is of a model of {len(tuned) + 1} layers; this one has {n_layers} layers."
         )
-    return found
+    return tuned
 
 
 def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor, int], Tensor]:
@@ -465,13 +465,13 @@ def reader(lens: Lens, layers: Sequence[int], n_layers: int) -> Callable[[Tensor
 
 def _called(lens: Callable[[Tensor, int], Tensor], residual: Tensor, layer: int) -> Tensor:
     with failures_named("The lens failed"):
-        found = lens(residual.float(), layer)
-    if not isinstance(found, Tensor) or found.shape != residual.shape:
-        what = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        result = lens(residual.float(), layer)
+    if not isinstance(result, Tensor) or result.shape != residual.shape:
+        what = tuple(result.shape) if isinstance(result, Tensor) else f"a {type(result).__name__}"
         raise InputError(
             f"The lens must give a tensor of shape {tuple(residual.shape)} at layer {layer}, found {what}."
         )
-    return found
+    return result
 
 
 def lens_named(lens: Lens) -> Any:

@@ -90,11 +90,11 @@ class Run:
 
         The arguments are those of `pieces`; `stage` is also the name of the result's field that the parts belong to.
         """
-        made = self.pieces(stage, items, compute, bar, size)
+        computed = self.pieces(stage, items, compute, bar, size)
         if self.folder is None:
-            return Shards(list(made))
+            return Shards(list(computed))
         # Drawn to the end and dropped: each piece is in its file once it was yielded, and none is kept in memory.
-        for _ in made:
+        for _ in computed:
             pass
         pieces = [self.folder.piece_file(self._piece_name(stage, number)) for number in range(len(items))]
         return Shards.of_files([self.folder.path / stage / shard_name(i) for i in range(len(items))], pieces)

@@ -192,13 +192,13 @@ class RunFolder:
 
     def _arrived(self, name: str) -> dict[str, Tensor]:
         """Read a piece that its process has written."""
-        found = _await(lambda: self._read(name))
-        if found is None:
+        tensors = _await(lambda: self._read(name))
+        if tensors is None:
             raise RunFolderError(
                 f"{self.piece_file(name)} was written by another process and cannot be read by process "
                 f"{self._processes.index}. Is the folder on a file system that all machines see?"
             )
-        return found
+        return tensors
 
     def _read(self, name: str) -> dict[str, Tensor] | None:
         """Return a piece if it is there and is what this run wrote, else None."""
@@ -217,11 +217,11 @@ class RunFolder:
         return self._pieces / f"{name}.safetensors"
 
 
-def _await(found: Callable[[], Value | None]) -> Value | None:
+def _await(look: Callable[[], Value | None]) -> Value | None:
     """Ask until there is something: a file of another machine may be a while on its way."""
     # Monotonic: a clock that is set meanwhile must neither cut the wait nor stretch it.
     end, pause = time.monotonic() + LONGEST_DELAY, 0.01
-    while (value := found()) is None and time.monotonic() < end:
+    while (value := look()) is None and time.monotonic() < end:
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
     return value

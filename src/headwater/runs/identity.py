@@ -212,11 +212,11 @@ class _Digests:
             return hashed("holder", str(len(self._open) - self._open.index(id(value))).encode())
         self._open.append(id(value))
         try:
-            found = self._composite(value)
+            digest = self._composite(value)
         finally:
             self._open.pop()
-        self._known[id(value)] = value, found  # the value is kept, so that no other gets its id
-        return found
+        self._known[id(value)] = value, digest  # the value is kept, so that no other gets its id
+        return digest
 
     def _composite(self, value: Any) -> bytes:
         if type(value) in (list, tuple, set, frozenset, dict):
@@ -292,7 +292,7 @@ class _Digests:
 
     def _globals(self, function: types.FunctionType) -> dict[str, object]:
         """What a function reads by global names; of the user's own modules the attributes that it asks for."""
-        found = dict[str, object]()
+        values = dict[str, object]()
         for name, *attributes in sorted(set(reads(function.__code__))):
             # Names that are found nowhere count too: a later definition would change what the function does.
             value = function.__globals__.get(name, vars(builtins).get(name, NotImplemented))
@@ -300,11 +300,11 @@ class _Digests:
                 raise UnknownIdentityError(f"a function that calls {name}(), by which it may read anything")
             while isinstance(value, types.ModuleType) and not is_library(value.__name__) and attributes:
                 name, value = f"{value.__name__}.{attributes[0]}", getattr(value, attributes.pop(0), None)
-            found[name] = value
+            values[name] = value
         for name in sorted({str(step.argval) for step in _steps(function.__code__) if step.opname == "IMPORT_NAME"}):
             if not is_library(name):
                 raise UnknownIdentityError(f"your module {name}, imported when it is called: import it outside")
-        return found
+        return values
 
     def _class(self, cls: type) -> bytes:
         if is_library(cls.__module__):
@@ -340,12 +340,12 @@ class _Digests:
 
 def _is_found_by_name(function: types.FunctionType) -> bool:
     """Whether a function's module has it under its name: what another function made has a name that is not its own."""
-    found: Any = sys.modules.get(function.__module__)
+    current: Any = sys.modules.get(function.__module__)
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    while found is not None and found is not function:
-        found = getattr(found, "__wrapped__", None)
-    return found is not None
+        current = getattr(current, name, None)
+    while current is not None and current is not function:
+        current = getattr(current, "__wrapped__", None)
+    return current is not None
 
 
 def _without_computed(cls: type, state: object) -> object:

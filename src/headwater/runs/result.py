@@ -387,14 +387,14 @@ def _seal(file: Path) -> dict[str, Any]:
 
 def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[str, Any]:
     """Return the seals of the files of a result, none of which has changed since the run wrote it."""
-    known = file_names(cls)
+    allowed = file_names(cls)
     if not isinstance(manifest, dict):
         raise RunFolderError(
             f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it is not known whether its files are "
             "the ones the run wrote. Delete the folder and run again."
         )
     # A table that lies there beside the manifest would be read as if the run had written it.
-    unsealed = sorted(name for name in known - set(manifest) if (path / name).is_file())
+    unsealed = sorted(name for name in allowed - set(manifest) if (path / name).is_file())
     if unsealed:
         raise RunFolderError(
             f"The result in {path} is damaged: {unsealed[0]} is not in its manifest. Delete the folder and run again."
@@ -402,7 +402,7 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
     for name, seal in manifest.items():
         folder, _, part = name.partition("/")
         # A manifest is a file that anyone may have written: its names must not lead out of the folder.
-        if (folder if part else name) not in known or (part and not NAME.fullmatch(part)):
+        if (folder if part else name) not in allowed or (part and not NAME.fullmatch(part)):
             raise RunFolderError(
                 f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is not a file of a "
                 f"{cls.__name__}. Delete the folder and run again."

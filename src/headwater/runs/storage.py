@@ -141,13 +141,13 @@ def _hash_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return hashed("tensors", *parts).hex()
 
 
-def refuse_foreign(path: Path, own: str, names: Iterable[str]) -> None:
+def refuse_foreign(path: Path, marker: str, names: Iterable[str]) -> None:
     """Refuse to write files of these names into a folder that has one, and lacks the file that is headwater's own."""
     # lexists: a dangling link of the user's would be overwritten, too.
     found = next((path / name for name in names if os.path.lexists(path / name)), None)
-    if found is not None and not (path / own).exists():
+    if found is not None and not (path / marker).exists():
         raise RunFolderError(
-            f"{found} would be overwritten, and {path} has no {own} of headwater: choose another folder."
+            f"{found} would be overwritten, and {path} has no {marker} of headwater: choose another folder."
         )
 
 

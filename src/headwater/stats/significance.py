@@ -238,11 +238,11 @@ def dip(sample: NDArray[np.float64]) -> float:
     below = above - counts / counts.sum()
     first, last, cost = 0, len(x) - 1, 0.0
     while True:
-        here = slice(first, last + 1)
-        low_corners = first + _hull(x[here], below[here])
-        high_corners = first + _hull(x[here], -above[here])
-        low = np.interp(x[here], x[low_corners], below[low_corners])
-        high = np.interp(x[here], x[high_corners], above[high_corners])
+        interval = slice(first, last + 1)
+        low_corners = first + _hull(x[interval], below[interval])
+        high_corners = first + _hull(x[interval], -above[interval])
+        low = np.interp(x[interval], x[low_corners], below[low_corners])
+        high = np.interp(x[interval], x[high_corners], above[high_corners])
         corners = np.union1d(low_corners, high_corners)
         gaps = (high - low)[corners - first]
         if gaps.max() <= cost or first == last:
@@ -250,8 +250,8 @@ def dip(sample: NDArray[np.float64]) -> float:
         widest = int(corners[gaps.argmax()])
         left = int(low_corners[low_corners <= widest][-1])
         right = int(high_corners[high_corners >= widest][0])
-        before = (above[here] - low)[: left - first]
-        after = (high - below[here])[right - first + 1 :]
+        before = (above[interval] - low)[: left - first]
+        after = (high - below[interval])[right - first + 1 :]
         cost = max(cost, float(before.max(initial=0)), float(after.max(initial=0)))
         first, last = left, right
 
