@@ -174,11 +174,11 @@ def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str |
         else:
             figure = new_figure(0.6 + 2.5 * len(kinds), 2.8)
             axes = list(figure.subplots(1, len(kinds), squeeze=False)[0])
-        for one, name in zip(axes, kinds, strict=True):
+        for panel, name in zip(axes, kinds, strict=True):
             part = result.table[result.table["kind"] == name]
-            mesh = _map(one, part, above[part.index], limit)
+            mesh = _map(panel, part, above[part.index], limit)
             by = LONG[str(name)]
-            one.set_title(by if len(kinds) > 1 else model_title(result.run, f"composition of heads by {by}"))
+            panel.set_title(by if len(kinds) > 1 else model_title(result.run, f"composition of heads by {by}"))
         axes[0].set_ylabel("Earlier head, by layer")
         color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
         if len(kinds) > 1:

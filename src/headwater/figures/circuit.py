@@ -153,7 +153,7 @@ def _write_effects(
 ) -> None:
     """Write the effects on their lines, the largest first, each where there is room; else it is left out."""
     written: set[int] = set()
-    taken = [(x, y, 0.35, 0.27) for x, y in places.values()]
+    occupied = [(x, y, 0.35, 0.27) for x, y in places.values()]
     for line in lines:
         effect = float(circuit.effects[line.edge])
         if np.isnan(effect) or line.edge in written:
@@ -163,13 +163,13 @@ def _write_effects(
         free = [
             (x, y)
             for x, y in spots
-            if not any(abs(x - a) < wide + 0.4 and abs(y - b) < high + 0.05 for a, b, wide, high in taken)
+            if not any(abs(x - a) < wide + 0.4 and abs(y - b) < high + 0.05 for a, b, wide, high in occupied)
         ]
         if not free:
             continue
         x, y = free[0]
         written.add(line.edge)
-        taken.append((x, y, 0.4, 0.28))
+        occupied.append((x, y, 0.4, 0.28))
         color = ABOVE if effect > 0 else BELOW
         look: dict[str, Any] = {"size": 5.5, "color": color, "zorder": 6, "bbox": BEHIND}
         ax.text(x, y, text.replace("-", MINUS), ha="center", va="center", **look)

@@ -89,18 +89,18 @@ def plot_circuit_search(search: CircuitSearch, ax: Axes | None = None) -> Axes |
     """Draw a search: what `CircuitSearch.plot` says."""
     begun = search.table[search.table["decision"] != DECISIONS[LEFT_OUT]]
     tried = begun[begun["decision"] != DECISIONS[NOT_TRIED]]
-    kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
-    left = len(begun) - np.cumsum(~kept)
-    own = search.alone[search.alone["placebo"].isna()]
+    is_kept = (tried["decision"] == DECISIONS[KEPT]).to_numpy()
+    remaining = len(begun) - np.cumsum(~is_kept)
+    circuit_rows = search.alone[search.alone["placebo"].isna()]
     with one_panel(ax, 4.6, 3.2) as ax:
         for name in ("clean", "corrupted"):
-            ax.axhline(own[name].mean(), color=LINE, linewidth=0.8)
+            ax.axhline(circuit_rows[name].mean(), color=LINE, linewidth=0.8)
             at = ("axes fraction", "data")
-            ax.annotate(name, (1.0, own[name].mean()), xycoords=at, fontsize="small", va="bottom", ha="right")
-        ax.plot(left, tried["value"], color=PLACEBO, linewidth=1.2, label="left")
-        ax.plot(left[kept], tried["value"][kept], "|", color=CIRCUIT, markersize=9, label="an edge is kept")
+            ax.annotate(name, (1.0, circuit_rows[name].mean()), xycoords=at, fontsize="small", va="bottom", ha="right")
+        ax.plot(remaining, tried["value"], color=PLACEBO, linewidth=1.2, label="left")
+        ax.plot(remaining[is_kept], tried["value"][is_kept], "|", color=CIRCUIT, markersize=9, label="an edge is kept")
         ax.invert_xaxis()
-        ax.set(xlabel="Edges left", ylabel=label(str(own["metric"].iloc[0]).replace("_", " ")))
+        ax.set(xlabel="Edges left", ylabel=label(str(circuit_rows["metric"].iloc[0]).replace("_", " ")))
         ax.legend(frameon=False, loc="lower left")
         edges = f"{len(search.circuit):,} of {len(search.table):,} edges kept"
         ax.set_title(model_title(search.run, f"search for a circuit ({edges})"))
@@ -224,12 +224,12 @@ def _ticks(ax: Axes, axis: str, nodes: Nodes, present: np.ndarray) -> None:
     width = min(0.4, 2.4 * inches(ax)[0 if is_x else 1] / len(begins))
     for i in begins[1:]:
         line(i - 0.5, color=LINE, linewidth=width)
-    kept = [float(i) for i in range(len(names))]
+    positions = [float(i) for i in range(len(names))]
     if len(names) > MOST_TICKS:
         ends = [*begins[1:], len(present)]
-        kept = [(begin + end - 1) / 2 for begin, end in zip(begins, ends, strict=True)]
+        positions = [(begin + end - 1) / 2 for begin, end in zip(begins, ends, strict=True)]
         names = [names[begin] if layers[begin] < 0 else f"layer {layers[begin]}" for begin in begins]
-    cell_ticks(ax.xaxis if is_x else ax.yaxis, kept, names, rotation=90 if is_x else 0)
+    cell_ticks(ax.xaxis if is_x else ax.yaxis, positions, names, rotation=90 if is_x else 0)
 
 
 LONGEST = 28

@@ -215,12 +215,12 @@ def plot_boxes(profile: DepthProfile, ax: Axes) -> None:
     for box, (color, _) in zip(drawn["boxes"], looks_of_depths(profile).values(), strict=True):
         box.set_facecolor(color)
         box.set_alpha(0.85)
-    names = [f"Depth {depth}\nn = {len(found):,}" for depth, found in zip(profile.depths, values, strict=True)]
+    names = [f"Depth {depth}\nn = {len(sample):,}" for depth, sample in zip(profile.depths, values, strict=True)]
     ax.set_xticks(range(1, len(values) + 1), names)
     is_group = profile.run.options["aggregate"] == "group"
     ax.set_ylabel(AVERAGE if is_group else "MIN-K% of a Question\n(nats)")
-    if any(len(found) for found in values):
-        ax.set_ylim(bottom=min(0.0, min(found.min() for found in values if len(found))))
+    if any(len(sample) for sample in values):
+        ax.set_ylim(bottom=min(0.0, min(sample.min() for sample in values if len(sample))))
 
 
 def plot_gaps(profile: DepthProfile, ax: Axes, narrow: bool = False) -> Axes:

@@ -89,14 +89,14 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     cut = [row["cut"] / row["questions"] for row in sets]
     dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
     with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
-        left = [0.0] * len(names)
+        starts = [0.0] * len(names)
         for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
             if not any(shares):
                 continue
-            bars = ax.barh(range(len(names)), shares, left=left, height=0.6, color=COLORS[name], label=name)
+            bars = ax.barh(range(len(names)), shares, left=starts, height=0.6, color=COLORS[name], label=name)
             labels = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
             ax.bar_label(bars, labels, label_type="center", color=INKS[name], fontsize=7)
-            left = [start + share for start, share in zip(left, shares, strict=True)]
+            starts = [start + share for start, share in zip(starts, shares, strict=True)]
         ax.set_yticks(range(len(names)), names)
         ax.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel="Share of the questions")
         legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
@@ -121,30 +121,30 @@ TOKEN_NAMES = {
 
 
 @DRAWINGS.add(ProbeMap)
-def plot_probe_map(found: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
+def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
     """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1.
 
     A panel for each question set; on a given `ax`, the first one's.
     """
-    sets = found.datasets
+    sets = result.datasets
     with style(ax):
         if ax is not None:
-            _panel(found, sets[0], ax)
-            ax.set_title(model_title(found.run, f"wrong answers detected by probes, {label(sets[0])}"))
+            _panel(result, sets[0], ax)
+            ax.set_title(model_title(result.run, f"wrong answers detected by probes, {label(sets[0])}"))
             return ax
-        tokens = found.table["token"].nunique()
+        tokens = result.table["token"].nunique()
         across = min(2, len(sets))
         rows = -(-len(sets) // across)
         figure = new_figure(2.6 * across + 1.6, (0.2 * tokens + 0.7) * rows + 0.5)
         axes = figure.subplots(rows, across, squeeze=False, sharey=True).ravel().tolist()
         for panel, name in zip(axes, sets, strict=False):
-            image = _panel(found, name, panel)
-            answers = found.table.loc[found.table["dataset"] == name, "answers"].iloc[0]
+            image = _panel(result, name, panel)
+            answers = result.table.loc[result.table["dataset"] == name, "answers"].iloc[0]
             panel.set_title(f"{label(name)} (n = {answers:,})")
         for spare in axes[len(sets) :]:
             spare.set_axis_off()
         figure.colorbar(image, ax=axes, label="AUC")
-        entitle(figure, model_title(found.run, f"wrong answers detected by probes of {found.run.options['site']}"))
+        entitle(figure, model_title(result.run, f"wrong answers detected by probes of {result.run.options['site']}"))
     return figure
 
 

@@ -74,32 +74,32 @@ def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
 
 
 @DRAWINGS.add(Evidence)
-def plot_evidence(found: Evidence, ax: Axes | None = None) -> Axes | Figure:
+def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
     """Draw five panels; on axes of one's own the last: the share of the head that each way names."""
-    if not found.is_measured:
-        raise InputError(found.verdict)
+    if not result.is_measured:
+        raise InputError(result.verdict)
     with style(ax):
         if ax is not None:
-            rows = found.ways.dropna(subset=["share"]).set_index("way")
+            rows = result.ways.dropna(subset=["share"]).set_index("way")
             names = [way for way in reversed(WAYS) if way in rows.index]
             for number, way in enumerate(names):
                 _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
             ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
-            ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(found.run, found.relation))
+            ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(result.run, result.relation))
             return ax
         figure = new_figure(WIDTH, HEIGHT)
         # Each row is laid out by itself: the names of costs are long.
         above, below = figure.subfigures(2, 1)  # type: ignore[misc]
         axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
-        named = found.way(NAMED)
+        named = result.way(NAMED)
         for (column, title), place in zip(MAPS.items(), axes, strict=False):
-            _map(found.table, column, place)
+            _map(result.table, column, place)
             place.set_title(title)
             for color, width in (("white", 2.6), (INK, 1.2)):  # seen on dark cells and on light ones
                 place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
-        _when(found.when, axes[3])
-        _cost(found.cost, axes[4])
-        entitle(figure, evidence_title(found))
+        _when(result.when, axes[3])
+        _cost(result.cost, axes[4])
+        entitle(figure, evidence_title(result))
     return figure
 
 

@@ -108,7 +108,7 @@ def head_maps(
         InputError: there are no maps, or what is given are none; or `ax` was given for several.
     """
     maps = list(maps) if isinstance(maps, Sequence) else []
-    if not maps or not all(hasattr(one, "categories") for one in maps):
+    if not maps or not all(hasattr(head_map, "categories") for head_map in maps):
         raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
     size, as_published = checked_place(ax, len(maps), figsize), is_published(style)
     if ax is not None:
@@ -119,7 +119,7 @@ def head_maps(
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
     note = rule_note(maps) if as_published else ""
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
-    widths = [_panel_width(one) for one in maps]
+    widths = [_panel_width(head_map) for head_map in maps]
     widths = [max(widths)] * len(maps) if as_published else widths
     pitches = [LEFT + max(wide, LETTER * len(name)) + GAP for wide, name in zip(widths, titles, strict=True)]
     pitches = [max(pitches)] * len(maps) if as_published else pitches
@@ -246,11 +246,11 @@ class Marks(PathCollection):
 
 def mark_heads(ax: Axes, heads: pd.DataFrame, areas: np.ndarray, **look: Any) -> None:
     """Draw a mark at each layer and head, of areas relative to a cell's."""
-    made: Any = ax.scatter(heads["layer"], heads["head"], **look)
+    marks: Any = ax.scatter(heads["layer"], heads["head"], **look)
     # scatter makes a PathCollection and takes no class; as Marks it follows the size of the axes.
-    made.__class__, made.areas, made.shape = Marks, np.asarray(areas, dtype=float), made.get_paths()[0]
-    made.shares = made.areas / (LARGEST_MARK**2 * AREAS.get(look.get("marker", "o"), 1.0))
-    made.fit()
+    marks.__class__, marks.areas, marks.shape = Marks, np.asarray(areas, dtype=float), marks.get_paths()[0]
+    marks.shares = marks.areas / (LARGEST_MARK**2 * AREAS.get(look.get("marker", "o"), 1.0))
+    marks.fit()
 
 
 def _used(head_map: HeadMap) -> pd.DataFrame:

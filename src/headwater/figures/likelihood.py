@@ -226,7 +226,7 @@ def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, 
     table = profile.table.set_index("id")
     if nodes is None:
         nodes = [name for name in table.index if name in by_id][:SHOWN]
-    found = {}
+    tokens = {}
     for name in nodes:
         if name not in table.index:
             raise InputError(f"There is no node {name!r}.{did_you_mean(name, table.index)}")
@@ -234,8 +234,8 @@ def _tokens_of(profile: DepthProfile, nodes: Sequence[str] | None) -> dict[str, 
         owner = next((other for other in same if other in by_id), None)
         if owner is None:
             raise InputError(f"The node {name!r} has no scored tokens: {table.at[name, 'note']!s}.")
-        found[name] = by_id[owner].sort_values("position")
-    return found
+        tokens[name] = by_id[owner].sort_values("position")
+    return tokens
 
 
 def _shown(token: str) -> str:

@@ -141,13 +141,13 @@ def panels(
 ) -> tuple[Figure | None, list[Axes]]:
     """Make a figure with a panel per question set, and inches for names at the left; or take `ax` for a single one."""
     n = len(pathways.datasets)
-    given = checked_place(ax, n, figsize)
+    requested_size = checked_place(ax, n, figsize)
     if ax is not None:
         return None, [ax]
     across = n if n <= MOST_ACROSS and n != 4 else 2 if n == 4 else MOST_ACROSS
     rows = -(-n // across)
     size = max(PANEL[0] * across, 3.4) + names, PANEL[1] * rows + 0.4
-    figure = new_figure(*(given or size))
+    figure = new_figure(*(requested_size or size))
     axes = figure.subplots(rows, across, squeeze=False, sharey=sharey).ravel().tolist()
     for spare in axes[n:]:
         spare.remove()
@@ -155,13 +155,13 @@ def panels(
 
 
 def entitled(
-    figure: Figure | None, axes: list[Axes], pathways: Pathways, seen: str, title: str | None
+    figure: Figure | None, axes: list[Axes], pathways: Pathways, subject: str, title: str | None
 ) -> Axes | Figure:
     """Put the model and what is seen of it above the panels; of a single one, above its title."""
     if len(axes) == 1:
-        axes[0].set_title(f"{model_title(pathways.run, seen)}\n{axes[0].get_title(loc='left')}")
+        axes[0].set_title(f"{model_title(pathways.run, subject)}\n{axes[0].get_title(loc='left')}")
     elif figure is not None:
-        entitle(figure, model_title(pathways.run, seen))
+        entitle(figure, model_title(pathways.run, subject))
     return apply_title_and_size(axes[0] if figure is None else figure, title, None)
 
 
@@ -192,21 +192,21 @@ def _titled(pathways: Pathways, dataset: str, n_panels: int) -> str:
 
 
 def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
-    found = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
-    across = 3 if len(found) > 2 else 2
+    marks = {name: handle for ax in axes for handle, name in zip(*ax.get_legend_handles_labels(), strict=True)}
+    across = 3 if len(marks) > 2 else 2
     look: dict[str, Any] = {"handlelength": 2.6, "title": title, "title_fontsize": 7}
     if figure is None:
         look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
         is_narrow = axes[0].get_window_extent().width / axes[0].figure.dpi < NARROW
-        axes[0].legend(list(found.values()), list(found), ncols=1 if is_narrow else min(across, 2), fontsize=6, **look)
+        axes[0].legend(list(marks.values()), list(marks), ncols=1 if is_narrow else min(across, 2), fontsize=6, **look)
         return
-    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=across, **look)
+    figure.legend(list(marks.values()), list(marks), loc="outside lower center", ncols=across, **look)
 
 
 @DRAWINGS.add(Refusals)
-def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
+def plot_refusals(refusals: Refusals, ax: Axes | None = None) -> Axes:
     """Draw a row per question set and way to tell the modes, a mark and interval per mode."""
-    rows = whole_summary(found)
+    rows = whole_summary(refusals)
     names = [f"{name}, {by}" for name, by in zip(ticks(rows["dataset"]), rows["split_by"], strict=True)]
     with one_panel(ax, 4.2, 0.9 + 0.28 * len(rows)) as ax:
         for shift, mode, column in zip((-0.12, 0.12), MODES, ("q_refused", "a_refused"), strict=True):
@@ -217,7 +217,7 @@ def plot_refusals(found: Refusals, ax: Axes | None = None) -> Axes:
         left = min(0.0, ax.get_xlim()[0])
         ax.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5), xlim=(left, None))
         ax.set_xlabel(f"Questions declined when asked again (%)\n({LINES_ARE})")
-        legend_above(ax, 2, model_title(found.run, "refusals by mode"))
+        legend_above(ax, 2, model_title(refusals.run, "refusals by mode"))
     return ax
 
 
@@ -263,12 +263,12 @@ def baselines(
 
 
 def _baseline_panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:
-    found = rows.set_index("score").reindex(scores)  # type: ignore[attr-defined]
+    table = rows.set_index("score").reindex(scores)  # type: ignore[attr-defined]
     colors = [BLUE, *[ORANGE] * (len(scores) - 1)]
     y = range(len(scores))
     ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle=(0, (3, 2)))
-    ax.hlines(y, found["low"], found["high"], colors=colors, linewidths=1.2)
-    for place, value, color in zip(y, found["value"], colors, strict=True):
+    ax.hlines(y, table["low"], table["high"], colors=colors, linewidths=1.2)
+    for place, value, color in zip(y, table["value"], colors, strict=True):
         ax.plot([value], [place], "o", color=color, markersize=3.4)
     ax.set(yticks=y, yticklabels=scores, ylim=(len(scores) - 0.5, -0.5))
 
@@ -305,19 +305,19 @@ def logit_changes(
     with style(ax):
         figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
-            own = _changes(pathways, name)
+            changes = _changes(pathways, name)
             verdicts = pathways.components[
                 (pathways.components["dataset"] == name) & (pathways.components["intervention"] == EXACT)
             ].set_index("population")["verdict"]
             ax.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
-            grid = np.linspace(own["change"].min() - 0.4, own["change"].max() + 0.4, 300)
+            grid = np.linspace(changes["change"].min() - 0.4, changes["change"].max() + 0.4, 300)
             for side, (color, dash, hatch) in SIDES.items():
-                part = own.loc[own["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
-                curve = _density(part, grid) * len(part) / len(own)
+                part = changes.loc[changes["predicted_wrong"] == (side == "predicted wrong"), "change"].to_numpy()
+                curve = _density(part, grid) * len(part) / len(changes)
                 ax.fill_between(grid, curve, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.3, linewidth=0)
                 named = f"{side} ({len(part):,}): {verdicts[side]}"
                 ax.plot(grid, curve, color=color, linestyle=dash, label=named)
-            ax.plot([], [], linestyle="none", label=f"all ({len(own):,}): {verdicts['all']}")
+            ax.plot([], [], linestyle="none", label=f"all ({len(changes):,}): {verdicts['all']}")
             if WITHIN in verdicts:
                 ax.plot([], [], linestyle="none", label=f"{WITHIN}: {verdicts[WITHIN]}")
             ax.set(title=label(name), xlabel="Change of the probe's logit (SD)", yticks=[])
@@ -391,14 +391,14 @@ def _accuracy(ax: Axes, pathways: Pathways) -> None:
 
 def _popularity(ax: Axes, pathways: Pathways) -> None:
     for name, (color, mark) in looks_of_sets(pathways.datasets).items():
-        own = pathways.modes[pathways.modes["dataset"] == name].dropna(subset="popularity")
-        if own.empty:
+        modes = pathways.modes[pathways.modes["dataset"] == name].dropna(subset="popularity")
+        if modes.empty:
             continue
-        group = np.ceil(own["popularity"].rank(method="average", pct=True) * GROUPS).astype(int)
-        shares = np.array([_share(own.assign(q=own["mode"] == MODES[0])[group == g], "q") for g in sorted(set(group))])
+        group = np.ceil(modes["popularity"].rank(method="average", pct=True) * GROUPS).astype(int)
         x = sorted(set(group))
+        shares = np.array([_share(modes.assign(q=modes["mode"] == MODES[0])[group == g], "q") for g in x])
         ax.fill_between(x, shares[:, 1], shares[:, 2], color=color, alpha=0.15, linewidth=0)
-        named = f"{label(name)} ({own['example'].nunique():,})"
+        named = f"{label(name)} ({modes['example'].nunique():,})"
         ax.plot(x, shares[:, 0], f"{mark}-", color=color, markersize=2.8, label=named)
     ax.set_xticks(range(1, GROUPS + 1), ["rarest", *("" for _ in range(GROUPS - 2)), "most\npopular"])
     ax.set(xlabel=f"Subject's popularity, in fifths ({BANDS_ARE})", ylabel="Q-anchored (%)", ylim=(0, None))

@@ -104,14 +104,14 @@ def delta_p(
         raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
     if not isinstance(value, str) or value not in VALUES:
         raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
-    splits = [_split(one, split_by) for one in shown]
+    splits = [_split(result, split_by) for result in shown]
     if titles is None:
         if as_published:
-            titles = [model_name(short_name(one.run.model)) for one in shown]
+            titles = [model_name(short_name(result.run.model)) for result in shown]
         elif len(shown) == 1:
             titles = [label(title_of(shown[0], splits[0], value))]
         else:
-            titles = [model_title(one.run, SPLIT_BY[split]) for one, split in zip(shown, splits, strict=True)]
+            titles = [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
     else:
         titles = [label(title) for title in titles]
     if len(titles) != len(shown):
@@ -138,8 +138,8 @@ def delta_p(
         axes = panels.subplots(rows, columns, squeeze=False).ravel()
         for spare in axes[len(shown) :]:
             spare.remove()
-        for panel, one, split, name in zip(axes, shown, splits, titles, strict=False):
-            _draw(panel, one, names, split, value, as_published)
+        for panel, result, split, name in zip(axes, shown, splits, titles, strict=False):
+            _draw(panel, result, names, split, value, as_published)
             panel.set_title(name)
         for panel in axes[: len(shown) : columns]:
             panel.set_ylabel(_axis_name(value, as_published))
@@ -245,12 +245,12 @@ def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
 def _counts_note(shown: Sequence[Pathways]) -> str:
     """A line per panel and question set: how many examples are in each mode at l*, and what the probe there tells."""
     lines = []
-    for one in shown:
-        for name in one.datasets:
-            view, counts = SetAtBest(one, name), [_count(one, name, mode, BEST_LAYER) for mode in MODES]
+    for result in shown:
+        for name in result.datasets:
+            view, counts = SetAtBest(result, name), [_count(result, name, mode, BEST_LAYER) for mode in MODES]
             auc = with_interval(*view.baseline(WRONG_ANSWER, PROBE))
             note = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
-            lines.append(label(f"{model_name(short_name(one.run.model))}, {set_name(name)}: {note}"))
+            lines.append(label(f"{model_name(short_name(result.run.model))}, {set_name(name)}: {note}"))
     return "\n".join(lines)
 
 

@@ -180,12 +180,12 @@ def _spelled(entries: Iterable[str]) -> str:
 
 def _in_order(panels: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The entries of a legend by kind of edge, then by question set; each with the counts of all models."""
-    found: dict[str, Any] = {}
+    looks: dict[str, Any] = {}
     counts: dict[str, list[str]] = {}
     for entry, (*drawn, counted) in ((entry, look) for panel in panels for entry, look in panel.items()):
-        found.setdefault(entry, tuple(drawn))
+        looks.setdefault(entry, tuple(drawn))
         counts.setdefault(entry, []).append(counted)
-    ordered = sorted(found.items(), key=lambda entry: entry[1][2])
+    ordered = sorted(looks.items(), key=lambda entry: entry[1][2])
     return {
         entry + (f" (n = {', '.join(counts[entry])})" if any(counts[entry]) else ""): look for entry, look in ordered
     }
@@ -289,9 +289,9 @@ def _at_chance(rows: pd.DataFrame) -> Interval | None:
 
 def chance_note(shown: Sequence[Saliency]) -> str:
     """Name the runs and question sets whose probe is not above chance: their saliency is of nothing; "" without."""
-    found = []
-    for one in shown:
-        for name, rows in one.of().groupby("dataset", sort=False):
+    entries = []
+    for result in shown:
+        for name, rows in result.of().groupby("dataset", sort=False):
             if at := _at_chance(rows):
-                found.append(f"{short_name(one.run.model)}, {name} ({with_interval(*at)})")
-    return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(found)}." if found else ""
+                entries.append(f"{short_name(result.run.model)}, {name} ({with_interval(*at)})")
+    return f"The probe is not above chance, so that its saliency says nothing: {'; '.join(entries)}." if entries else ""

@@ -74,11 +74,11 @@ def ticks(names: Iterable[str], most: int = LONGEST) -> list[str]:
     """
     listed = [" ".join(name.split()) for name in names]
     shortened = [name if len(name) <= most else f"{name[: most - 1].rstrip()}…" for name in listed]
-    alike = {name for name, times in Counter(shortened).items() if times > 1}
+    ambiguous = {name for name, times in Counter(shortened).items() if times > 1}
     end = (most - 1) // 2
     with_their_ends = [f"{name[: most - 1 - end].rstrip()}…{name[-end:].lstrip()}" for name in listed]
     return [
-        label(longer if short in alike and short != name else short)
+        label(longer if short in ambiguous and short != name else short)
         for name, short, longer in zip(listed, shortened, with_their_ends, strict=True)
     ]
 
@@ -294,7 +294,7 @@ class Readable(FixedLocator):
         low, high = self.axis.get_view_interval()
         box, is_x = self.axis.axes.get_window_extent(), self.axis.axis_name == "x"
         length = (box.width if is_x else box.height) * 72 / self.axis.figure.dpi
-        apart = length / abs(high - low) * np.diff(places).min()
+        spacing = length / abs(high - low) * np.diff(places).min()
         label = self.axis.get_major_ticks(1)[0].label1
         letter, turned = label.get_fontsize(), np.deg2rad(label.get_rotation() % 180)
         # A turned label, or one at the y axis, needs the height of a line; another one at the x axis needs the width of
@@ -303,7 +303,7 @@ class Readable(FixedLocator):
         if is_x:
             needed = min(needed, letter * (0.64 * self.longest + 0.6))
         steps = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
-        least = min(max(needed / apart, len(places) / self.most), len(places))
+        least = min(max(needed / spacing, len(places) / self.most), len(places))
         return places[:: next(step for step in steps if step >= least)]
 
 
@@ -414,12 +414,12 @@ def save_figure(plot: Axes | Figure, stem: str | Path, formats: str | Iterable[s
     """
     figure = figure_of(plot)
     path = checked_path("stem", stem)
-    known = tuple(figure.canvas.get_supported_filetypes())
-    if path.suffix[1:] in known:
+    supported = tuple(figure.canvas.get_supported_filetypes())
+    if path.suffix[1:] in supported:
         path, formats = path.with_suffix(""), path.suffix[1:] if formats is None else formats
     listed = ("png", "pdf") if formats is None else one_or_several(formats)
     make_folder(path.parent)
-    files = [Path(f"{path}.{checked_name('formats', name, known)}") for name in listed]
+    files = [Path(f"{path}.{checked_name('formats', name, supported)}") for name in listed]
     # The time of writing would make two equal figures two files.
     dates: dict[str, dict[str, str | None]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with style():

@@ -159,14 +159,14 @@ def ablate_heads(
     shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
     draws, batch_size = checked_repeats("draws", draws), checked_count("batch_size", batch_size)
     top = None if top is None else checked_count("top", top)
-    known = relations_of(model, head_map, relations)
-    checked_name("relation", relation, list(known))
+    tokenized = relations_of(model, head_map, relations)
+    checked_name("relation", relation, list(tokenized))
     if controls is not None:
-        controls = [checked_name("controls", name, list(known)) for name in one_or_several(controls)]
+        controls = [checked_name("controls", name, list(tokenized)) for name in one_or_several(controls)]
     ranked = _ranked_heads(head_map, relation, top)
     heads = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
     names = [relation, *(controls if controls is not None else _candidates(head_map, relation))]
-    tasks = {name: task_prompts(model, known[name][0], template, shots, seed) for name in names}
+    tasks = {name: task_prompts(model, tokenized[name][0], template, shots, seed) for name in names}
     rng = np.random.default_rng(seed)
     random = [layer_matched(heads, model.shape.n_layers, model.shape.n_heads, rng) for _ in range(draws)]
     options: dict[str, Any] = {"relation": relation, "top": top, "method": method, "template": template, "shots": shots}
@@ -174,19 +174,19 @@ def ablate_heads(
 
     def work(run: Run) -> HeadAblation:
         def measured(
-            stage: str, asked: Sequence[tuple[str, Mapping[str, Heads]]]
+            stage: str, ablations: Sequence[tuple[str, Mapping[str, Heads]]]
         ) -> list[Float[ndarray, "set metric"]]:
             """Measure tasks, each without each of some sets of heads, or with none."""
 
-            def compute(one: tuple[str, Mapping[str, Heads]]) -> dict[str, Tensor]:
-                task = tasks[one[0]]
-                if not one[1]:
+            def compute(ablation: tuple[str, Mapping[str, Heads]]) -> dict[str, Tensor]:
+                task = tasks[ablation[0]]
+                if not ablation[1]:
                     return {"measured": torch.from_numpy(whole(model, task, batch_size).mean(1)[None])}
-                found = without(model, task, one[1], method, batch_size)
-                return {"measured": torch.tensor(np.stack([found[name].mean(1) for name in one[1]]))}
+                by_set = without(model, task, ablation[1], method, batch_size)
+                return {"measured": torch.tensor(np.stack([by_set[name].mean(1) for name in ablation[1]]))}
 
-            with run.bar("Ablating heads", "run", len(asked)) as bar:
-                return [piece["measured"].numpy() for piece in run.pieces(stage, asked, compute, bar)]
+            with run.bar("Ablating heads", "run", len(ablations)) as bar:
+                return [piece["measured"].numpy() for piece in run.pieces(stage, ablations, compute, bar)]
 
         base = dict(zip(names, measured("whole", [(name, {}) for name in names]), strict=True))
         accuracy = {name: values[0, 0] for name, values in base.items()}
@@ -201,18 +201,18 @@ def ablate_heads(
         gaps = {name: abs(of_it - accuracy[relation]) for name, of_it in accuracy.items() if name != relation}
         near = sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)
         chosen = list(controls) if controls is not None else near[:MAX_CONTROLS]
-        asked = [(relation, _sets(heads, random, size)) for size in _sizes(len(heads))]
-        asked += [(control, _sets(heads, [], len(heads))) for control in chosen]
+        ablations = [(relation, _sets(heads, random, size)) for size in _sizes(len(heads))]
+        ablations += [(control, _sets(heads, [], len(heads))) for control in chosen]
         removed: list[tuple[str, Mapping[str, Heads]]] = [(name, {"none": ()}) for name in (relation, *chosen)]
-        numbers = [*(base[name] for name in (relation, *chosen)), *measured("removed", asked)]
+        numbers = [*(base[name] for name in (relation, *chosen)), *measured("removed", ablations)]
         rows = [
             {
                 "task": task, "role": "relation" if task == relation else "control", "removed": name.partition(" #")[0],
                 "draw": int(name.partition(" #")[2] or 0), "n_heads": len(part), "accuracy": values[0],
                 "logit_difference": values[1], "items": len(tasks[task].accepted),
             }
-            for (task, sets), found in zip([*removed, *asked], numbers, strict=True)
-            for (name, part), values in zip(sets.items(), found.tolist(), strict=True)
+            for (task, sets), measures in zip([*removed, *ablations], numbers, strict=True)
+            for (name, part), values in zip(sets.items(), measures.tolist(), strict=True)
         ]  # fmt: skip
         return HeadAblation(pd.DataFrame(rows), ranked, relation, run.record)
 

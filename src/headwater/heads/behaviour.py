@@ -109,14 +109,14 @@ class AttentionBehaviour(Result):
         """Return which behaviours heads are called by, the strongest heads, and what could not be seen."""
         sentences = []
         for on, part in whole_summary(self).groupby("on", sort=False):
-            found = [row for row in each_row(part) if row["heads"]]
-            named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}{self._heads_by(on, row)}" for row in found)
+            called = [row for row in each_row(part) if row["heads"]]
+            named = ", ".join(f"{row['heads']} by {words(row['behaviour'])}{self._heads_by(on, row)}" for row in called)
             sentences.append(
                 f"{_where(on)}, heads are called {named}." if named else f"{_where(on)}, no head is called."
             )
-            found = [row for row in found if row["behaviour"] != RESTING]
-            if found:
-                best = max(found, key=lambda row: row["excess"])
+            called = [row for row in called if row["behaviour"] != RESTING]
+            if called:
+                best = max(called, key=lambda row: row["excess"])
                 sentences.append(
                     f"The strongest there is head {best['head']} of layer {best['layer']}: {best['score']:.0%} of its "
                     f"attention is on {BEHAVIOURS[best['behaviour']].says if best['behaviour'] in BEHAVIOURS else 'it'}"
@@ -218,12 +218,12 @@ def attention_behaviour(
         kind = published if embedding is None else checked_name("embedding", embedding, KINDS)
     kinds, layers = token_kinds(model), layers_read(model)
     read = {"random": Batch.of(repeated_tokens(model, sequences, length, seed, kinds).tolist(), pad=0)}
-    given = texts
+    inputs = texts
     if texts is None and is_embedded(model.name):
         lines = read_texts(world_folder() / "texts.jsonl", "text")
-        given = [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
-    if given is not None:
-        read["text"] = model.tokenize(given)
+        inputs = [encode(model.tokenizer, text, model.bos)[0] for text in islice(lines, OWN_TEXTS) if text]  # type: ignore[arg-type]
+    if inputs is not None:
+        read["text"] = model.tokenize(inputs)
     at_once = {on: min(batch_size, rows_at_once(model, batch.tokens.shape[1])) for on, batch in read.items()}
     options = {"texts": [read["text"].tokens, read["text"].lengths] if "text" in read else [], "sequences": sequences}
     options |= {"length": length, "threshold": threshold, "embedding": kind}
@@ -231,7 +231,7 @@ def attention_behaviour(
     def work(run: Run) -> AttentionBehaviour:
         with run.bar("Reading attention", "text", sum(map(len, read.values()))) as bar:
             sums = {on: _summed(model, read[on], kinds, run, on, at_once[on], bar) for on in read}
-        table = pd.concat([scored(on, found, seed, layers) for on, found in sums.items()], ignore_index=True)
+        table = pd.concat([scored(on, totals, seed, layers) for on, totals in sums.items()], ignore_index=True)
         q = q_values(table["p_value"].to_numpy())  # over everything there is
         is_called = (q <= FALSE_DISCOVERY_RATE) & (table["excess"] >= threshold)
         counts = table[["sequences", "queries", "keys"]]
@@ -300,12 +300,12 @@ def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]
     for place, name in enumerate(list(BEHAVIOURS)[:n_classes]):
         queries = sums["queries"][:, place].double().numpy()
         has = queries > 0
-        found, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in SUMS)
+        attended, expected, variance = (sums[one][:, place].flatten(1).double().numpy() for one in SUMS)
         parts.append(
             heads_of(layers, n_heads).assign(
                 behaviour=name,
-                **_estimates(draws, found, expected, queries),
-                p_value=excess_p((found - expected)[has], variance[has], queries[has]),
+                **_estimates(draws, attended, expected, queries),
+                p_value=excess_p((attended - expected)[has], variance[has], queries[has]),
                 sequences=int(has.sum()),
                 queries=int(queries.sum()),
                 keys=int(sums["keys"][:, place].sum()),
@@ -316,12 +316,12 @@ def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]
     return table
 
 
-def _estimates(draws: Bootstrap, found: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
+def _estimates(draws: Bootstrap, attended: Numbers, expected: Numbers, queries: Numbers) -> dict[str, Numbers]:
     """Return the score of every head with its interval, what shuffled positions would give, and the excess."""
     whole = queries.sum() or np.nan
-    score, chance = found.sum(0) / whole, expected.sum(0) / whole
+    score, chance = attended.sum(0) / whole, expected.sum(0) / whole
     size = max(1, NUMBERS_AT_ONCE // (draws.draws + 1))
-    parts = [found[:, start : start + size] for start in range(0, found.shape[1], size)]
+    parts = [attended[:, start : start + size] for start in range(0, attended.shape[1], size)]
     intervals = [
         percentile_interval(draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape))) for part in parts
     ]

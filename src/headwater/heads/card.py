@@ -74,15 +74,15 @@ class HeadCard:
     def sections(self) -> list[tuple[str, pd.DataFrame]]:
         """The tables that are shown, each with its heading, all cells as text."""
         called = int((self.relations["says"] != "").sum())
-        found = [("Called for no relation; the nearest", _as_text(self.relations.head(AT_LEAST)))]
+        tables = [("Called for no relation; the nearest", _as_text(self.relations.head(AT_LEAST)))]
         if called:
             heading = "Relations" if called <= AT_MOST else f"Relations, the first {AT_MOST} of {called}"
-            found = [(heading, _as_text(self.relations.head(min(called, AT_MOST))))]
+            tables = [(heading, _as_text(self.relations.head(min(called, AT_MOST))))]
         if self.behaviour is not None:
-            found.append(("Attends to", _as_text(self.behaviour.drop(columns=["layer", "head"]))))
+            tables.append(("Attends to", _as_text(self.behaviour.drop(columns=["layer", "head"]))))
         if self.writes is not None:
-            found.append(("Writes most strongly about", _as_text(_by_source(self.writes))))
-        return found
+            tables.append(("Writes most strongly about", _as_text(_by_source(self.writes))))
+        return tables
 
     @property
     def use(self) -> str:
@@ -263,20 +263,20 @@ def salient_of_heads(
     """
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
-    places = [head_named(one, None, weights.shape) for one in heads]
+    places = [head_named(name, None, weights.shape) for name in heads]
     if not places:
         return pd.DataFrame(columns=["layer", "head", *COLUMNS])
     rows = []
     with torch.inference_mode():
-        factors = [_factors(weights, *one) for one in places]
+        factors = [_factors(weights, *place) for place in places]
         gains = gains_of_heads(weights, factors, embedding)
         unembedding = weights.unembedding()  # once for all heads: each reading looks through it for NaN
         for (layer, head), (W_V, W_O), of_head in zip(places, factors, gains, strict=True):
-            known = len(of_head)
-            strongest = of_head.topk(min(sources, known))
+            n_tokens = len(of_head)
+            strongest = of_head.topk(min(sources, n_tokens))
             x = weights.effective_embedding(strongest.indices, embedding)
-            logits = (x @ W_V @ W_O @ unembedding)[:, :known]
-            ends = [logits.topk(min(targets, known), largest=largest) for largest in (True, False)]
+            logits = (x @ W_V @ W_O @ unembedding)[:, :n_tokens]
+            ends = [logits.topk(min(targets, n_tokens), largest=largest) for largest in (True, False)]
             rows += [(layer, head, *row) for row in _rows(weights, strongest, ends)]
     return pd.DataFrame(rows, columns=["layer", "head", *COLUMNS])
 

@@ -73,13 +73,13 @@ COLUMNS = (*MEASURED, "loss_q_value", "used")
 CLAIMED = "claimed"
 MOST_PLACEBOS = 1000
 REDRAWS = 20
-"""So many draws for each random set that is wanted; a small model has fewer sets than are requested."""
+"""At most so many draws for each requested random set; a small model may not have as many different ones."""
 
 
 def head_use(
     model: HookedModel,
     table: pd.DataFrame,
-    known: Mapping[str, TokenRelation],
+    relations: Mapping[str, TokenRelation],
     template: str | Mapping[str, str],
     shots: int,
     draws: int,
@@ -96,13 +96,13 @@ def head_use(
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
-    templates = template if isinstance(template, Mapping) else dict.fromkeys(known, template)
+    templates = template if isinstance(template, Mapping) else dict.fromkeys(relations, template)
     names = [name for name in called["relation"].unique() if templates.get(name) is not None]
     with progress_bar(progress, len(names), desc="Ablating heads", unit="relation") as bar:
         for name in names:
-            task = task_prompts(model, known[name], str(templates[name]), shots, seed)
+            task = task_prompts(model, relations[name], str(templates[name]), shots, seed)
             rows = called[called["relation"] == name]
-            measured.loc[rows.index] = _of_relation(model, task, rows, known[name], draws, seed)
+            measured.loc[rows.index] = _of_relation(model, task, rows, relations[name], draws, seed)
             bar.update()
     # NaN stays out: what was not measured is not a test.
     q = q_values(measured["loss_p_value"].to_numpy())
@@ -154,12 +154,12 @@ def sentences_of_use(counts: Mapping[str, Any]) -> list[str]:
 
 def whole(model: HookedModel, task: TaskPrompts, batch_size: int = 64) -> Float[ndarray, "metric item"]:
     """Return of each item whether the model answers it (1 or 0), and the logit difference."""
-    found: list[list[Tensor]] = []
+    by_batch: list[list[Tensor]] = []
     for rows, batch in task.batch.split(batch_size):
         logits = model.run(batch, keep="last").cpu()
         measured = [(metric, [torch.tensor(ids)[rows] for ids in metric.answers]) for metric in _metrics(task)]
-        found.append([metric.measure(logits, ids) for metric, ids in measured])
-    return np.stack([torch.cat(parts).double().numpy() for parts in zip(*found, strict=True)])
+        by_batch.append([metric.measure(logits, ids) for metric, ids in measured])
+    return np.stack([torch.cat(parts).double().numpy() for parts in zip(*by_batch, strict=True)])
 
 
 def without(
@@ -196,11 +196,11 @@ def _metrics(task: TaskPrompts) -> list[Metric]:
 
 
 def other_heads(
-    head: Head, taken: Heads, n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
+    head: Head, excluded: Heads, n_layers: int, n_heads: int, draws: int, rng: np.random.Generator
 ) -> list[Head]:
-    """Draw heads of a head's layer, or of the nearest that has some, each once, none taken; as many as asked or all."""
+    """Draw up to `draws` heads that are not excluded, from the head's layer or the nearest layer that has any."""
     for layer in sorted(range(n_layers), key=lambda one: (abs(one - head[0]), one)):
-        free = [(layer, other) for other in range(n_heads) if (layer, other) not in taken]
+        free = [(layer, other) for other in range(n_heads) if (layer, other) not in excluded]
         if free:
             return [free[place] for place in rng.permutation(len(free))[:draws]]
     return []
@@ -215,14 +215,14 @@ def _of_relation(
     others = [other_heads(head, heads, shape.n_layers, shape.n_heads, n_others, rng) for head in heads]
     if not whole(model, task)[0].any():
         return np.array([[0.0, *[np.nan] * (len(MEASURED) - 1)]] * len(heads))
-    ablated = dict.fromkeys([*heads, *(one for drawn in others for one in drawn)])
+    ablated = dict.fromkeys([*heads, *(other for drawn in others for other in drawn)])
     swept = without(model, task, {f"{layer}.{head}": [(layer, head)] for layer, head in ablated})
     accuracy, *answered = (values[0] > 0.5 for values in swept.values())
     right = dict(zip(ablated, answered, strict=True))
     draws = Bootstrap.of(tokens.source.tolist(), seed=seed)
     return np.array(
         [
-            _measured(accuracy, right[head], np.array([right[one] for one in drawn]), draws)
+            _measured(accuracy, right[head], np.array([right[other] for other in drawn]), draws)
             for head, drawn in zip(heads, others, strict=True)
         ]
     )
@@ -236,7 +236,7 @@ def _measured(
     columns = np.stack([whole, without, mean, mean - without], axis=1).astype(float)
     estimates = draws.mean(columns)
     low, high = percentile_interval(estimates)
-    (accuracy, left, beside, loss), net = estimates[0], draws.sums(columns[:, 0] - columns[:, 1])
+    (accuracy, accuracy_without, accuracy_others, loss), net = estimates[0], draws.sums(columns[:, 0] - columns[:, 1])
     p = np.nan
     if len(others):
         changed = [np.array([side.sum()], dtype=np.float64) for side in (net > 0, net < 0)]
@@ -244,7 +244,7 @@ def _measured(
         against_others = sign_flip_p(draws.sums(columns[:, 3]), draws.seed)
         agree = np.sign(net.sum()) == np.sign(loss)
         p = float(np.maximum(against_whole, against_others)) if agree else 1.0
-    return [accuracy, left, low[1], high[1], beside, low[2], high[2], loss, low[3], high[3], p]
+    return [accuracy, accuracy_without, low[1], high[1], accuracy_others, low[2], high[2], loss, low[3], high[3], p]
 
 
 @checked_call
@@ -293,33 +293,33 @@ def claim(
         InputError: there are no such heads, as many others, or several metrics; or another option cannot be used.
     """
     check_model(model)
-    found = parts_of_kind("heads", heads, model.shape)
+    pairs = parts_of_kind("heads", heads, model.shape)
     # For its checks alone: a head named twice, or of a layer that has none.
-    read_sets(model, {"heads": found})
-    chosen = [(layer, head) for layer, head in found]
+    read_sets(model, {"heads": pairs})
+    chosen = [(layer, head) for layer, head in pairs]
     level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
     margin = None if margin is None else checked_number("margin", margin, above=0.0)
     placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
     name = metric_of_a_claim(metric).name
     drawn = matched_sets(model, chosen, placebos, seed)
     run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
-    sets = {CLAIMED: chosen} | {f"random {number}": one for number, one in enumerate(drawn)}
+    sets = {CLAIMED: chosen} | {f"random {number}": placebo for number, placebo in enumerate(drawn)}
     swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
-    beside = None
+    other_effects = None
     if other is not None:
-        beside = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
+        other_effects = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
     effects = _effects(swept)
-    seen: list[int] = []
+    overlap: list[int] = []
     if chosen_on is not None and not (isinstance(chosen_on, list | tuple) and not len(chosen_on)):
-        others = (one.ids for one in read_pairs(model, chosen_on, None)[0])
-        seen = places_among(swept.run.options["prompts"][0], others)
-    held_out = None if chosen_on is None else np.delete(effects[0], seen)
-    notes = notes_of_few(len(drawn)) + notes_of_seen(seen, "heads")
-    evidence = ClaimEffects(effects[0], effects[1:], beside, effects.T, held_out)
+        others = (pair.ids for pair in read_pairs(model, chosen_on, None)[0])
+        overlap = places_among(swept.run.options["prompts"][0], others)
+    held_out = None if chosen_on is None else np.delete(effects[0], overlap)
+    notes = notes_of_few(len(drawn)) + notes_of_seen(overlap, "heads")
+    evidence = ClaimEffects(effects[0], effects[1:], other_effects, effects.T, held_out)
     named = ", ".join(f"{layer}.{head}" for layer, head in chosen[:8]) + " ..." * (len(chosen) > 8)
     what = f"Head{'s' * (len(chosen) > 1)} {named} on {name.replace('_', ' ')}"
     judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
-    options = {"heads": chosen, "margin": margin, "other": other, "seen": seen if chosen_on is not None else None}
+    options = {"heads": chosen, "margin": margin, "other": other, "seen": overlap if chosen_on is not None else None}
     return Claim.of(judged, swept.run, options)
 
 
@@ -328,17 +328,17 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
-    own = {
+    drawn_by_layer = {
         layer: list(rng.permutation(free[layer])[:count])
         for layer, count in Counter(layer for layer, _ in heads).items()
     }
-    for layer, drawn in own.items():
+    for layer, drawn in drawn_by_layer.items():
         free[layer] = [head for head in free[layer] if head not in drawn]
     matched = []
     for layer, _ in heads:
         source = layer
-        if own[layer]:
-            head = own[layer].pop()
+        if drawn_by_layer[layer]:
+            head = drawn_by_layer[layer].pop()
         else:
             source = min((other for other in free if free[other]), key=lambda other: (abs(other - layer), other))
             head = free[source].pop(int(rng.integers(len(free[source]))))

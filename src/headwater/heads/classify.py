@@ -111,15 +111,15 @@ def classify_heads(
     k, threshold = checked_scoring(k, threshold, embedding)
     norm_gain, attention = checked_flag("norm_gain", norm_gain), checked_flag("attention", attention)
     every_excess = checked_flag("every_excess", every_excess)
-    given = load_relations(relations)
+    loaded = load_relations(relations)
     weights = weights_of(model, device)
     # The publication keeps items whose target is their source.
     same_words = rule == "published"
-    tokenized, ks, usable = scored_relations(given, weights, k, multi_token=multi_token, same_words=same_words)
-    wanted = embedding or ("auto" if rule == "controlled" else None)
-    chosen, embeddings = chosen_embedding(weights, usable, wanted)
+    tokenized, ks, usable = scored_relations(loaded, weights, k, multi_token=multi_token, same_words=same_words)
+    kind = embedding or ("auto" if rule == "controlled" else None)
+    chosen, embeddings = chosen_embedding(weights, usable, kind)
     options = {
-        "relations": relations_digest(given),
+        "relations": relations_digest(loaded),
         "rule": rule,
         "k": k,
         "threshold": threshold,

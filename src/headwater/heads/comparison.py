@@ -226,15 +226,15 @@ def compare_heads(
                 f"{name} has {theirs}, {first_name} has {ours}: their heads do not correspond. Compare models of "
                 "one shape; classify_heads scores each by itself."
             )
-    given = load_relations(relations)
-    shared = shared_relations(given, [one.tokenizer for one in compared.values()], multi_token=multi_token)
-    usable = {name: scored_relations(shared, one, k, multi_token=multi_token)[2] for name, one in compared.items()}
+    loaded = load_relations(relations)
+    shared = shared_relations(loaded, [weights.tokenizer for weights in compared.values()], multi_token=multi_token)
+    usable = {name: scored_relations(shared, w, k, multi_token=multi_token)[2] for name, w in compared.items()}
     chosen: str = embedding or "auto"
     if chosen == "auto":
         chosen, _ = chosen_embedding(first, next(iter(usable.values())), chosen)
     options = {
-        "models": {name: f"{one.fingerprint} {one.tokenizer_digest} {one.dtype}" for name, one in compared.items()},
-        "relations": relations_digest(given),
+        "models": {name: f"{w.fingerprint} {w.tokenizer_digest} {w.dtype}" for name, w in compared.items()},
+        "relations": relations_digest(loaded),
         "k": k,
         "threshold": threshold,
         "embedding": chosen,
@@ -249,19 +249,19 @@ def compare_heads(
             arguments = weights, usable[name], options, parts[name]
             scored[name] = scored_layers(*arguments, null_from=null_from, items=True, desc=f"Scoring {name}")
         shares = [[torch.stack([one["score"], one["suppression"]]) for one in layers] for layers in scored.values()]
-        # Where any model could be called chance is wanted of all: a difference needs both.
-        wanted = (torch.stack([torch.stack(one) for one in shares]) >= null_from).any(0)
+        # Where a head of any model could be called, chance is measured in all: a difference needs both.
+        mask = (torch.stack([torch.stack(share) for share in shares]) >= null_from).any(0)
         tables, hits = [], []
         for name, weights in compared.items():
             arguments, desc = (weights, usable[name], options, parts[name]), f"Chance for {name}"
-            layers = with_moments(*arguments, scored[name], wanted, desc)
+            layers = with_moments(*arguments, scored[name], mask, desc)
             hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
-            tables.append(_signs(score_table(layers, [one for one, _ in usable[name]]), name, threshold))
+            tables.append(_signs(score_table(layers, [tokens for tokens, _ in usable[name]]), name, threshold))
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]
         table = pd.concat([_compared(table, tables[0], change) for table, change in zip(tables, changes, strict=True)])
         used = {tokens.relation.name for tokens, _ in next(iter(usable.values()))}
-        words = _words(given, [one.tokenizer for one in compared.values()])
-        return HeadComparison(table.reset_index(drop=True), _relations(given, shared, used, words), words, run.record)
+        words = _words(loaded, [weights.tokenizer for weights in compared.values()])
+        return HeadComparison(table.reset_index(drop=True), _relations(loaded, shared, used, words), words, run.record)
 
     return run_or_resume(HeadComparison, "compare_heads", first, options, work, out=out, progress=progress)
 
@@ -295,9 +295,9 @@ def _names(paths: Sequence[str]) -> list[str]:
     )
 
 
-def _words(given: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:
+def _words(relations: Sequence[Relation], tokenizers: Sequence[Any]) -> pd.DataFrame:
     """Return a row per word that is a single token for some tokenizer, and whether it is one for each."""
-    words = sorted({word for relation in given for word in _words_of(relation)})
+    words = sorted({word for relation in relations for word in _words_of(relation)})
     single = np.array([[len(ids) == 1 for ids in word_tokens(one, words)] for one in tokenizers], dtype=bool)
     by_word = zip(words, single.T, strict=True)
     rows = [(word, bool(of_each.all())) for word, of_each in by_word if of_each.any()]
@@ -309,15 +309,15 @@ def _words_of(relation: Relation) -> set[str]:
 
 
 def _relations(
-    given: Sequence[Relation], shared: Sequence[Relation], used: Set[str], words: pd.DataFrame
+    loaded: Sequence[Relation], shared: Sequence[Relation], used: Set[str], words: pd.DataFrame
 ) -> pd.DataFrame:
     """Return a row per relation: its pairs, those that every tokenizer has, and the same of its words."""
-    known, by_all = set(words["word"]), set(words.loc[words["shared"], "word"])
+    by_any, by_all = set(words["word"]), set(words.loc[words["shared"], "word"])
     rows = []
-    for relation, left in zip(given, shared, strict=True):
-        own = _words_of(relation)
-        counts = len(relation.pairs), len(left.pairs), relation.name in used
-        rows.append((relation.name, relation.category, *counts, len(own & known), len(own & by_all)))
+    for relation, common in zip(loaded, shared, strict=True):
+        in_relation = _words_of(relation)
+        counts = len(relation.pairs), len(common.pairs), relation.name in used
+        rows.append((relation.name, relation.category, *counts, len(in_relation & by_any), len(in_relation & by_all)))
     columns = ["relation", "category", "pairs", "shared", "used", "words", "shared_words"]
     return pd.DataFrame(rows, columns=columns)
 

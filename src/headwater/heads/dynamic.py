@@ -198,22 +198,22 @@ def last_values(
     shape, last = model.shape, prompts.batch.lengths - 1
     values = torch.zeros(len(CONTEXTS), shape.n_layers, len(last), shape.n_heads, shape.d_head)
 
-    def keep(activation: Tensor, hook: object, kept: dict[int, Tensor], layer: int, position: Tensor) -> None:
-        there = activation.device
+    def keep(activation: Tensor, hook: object, by_layer: dict[int, Tensor], layer: int, position: Tensor) -> None:
+        device = activation.device
         # An index by tensors copies: a slice would hold the whole activation.
-        at = activation[torch.arange(len(position), device=there), to_device(position, there)]
-        kept[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
+        at = activation[torch.arange(len(position), device=device), to_device(position, device)]
+        by_layer[layer] = at.repeat_interleave(shape.n_heads // at.shape[1], dim=1).float()
 
     for rows, batch in prompts.batch.split(batch_size):
         places = {"z": last[rows], "v": prompts.source[rows]}
-        kept: list[dict[int, Tensor]] = [{} for _ in places]
+        by_context: list[dict[int, Tensor]] = [{} for _ in places]
         hooks: list[Hook] = []
-        for of_context, (name, position) in zip(kept, places.items(), strict=True):
+        for of_context, (name, position) in zip(by_context, places.items(), strict=True):
             for layer in range(shape.n_layers):
-                keeping = partial(keep, kept=of_context, layer=layer, position=position)
+                keeping = partial(keep, by_layer=of_context, layer=layer, position=position)
                 hooks.append((hook_name(name, layer), read_hook(keeping)))
         model.run(batch, hooks, keep="last")
-        at_layers = [of_context[layer].to(model.device) for of_context in kept for layer in range(shape.n_layers)]
+        at_layers = [of_context[layer].to(model.device) for of_context in by_context for layer in range(shape.n_layers)]
         values[:, :, rows] = torch.stack(at_layers).unflatten(0, values.shape[:2]).cpu()
     return values
 

@@ -122,26 +122,26 @@ class HeadMap(Result):
     ) -> dict[str, pd.DataFrame]:
         """The score table of each setting that differs from the map's in one option."""
         names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
-        weights, own, given = self._weights(model), self.run.options, load_relations(relations)
-        if relations_digest(given) != own["relations"]:
+        weights, base, loaded = self._weights(model), self.run.options, load_relations(relations)
+        if relations_digest(loaded) != base["relations"]:
             raise InputError("relations= are not those of the map: give what classify_heads was given.")
         most, readable = int(self.relations["k"].max()), self.embeddings.dropna()["embedding"]
         others: dict[str, list[Any]] = {
-            "embedding": [kind for kind in (*readable, "layer0") if kind != own["embedding"]] if len(readable) else [],
+            "embedding": [kind for kind in (*readable, "layer0") if kind != base["embedding"]] if len(readable) else [],
             "k": [max(1, most // 2), 2 * most],
-            "norm_gain": [not own["norm_gain"]],
+            "norm_gain": [not base["norm_gain"]],
         }
-        kind: Any = own["multi_token"]
-        is_published = own["rule"] == "published"
-        null_from = None if is_published else callable_from(float(own["threshold"]))
-        found = {}
+        kind: Any = base["multi_token"]
+        is_published = base["rule"] == "published"
+        null_from = None if is_published else callable_from(float(base["threshold"]))
+        tables = {}
         for name, value in ((varied, value) for varied in names for value in others[varied]):
-            options: dict[str, Any] = {**own, name: value}
-            *_, usable = scored_relations(given, weights, options["k"], multi_token=kind, same_words=is_published)
+            options: dict[str, Any] = {**base, name: value}
+            *_, usable = scored_relations(loaded, weights, options["k"], multi_token=kind, same_words=is_published)
             run, desc = Run(self.run, progress=progress), f"{name}={value}"
             layers = scored_layers(weights, usable, options, run, null_from=null_from, desc=desc)
-            found[desc] = score_table(layers, [relation for relation, _ in usable])
-        return found
+            tables[desc] = score_table(layers, [relation for relation, _ in usable])
+        return tables
 
     def summary(self) -> pd.DataFrame:
         """Return a row per relation: how many heads implement or suppress it, and its best head; see `best_heads`."""
@@ -214,12 +214,12 @@ class HeadMap(Result):
             InputError: a relation of the map is not among `relations`, or an option cannot be used.
         """
         multi_token = self.run.options["multi_token"]
-        given = relations_of(model, self, relations, multi_token, some=True)
-        known = {name: tokens for name, (tokens, _) in given.items()}
-        if isinstance(template, str) and len(known) < int(self.relations["used"].sum()):
-            template = dict.fromkeys(known, template)
+        tokens_and_k = relations_of(model, self, relations, multi_token, some=True)
+        tokenized = {name: tokens for name, (tokens, _) in tokens_and_k.items()}
+        if isinstance(template, str) and len(tokenized) < int(self.relations["used"].sum()):
+            template = dict.fromkeys(tokenized, template)
         if isinstance(template, Mapping):
-            template = {checked_name("template", name, list(known)): text for name, text in template.items()}
+            template = {checked_name("template", name, list(tokenized)): text for name, text in template.items()}
         elif not isinstance(template, str):
             raise InputError(
                 f"template={shown(template)} is neither a text with {{source}} nor a mapping of relations to such."
@@ -227,7 +227,7 @@ class HeadMap(Result):
         shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
         asking: dict[str, Any] = {"template": template, "shots": shots, "draws": checked_repeats("draws", draws)}
         asking |= {"seed": seed}
-        use = head_use(model, self.table, known, **asking, progress=progress)
+        use = head_use(model, self.table, tokenized, **asking, progress=progress)
         options = describe(asking | dict(model.interventions))
         run = replace(self.run, options=self.run.options | {"validate": options})
         return replace(self, table=self.table.drop(columns=list(COLUMNS), errors="ignore").join(use), run=run)
@@ -377,21 +377,21 @@ def relations_of(
             f"{other}."
         )
     used = head_map.relations[head_map.relations["used"]]
-    wanted = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
-    if some and relations is not None and wanted:  # else what is lacking is named below
-        used = used[used["relation"].isin([relation.name for relation in wanted])]
+    selected = [relation for relation in load_relations(relations) if relation.name in set(used["relation"])]
+    if some and relations is not None and selected:  # else what is lacking is named below
+        used = used[used["relation"].isin([relation.name for relation in selected])]
     same_words = head_map.run.options["rule"] == "published"
-    tokenized = tokenize_relations(wanted, model.tokenizer, multi_token=multi_token, same_words=same_words)
-    found = {tokens.relation.name: tokens for tokens in tokenized}
-    lacking = [name for name in used["relation"] if name not in found or not found[name].targets]
-    if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in found:
+    tokenized = tokenize_relations(selected, model.tokenizer, multi_token=multi_token, same_words=same_words)
+    by_name = {tokens.relation.name: tokens for tokens in tokenized}
+    lacking = [name for name in used["relation"] if name not in by_name or not by_name[name].targets]
+    if lacking and (kind := head_map.run.options["multi_token"]) is not None and lacking[0] in by_name:
         raise InputError(
             f"The map's relation {lacking[0]!r} has no items of single tokens, only those that multi_token={kind!r} "
             "scored by one token of several; a running model is asked for single tokens."
         )
     if lacking:
         raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
-    return {name: (found[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
+    return {name: (by_name[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
 
 
 def best_heads(table: pd.DataFrame) -> pd.DataFrame:
@@ -440,13 +440,13 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     named = ", ".join(f"{count} {'in ' * name.endswith('categories')}{name}" for name, count in labels.items())
     first = f"{classified} of {findings['heads']} heads are classified under the {findings['rule']} rule"
     sentences = [f"{first}: {named}." if named else f"{first}: no head implements any of the relations."]
-    found = [row for row in findings["relations"] if row["heads"]]
-    if found:
-        best = max(found, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
+    called = [row for row in findings["relations"] if row["heads"]]
+    if called:
+        best = max(called, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
         by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
         ends = "largest" if best["best_sign"] == "implements" else "smallest"
         sentences.append(
-            f"{len(found)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
+            f"{len(called)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
             f"strongest is head {best['best_head']}: it {best['best_sign']} {best['relation']}, with a target among "
             f"the {ends} logits for {best['best_score']:.0%} of the sources{by_habit}."
         )

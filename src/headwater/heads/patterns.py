@@ -139,28 +139,28 @@ def pattern_sums(
 
 def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range | None) -> dict[str, Tensor]:
     keys, visible = attended_keys(batch.tokens, batch.mask, kinds, looks_ahead=model.looks_ahead)
-    kept: dict[str, list[Tensor]] = {}
-    there: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    collected: dict[str, list[Tensor]] = {}
+    on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def reduce(pattern: Pattern, hook: object) -> None:
         device = pattern.device
         # Once per device: a model over several GPUs has its patterns on each of them.
-        if device not in there:
-            there[device] = (to_device(keys, device), to_device(visible, device))
-        for name, values in attention_on(pattern, *there[device]).items():
-            kept.setdefault(name, []).append(values)
+        if device not in on_device:
+            on_device[device] = (to_device(keys, device), to_device(visible, device))
+        for name, values in attention_on(pattern, *on_device[device]).items():
+            collected.setdefault(name, []).append(values)
         if said_once is not None:
-            scores = centred_scores(pattern, there[device][1], said_once)
+            scores = centred_scores(pattern, on_device[device][1], said_once)
             moved = torch.stack(list(scores.values())).cpu()  # of one layer at a time: these are large
             for name, values in zip(scores, moved, strict=True):
-                kept.setdefault(name, []).append(values)
+                collected.setdefault(name, []).append(values)
 
     pattern, layers = SITES["pattern"], range(model.shape.n_layers)
     hooks = [(pattern.hook_name(layer), read_hook(reduce)) for layer in layers if not pattern.lacks(model, layer)]
     model.run(batch, hooks, stop_at=model.shape.n_layers)
     sums = {
-        name: torch.stack([one.to(values[0].device) for one in values], dim=2 if name in SUMS else 0).cpu()
-        for name, values in kept.items()
+        name: torch.stack([part.to(values[0].device) for part in values], dim=2 if name in SUMS else 0).cpu()
+        for name, values in collected.items()
     }
     counts = keys.sum(-1)
     sums |= {"queries": (counts > 0).sum(-1).T.contiguous(), "keys": counts.sum(-1).T.contiguous()}
@@ -191,11 +191,11 @@ def centred_scores(
     # Scores from the pattern, since log A is the score but for a number per query, which centring takes off.
     block = pattern[:, :, span, span].double()
     # A weight that rounded to 0 has no score to read.
-    seen = visible[:, None, span, span] & (block > 0)
-    logs = torch.where(seen, block, 1).log()
-    mean = logs.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
-    centred = torch.where(seen, logs - mean, 0)
-    return {"count": seen.double().sum(0), "first": centred.sum(0), "second": centred.square().sum(0)}
+    mask = visible[:, None, span, span] & (block > 0)
+    logs = torch.where(mask, block, 1).log()
+    mean = logs.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    centred = torch.where(mask, logs - mean, 0)
+    return {"count": mask.double().sum(0), "first": centred.sum(0), "second": centred.square().sum(0)}
 
 
 def position_share(
@@ -349,14 +349,14 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     """Find delimiters and members of series in a model's vocabulary; without a tokenizer there are none."""
     size, tokenizer = model.shape.d_vocab, model.tokenizer
     ordinary, delimiter = torch.zeros(2, size, dtype=torch.bool)
-    known = size if tokenizer is None else min(len(tokenizer), size)
-    ordinary[:known] = True
+    n_tokens = size if tokenizer is None else min(len(tokenizer), size)
+    ordinary[:n_tokens] = True
     series, follows = torch.zeros(size, dtype=torch.long), torch.zeros(1, 1, dtype=torch.bool)
     if tokenizer is None:
         return TokenKinds(ordinary, delimiter, series, follows)
     ordinary[[token for token in tokenizer.all_special_ids if token < size]] = False
     # Pieces first: decoding a whole vocabulary token by token takes longer than looking for letters.
-    pieces = tokenizer.convert_ids_to_tokens(list(range(known)))
+    pieces = tokenizer.convert_ids_to_tokens(list(range(n_tokens)))
     candidates = [
         token
         for token, piece in enumerate(pieces)
@@ -430,14 +430,14 @@ def _piece_of_a_series(kinds: TokenKinds, length: int, generator: torch.Generato
     if length < 2 or not len(members):
         return members[:0]
     at = int(torch.randint(len(members), (1,), generator=generator)) + 1
-    found: list[int] = []
-    while len(found) < length and at not in found:
-        found.append(at)
+    drawn: list[int] = []
+    while len(drawn) < length and at not in drawn:
+        drawn.append(at)
         onward = kinds.follows[at].nonzero()[:, 0]
         at = int(onward[torch.randint(len(onward), (1,), generator=generator)]) if len(onward) else at
     token_of = torch.zeros(len(members) + 1, dtype=torch.long)
     token_of[kinds.series[members]] = members
-    return token_of[found]
+    return token_of[drawn]
 
 
 # Whether a head writes what it reads: the eigenvalues of its OV circuit, from token to token.

@@ -154,7 +154,7 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
     if isinstance(relations, Mapping):
         return tuple(_named(str(name), pairs) for name, pairs in relations.items())
     if isinstance(relations, str | Path):
-        found, where = _read_relations(checked_path("relations", relations)), relations
+        loaded, where = _read_relations(checked_path("relations", relations)), relations
     elif is_one(relations):
         raise InputError(
             f"relations={shown(relations)} is not a folder, file or name of a relation, nor several of these."
@@ -163,14 +163,14 @@ def load_relations(relations: Relations = None) -> tuple[Relation, ...]:
         return (_named("own", parts),)
     else:
         try:
-            found, where = tuple(one for part in parts for one in load_relations(part)), None
+            loaded, where = tuple(one for part in parts for one in load_relations(part)), None
         except RecursionError:
             raise InputError(f"relations={shown(parts)} holds itself, or is nested too deep.") from None
-    for name, times in Counter(relation.name for relation in found).items():
+    for name, times in Counter(relation.name for relation in loaded).items():
         if times > 1:
             counted = f"{where} holds {times} relations" if where else f"{times} relations are"
             raise InputError(f"{counted} named {name!r}: a name may come once. Rename or remove one.")
-    return found
+    return loaded
 
 
 def is_pairs(parts: Sequence[Any]) -> bool:
@@ -190,22 +190,22 @@ def _suite_relations() -> tuple[Relation, ...]:
 def _read_relations(path: Path) -> tuple[Relation, ...]:
     """Read a folder or file; a path that is not there may be the name of a relation of the suite."""
     if not path.exists():
-        own = {file.stem: file for file in _suite().glob("*.json")}
-        if str(path) not in own:
-            hint = did_you_mean(path, own, or_all=False) or " hw.load_relations() has them all, by name."
+        suite_files = {file.stem: file for file in _suite().glob("*.json")}
+        if str(path) not in suite_files:
+            hint = did_you_mean(path, suite_files, or_all=False) or " hw.load_relations() has them all, by name."
             raise InputError(
                 f"The relations folder {path} does not exist, and headwater has no relation of that name.{hint}"
             )
-        path = own[str(path)]
+        path = suite_files[str(path)]
     if path.is_file():
         if path.suffix in SEPARATORS:
             return (_of_table(path.stem, read_rows(path, "pairs"), str(path)),)
         return (_read_relation(path, {}),)
     categories = _read_categories(path / "categories.json")
-    found = sorted(_relation_files(path), key=lambda file: file.stem)
-    if not found:
+    paths = sorted(_relation_files(path), key=lambda file: file.stem)
+    if not paths:
         raise InputError(f"{path} holds no relation: expected NAME/NAME.json or NAME.json files there.")
-    return tuple(_read_relation(file, categories) for file in found)
+    return tuple(_read_relation(file, categories) for file in paths)
 
 
 def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
@@ -495,25 +495,25 @@ def _targets(
     same_words: bool,
 ) -> tuple[dict[int, str], str]:
     """Return the target tokens of a pair, each once, with their words, or none of them and the reason."""
-    own, one_token = tokens[source], dict[str, int]()
+    source_ids, one_token = tokens[source], dict[str, int]()
     for target in accepted:
         ids = tokens[target]
         if holders is not None and len(ids) > 1:
             telling = [token for token in ids if holders[token] <= set(accepted)]
             # Outside copying relations the source's own tokens represent no target.
-            ids = [token for token in telling if relation.is_copying or token not in own][:1]
+            ids = [token for token in telling if relation.is_copying or token not in source_ids][:1]
         if len(ids) == 1:
             one_token[target] = ids[0]
-    if len(own) != 1 or not one_token:
-        word = source if len(own) != 1 else accepted[0]
+    if len(source_ids) != 1 or not one_token:
+        word = source if len(source_ids) != 1 else accepted[0]
         if not tokens[word]:
             return {}, f"{word!r} is not in the vocabulary"
-        if len(own) == 1 and holders is not None:
+        if len(source_ids) == 1 and holders is not None:
             return {}, f"no token of {word!r} tells it from the other targets"
         return {}, f"{word!r} is {len(tokens[word])} tokens"
     by_token: dict[int, str] = {}
     for target, token in one_token.items():
-        if token != own[0] or relation.is_copying or (same_words and target == source):
+        if token != source_ids[0] or relation.is_copying or (same_words and target == source):
             by_token.setdefault(token, target)
     return by_token, "" if by_token else OWN_TARGET
 

@@ -64,7 +64,7 @@ class SuitePairs:
     """The items of several relations, one after the other, and their pairs (source, accepted target); on the CPU."""
 
     source_tokens: Int[Tensor, " source"]
-    """The union of the relations' sources: what the heads' embeddings are wanted for."""
+    """The union of the relations' sources: the tokens whose embeddings the heads read."""
     item_source: Int[Tensor, " item"]
     """Where each item's source is in `source_tokens`."""
     item_relation: Int[Tensor, " item"]
@@ -179,9 +179,9 @@ def score_layer(
 ) -> LayerScores:
     """Score one layer's heads, of which `maps.x` holds the embeddings of `suite.source_tokens`.
 
-    Of scores from `null_from` on the moments under shuffled targets are wanted too: 0 for all heads and relations (many
-    times the price of the scores), None for none. `items` wants the hits of single items; all layers share
-    `mean_target`, what `mean_targets` returns.
+    For scores from `null_from` on the moments under shuffled targets are computed too: 0 for all heads and relations
+    (many times the price of the scores), None for none. With `items` the hits of single items are returned too; all
+    layers share `mean_target`, which `mean_targets` returns.
     """
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
@@ -205,25 +205,25 @@ def score_layer(
 
 
 def _hits_and_moments(
-    maps: OVMaps, suite: SuitePairs, left: Bool[Tensor, "sign head pair"], null_from: float | None
+    maps: OVMaps, suite: SuitePairs, undecided: Bool[Tensor, "sign head pair"], null_from: float | None
 ) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "sign head relation moment"]]:
-    """Say which pairs hit, and which are suppressed; and give the moments of their numbers under shuffled targets.
+    """Return which pairs hit, which are suppressed, and the moments of their numbers under shuffled targets.
 
-    Pairs that are left after a first glance are decided one by one. For scores from `null_from` on every source meets
-    every target, its own among them; where a head has so large a share left that this is to be expected, at once.
+    Pairs that the first glance leaves undecided are decided one by one. For scores from `null_from` on every source is
+    paired with every target, its own included; at once where so many pairs are undecided that this is to be expected.
     """
     pairs = suite.pair_source, suite.pair_target, suite.pair_k
-    wanted = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
+    mask = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
     if null_from is not None:
-        # Where half of the items are left most are hits, and each would cost the vocabulary by itself (NOTES.md).
-        wanted = _shares(suite, suite.accepted(left)) >= max(null_from, EXPECTED_FROM)
-    alone = left & ~wanted[:, :, suite.item_relation[suite.pair_item]]
+        # Where half of the items are undecided most are hits, and each would cost the vocabulary by itself (NOTES.md).
+        mask = _shares(suite, suite.accepted(undecided)) >= max(null_from, EXPECTED_FROM)
+    alone = undecided & ~mask[:, :, suite.item_relation[suite.pair_item]]
     hits = ov_blocked.settle_left(maps, alone, pairs)
-    moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
+    moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
     if null_from is not None:
-        # Now from settled hits, not from what a glance left.
-        wanted |= _shares(suite, suite.accepted(hits)) >= null_from
-        _sweep(maps, suite, wanted, hits, moments)
+        # Now from settled hits, not from the undecided pairs.
+        mask |= _shares(suite, suite.accepted(hits)) >= null_from
+        _sweep(maps, suite, mask, hits, moments)
     return hits, moments
 
 
@@ -238,12 +238,12 @@ def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Fl
 def margins(
     maps: OVMaps,
     suite: SuitePairs,
-    own: Float[Tensor, "*draw head relation"],
+    own_logits: Float[Tensor, "*draw head relation"],
     mean_target: Float[Tensor, "relation d_model"],
 ) -> Float[Tensor, "*draw head relation"]:
     """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1.
 
-    `own` is the mean logit of an item's own targets, of sources scaled so; `mean_target` what `mean_targets` returns.
+    `own_logits` is the mean logit of an item's own targets, of sources scaled so; `mean_target` is of `mean_targets`.
     """
     place, relation, scale = _scaled_pairs(maps, suite)
     # x W_V W_O u is linear in x: the weighted mean of a relation's sources goes through the head once.
@@ -252,14 +252,14 @@ def margins(
     z = ov_blocked.head_values(maps, share @ maps.x.double())[ov_blocked.value_heads(maps, scale.device)]
     every = einsum(z, maps.W_O.double(), mean_target, "head r d_head, head d_head d_model, r d_model -> head r")
     # every includes i = j: n / (n - 1) takes it out. One item has no others: NaN.
-    return (own - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
+    return (own_logits - every).cpu() * (suite.items / (suite.items - 1)).masked_fill(suite.items == 1, torch.nan)
 
 
-def _own_means(maps: OVMaps, suite: SuitePairs, own: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
+def _own_means(maps: OVMaps, suite: SuitePairs, logits: Float[Tensor, "head pair"]) -> Float[Tensor, "head relation"]:
     """The mean logit of an item's own targets, of sources scaled to a mean square of 1."""
     _, relation, scale = _scaled_pairs(maps, suite)
     means = torch.zeros(maps.n_heads, len(suite.k), dtype=torch.float64, device=scale.device)
-    return means.index_add_(1, relation, own.double() * scale)
+    return means.index_add_(1, relation, logits.double() * scale)
 
 
 def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tensor]:
@@ -272,24 +272,24 @@ def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tens
 def _sweep(
     maps: OVMaps,
     suite: SuitePairs,
-    wanted: Bool[Tensor, "sign head relation"],
+    mask: Bool[Tensor, "sign head relation"],
     hits: Bool[Tensor, "sign head pair"],
     moments: Float[Tensor, "sign head relation moment"],
 ) -> None:
-    """Fill in what is wanted of hits and moments: every source of a relation with every target of it."""
+    """Fill in hits and moments where `mask` is true: every source of a relation with every target of it."""
     # On the CPU: no device is asked.
-    if not wanted.any():
+    if not mask.any():
         return
     device = maps.x.device
-    heads_wanted = [wanted[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
-    on_device = to_device_many(heads_wanted, device)
+    heads_in_mask = [mask[sign, :, relation].nonzero()[:, 0] for relation in range(len(suite.k)) for sign in range(2)]
+    on_device = to_device_many(heads_in_mask, device)
     items = to_device_many(suite.item_of_pair, device)
     sources = to_device_many([source for _, source in suite.distinct], device)
     cells, met, expected = [], [], []
-    for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, wanted)):
+    for relation, signs in enumerate(ov_sweep.topk_hits(maps, suite.grids, mask)):
         item, source = items[relation], sources[relation]
         for sign, met_in_grid in enumerate(signs):
-            if len(heads := heads_wanted[2 * relation + sign]):
+            if len(heads := heads_in_mask[2 * relation + sign]):
                 of_heads = met_in_grid[on_device[2 * relation + sign]]
                 # A hit of a pair is the grid's entry at its own source: not settled again.
                 met.append(of_heads[:, source[item], torch.arange(len(item), device=device)].flatten())
@@ -368,12 +368,12 @@ class LayerScorer:
             scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
-    def moments(self, layer: int, wanted: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
+    def moments(self, layer: int, mask: Bool[Tensor, "sign head relation"]) -> dict[str, Tensor]:
         """Return the moments under shuffled targets of some heads and relations of one layer, whatever their scores."""
-        moments = torch.full((*wanted.shape, 4), torch.nan, dtype=torch.float64)
+        moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
         with torch.inference_mode(), full_float32():
-            hits = torch.zeros(*wanted.shape[:2], len(self.suite.pair_item), dtype=torch.bool)
-            _sweep(self.maps(layer), self.suite, wanted, hits, moments)
+            hits = torch.zeros(*mask.shape[:2], len(self.suite.pair_item), dtype=torch.bool)
+            _sweep(self.maps(layer), self.suite, mask, hits, moments)
         return dict(zip(MOMENTS, moments, strict=True))
 
     def maps(self, layer: int) -> OVMaps:

@@ -220,7 +220,7 @@ def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | Non
 
 
 def scored_relations(
-    given: Sequence[Relation],
+    relations: Sequence[Relation],
     weights: WeightSource,
     k: int | None,
     *,
@@ -228,8 +228,8 @@ def scored_relations(
     same_words: bool = False,
 ) -> tuple[list[TokenRelation], list[int], Usable]:
     """Return relations as token ids, the k of each, and which have enough items left; see `tokenize_relations`."""
-    tokenized = tokenize_relations(given, weights.tokenizer, multi_token=multi_token, same_words=same_words)
-    ks = [hits_of(relation, weights, k) for relation in given]
+    tokenized = tokenize_relations(relations, weights.tokenizer, multi_token=multi_token, same_words=same_words)
+    ks = [hits_of(relation, weights, k) for relation in relations]
     usable = [(tokens, k) for tokens, k in zip(tokenized, ks, strict=True) if tokens.usable]
     if not tokenized:
         raise InputError("No relations were given: give a folder of relations, or none for headwater's own suite.")
@@ -270,19 +270,19 @@ def with_moments(
     options: Mapping[str, object],
     run: Run,
     layers: list[dict[str, Tensor]],
-    wanted: Bool[Tensor, "layer sign head relation"],
+    mask: Bool[Tensor, "layer sign head relation"],
     desc: str,
 ) -> list[dict[str, Tensor]]:
-    """Return what `scored_layers` returned, with the moments under shuffled targets of what is wanted besides.
+    """Return what `scored_layers` returned, with the moments under shuffled targets where `mask` is true.
 
-    `wanted` says by layer of which signs, heads and relations; those that have moments are not made again.
+    Moments that are there already are not computed again.
     """
-    missing = wanted & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
-    there = [layer for layer in range(len(layers)) if missing[layer].any()]
-    with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(there)) as bar:
+    missing = mask & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
+    missing_layers = [layer for layer in range(len(layers)) if missing[layer].any()]
+    with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(missing_layers)) as bar:
         scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), None, options)
-        pieces = run.pieces("null", there, lambda layer: scorer.moments(layer, missing[layer]), bar)
-        by_layer = dict(zip(there, pieces, strict=True))
+        pieces = run.pieces("null", missing_layers, lambda layer: scorer.moments(layer, missing[layer]), bar)
+        by_layer = dict(zip(missing_layers, pieces, strict=True))
     for layer, piece in by_layer.items():
         layers[layer] = layers[layer] | {
             name: torch.where(layers[layer][name].isnan(), piece[name], layers[layer][name]) for name in MOMENTS

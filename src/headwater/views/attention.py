@@ -50,13 +50,13 @@ def view_cache(
     """
     if "pattern" not in cache.kept:
         return picture(cache)
-    kept = cache.kept["pattern"].layers
-    wanted = list(kept) if layers is None else one_or_several(layers)
-    if not wanted:
-        raise InputError(f"layers={shown(layers)} names no layer; leave it out, or name some of {list(kept)}.")
-    chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in wanted))
-    if missing := [layer for layer in chosen if layer not in kept]:
-        raise InputError(f"The cache keeps no pattern of layer {missing[0]}; it keeps those of {list(kept)}.")
+    cached = cache.kept["pattern"].layers
+    requested = list(cached) if layers is None else one_or_several(layers)
+    if not requested:
+        raise InputError(f"layers={shown(layers)} names no layer; leave it out, or name some of {list(cached)}.")
+    chosen = list(dict.fromkeys(checked_count("layers", layer, least=0) for layer in requested))
+    if missing := [layer for layer in chosen if layer not in cached]:
+        raise InputError(f"The cache keeps no pattern of layer {missing[0]}; it keeps those of {list(cached)}.")
     texts = _chosen(cache, example, len(chosen) * len(cache.heads))
     which = f"text {texts[0]}" if len(texts) == 1 else f"{len(texts)} texts"
     of_all = f" of {len(cache.texts):,}" if len(texts) not in (1, len(cache.texts)) else ""

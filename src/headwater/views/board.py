@@ -239,26 +239,26 @@ def known(clicks: Clicks, how: str, live: bool) -> dict[str, Sweep]:
     direction, values = HOWS[how]
     options: dict[str, Any] = {"metric": clicks.metric, "direction": direction, "values": values, "progress": False}
     options |= {"dataset": clicks.mean_of} if values == "mean" else {}
-    found = {}
+    sweeps = {}
     for kind in ("cells", "heads") if live else tuple(KINDS):
         site, *axes = KINDS[kind]
         where: dict[str, Any] = {"sites": list(clicks.sites) if kind == "cells" else site, "over": tuple(axes[:3])}
         where |= {"positions": clicks.bench(how).kept[-1]} if kind == "edges" else {}
-        found[kind] = patch(clicks.model, clicks.clean, clicks.corrupted, **where, **options)
-    return found
+        sweeps[kind] = patch(clicks.model, clicks.clean, clicks.corrupted, **where, **options)
+    return sweeps
 
 
 def stored(clicks: Clicks, sweeps: dict[str, Sweep]) -> dict[str, object]:
     """Return the effects of each kind as arrays: of cells `site layer position`, else in the order of their axes."""
-    found: dict[str, object] = {}
+    arrays: dict[str, object] = {}
     for kind, sweep in sweeps.items():
         index = ["site", "layer", "position"] if kind == "cells" else list(KINDS[kind][1:4])
-        wanted = [list(clicks.sites) if name == "site" else sorted(sweep.table[name].unique()) for name in index]
-        grid = np.full([len(one) for one in wanted], np.nan)
-        places = [sweep.table[name].map(one.index).to_numpy() for name, one in zip(index, wanted, strict=True)]
+        levels = [list(clicks.sites) if name == "site" else sorted(sweep.table[name].unique()) for name in index]
+        grid = np.full([len(axis) for axis in levels], np.nan)
+        places = [sweep.table[name].map(axis.index).to_numpy() for name, axis in zip(index, levels, strict=True)]
         grid[tuple(places)] = sweep.table["effect"].to_numpy(dtype=float)
-        found[kind] = packed(grid, "f4")
-    return found
+        arrays[kind] = packed(grid, "f4")
+    return arrays
 
 
 def about(clicks: Clicks, how: str) -> dict[str, object]:
@@ -284,9 +284,9 @@ def about(clicks: Clicks, how: str) -> dict[str, object]:
 
 def patterns(clicks: Clicks) -> dict[str, object]:
     """Return the square roots of both runs' attention, in 8 bits, `layer head query key`."""
-    found: dict[str, object] = {}
+    arrays: dict[str, object] = {}
     for name, prompts in (("clean", clicks.clean), ("corrupted", clicks.corrupted)):
         cache = clicks.model.cache(prompts, sites=[EDGES], progress=False)
         whole = np.stack([cache.example(EDGES, layer, 0).float().numpy() for layer in cache.kept[EDGES].layers])
-        found[name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")
-    return found
+        arrays[name] = packed(np.rint(255 * np.sqrt(whole.clip(0, 1))), "u1")
+    return arrays

@@ -107,15 +107,15 @@ def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> d
     """Return the interval and placebo of some edges, and whether their effects are runs."""
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     m = 0 if metric is None else list(edges.metrics).index(checked_name("metric", metric, tuple(edges.metrics)))
-    exact, estimated = (one[:, 0, :, m].double().numpy() for one in (edges.effects, edges.estimates))
+    exact, estimated = (part[:, 0, :, m].double().numpy() for part in (edges.effects, edges.estimates))
     values, chosen = np.where(np.isnan(exact).all(0), estimated, exact), edges.chosen.numpy()
     if absent := [int(edge) for edge in numbers if edge not in chosen]:
         raise InputError(f"edges= holds no effect of {edges.graph.name(absent[0])}, an edge of the circuit.")
     columns = np.searchsorted(chosen, numbers)
     low, high = percentile_interval(Bootstrap.of(range(len(values))).mean(values[:, columns]))
     placebo, others = _placebos(edges.graph, chosen, values.mean(0), columns)
-    found = {"low": rounded(low), "high": rounded(high), "placebo": rounded(placebo), "others": others}
-    return found | {"exact": [bool(one) for one in ~np.isnan(exact[:, columns]).all(0)]}
+    result = {"low": rounded(low), "high": rounded(high), "placebo": rounded(placebo), "others": others}
+    return result | {"exact": [bool(one) for one in ~np.isnan(exact[:, columns]).all(0)]}
 
 
 def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
@@ -139,11 +139,11 @@ def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
 def _placebos(graph: Graph, chosen: np.ndarray, means: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """Return of each edge how large other edges of its shape are (their 95 % quantile), and how many these are."""
     shapes, sizes = graph.stratum[chosen], np.abs(means)
-    found, counts = np.full(len(columns), np.nan), []
+    quantiles, counts = np.full(len(columns), np.nan), []
     for place, column in enumerate(columns):
-        alike = (shapes == shapes[column]) & ~np.isnan(sizes)
-        alike[column] = False
-        counts.append(int(alike.sum()))
-        if alike.any():
-            found[place] = np.quantile(sizes[alike], QUANTILE)
-    return found, counts
+        is_peer = (shapes == shapes[column]) & ~np.isnan(sizes)
+        is_peer[column] = False
+        counts.append(int(is_peer.sum()))
+        if is_peer.any():
+            quantiles[place] = np.quantile(sizes[is_peer], QUANTILE)
+    return quantiles, counts

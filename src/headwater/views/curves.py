@@ -61,11 +61,11 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
     owners = {text: name for text, name in zip(texts, table["id"], strict=True) if name in set(profile.tokens["id"])}
     tokens = dict(list(profile.tokens.sort_values("position").groupby("id", sort=False)))
     none = profile.tokens.head(0)
-    found = []
+    questions = []
     for text, row in zip(texts, table.to_dict("records"), strict=True):
         part = tokens[owners[text]] if text in owners else none
         answer, score = row.get("model_answer"), row.get("score", math.nan)
-        found.append(
+        questions.append(
             {
                 "name": str(row["group"]),
                 "depth": row["depth"],
@@ -78,7 +78,7 @@ def _questions(profile: DepthProfile) -> list[dict[str, Any]]:
                 "lowest": part["lowest"].astype(bool).tolist(),
             }
         )
-    return found
+    return questions
 
 
 def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
@@ -126,38 +126,38 @@ def view_likelihood(stats: TextStatistics, *, texts: Sequence[int] | int | None 
     layers = sorted(table["layer"].unique().tolist())
     rows = table[table["text"].isin(chosen)].sort_values(["text", "layer", "position"], kind="stable")
     first = rows[rows["layer"] == layers[0]]
-    known = dict(zip(stats.texts["text"].tolist(), stats.texts.to_dict("records"), strict=True))
+    records = dict(zip(stats.texts["text"].tolist(), stats.texts.to_dict("records"), strict=True))
     parts = dict(list(first.groupby("text", sort=False)))
-    left = len(stats.texts) - len(chosen)
+    omitted = len(stats.texts) - len(chosen)
     spec = {
         "title": plain_title(stats.run.model, SEEN),
-        "note": f"{len(chosen):,} of {len(stats.texts):,} texts" if left else "",
+        "note": f"{len(chosen):,} of {len(stats.texts):,} texts" if omitted else "",
         "layers": ["final"] if "layer" not in stats.table else layers,
-        "texts": [_text(text, parts.get(text, first.head(0)), known[text]) for text in chosen],
+        "texts": [_text(text, parts.get(text, first.head(0)), records[text]) for text in chosen],
     } | {name: packed(rows[name].to_numpy(dtype=float), "f4") for name in STATISTICS}
     return interactive(stats, ("strip.js", "likelihood.js"), spec, height=420)
 
 
-def _text(number: int, rows: pd.DataFrame, known: Mapping[Hashable, Any]) -> dict[str, object]:
+def _text(number: int, rows: pd.DataFrame, record: Mapping[Hashable, Any]) -> dict[str, object]:
     return {
         "number": number,
-        "begins": short_of(str(known["content"])),
+        "begins": short_of(str(record["content"])),
         "tokens": rows["token"].astype(str).tolist(),
         "positions": rows["position"].tolist(),
-        "note": str(known["note"]),
+        "note": str(record["note"]),
     }
 
 
 def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[int]:
     """Return the texts requested, or as many as a page takes."""
-    known = stats.texts["text"].tolist()
+    indices = stats.texts["text"].tolist()
     if texts is None:
-        sizes = stats.table["text"].value_counts().reindex(known, fill_value=0).cumsum().to_numpy()
-        return known[: max(1, int(np.searchsorted(sizes, LARGEST, side="right")))]
+        sizes = stats.table["text"].value_counts().reindex(indices, fill_value=0).cumsum().to_numpy()
+        return indices[: max(1, int(np.searchsorted(sizes, LARGEST, side="right")))]
     listed = [texts] if isinstance(texts, int) else texts
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
-    return [checked_count("texts", one, least=0, most=len(known) - 1) for one in listed]
+    return [checked_count("texts", one, least=0, most=len(indices) - 1) for one in listed]
 
 
 # The view of pathways: ΔP against the layer by question set and mode, with random tokens knocked out as control.

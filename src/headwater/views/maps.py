@@ -53,34 +53,34 @@ def view_head_map(
         beside: other head maps, side by side with this one and linked.
     """
     listed = list(beside) if isinstance(beside, Sequence) else [beside]
-    maps = [head_map, *(checked_kind("beside", one, HeadMap, "hw.classify_heads(...)") for one in listed)]
-    relations = list(dict.fromkeys(name for one in maps for name in one.table["relation"]))
-    present = {label for one in maps for label in one.categories["label"]}
-    known = [label for label in labels() if label in present]
+    maps = [head_map, *(checked_kind("beside", other, HeadMap, "hw.classify_heads(...)") for other in listed)]
+    relations = list(dict.fromkeys(name for one_map in maps for name in one_map.table["relation"]))
+    present = {label for one_map in maps for label in one_map.categories["label"]}
+    legend = [label for label in labels() if label in present]
     names = names_of(maps)
     rule = f"{maps[0].run.options['rule']} rule"
-    drawn = [_map(name, one, relations, known) for name, one in zip(names, maps, strict=True)]
+    drawn = [_map(name, one_map, relations, legend) for name, one_map in zip(names, maps, strict=True)]
     if model is not None:
         drawn[0]["writes"] = _written(maps[0], model)
     spec = {
         "title": title_of(maps),
         "note": rule,
         "relations": relations,
-        "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in known],
+        "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in legend],
         "quiet": UNCLASSIFIED,
         "maps": drawn,
     }
     return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec, height=620)
 
 
-def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence[str]) -> dict[str, object]:
+def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequence[str]) -> dict[str, object]:
     """Return one map: arrays are `layer head relation`, over the relations of all maps."""
     table, categories = head_map.table, head_map.categories
     layers, heads = extent(categories)
     place = tuple(table[axis].to_numpy() for axis in ("layer", "head"))
     at = (*place, table["relation"].map({name: i for i, name in enumerate(relations)}).to_numpy())
     label = np.zeros((layers, heads))
-    label[categories["layer"], categories["head"]] = categories["label"].map(list(known).index)
+    label[categories["layer"], categories["head"]] = categories["label"].map(list(legend).index)
     counts = label_counts(categories)
 
     def laid(values: pd.Series, empty: float = np.nan) -> np.ndarray:
@@ -93,7 +93,7 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], known: Sequence
         "name": name,
         "layers": layers,
         "heads": heads,
-        "counts": [counts[one] for one in known],
+        "counts": [counts[entry] for entry in legend],
         "label": packed(label, "u1"),
         "score": packed(laid(table["score"]), "f4"),
         "expected": packed(laid(table["expected"]), "f4"),
@@ -118,12 +118,12 @@ def _suppressed(table: pd.DataFrame, relations: Sequence[str]) -> list[list[obje
 def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
     """Return what heads write, by "layer.head": a row per salient token: it, sigma, and the tokens of each sign."""
     table = head_map.salient_of(heads_with_cards(head_map), model=model, sources=SOURCES, targets=TARGETS)
-    found: dict[str, list[list[object]]] = {}
+    rows: dict[str, list[list[object]]] = {}
     for (layer, head, _), of_source in table.groupby(["layer", "head", "rank"]):
         source, sigma = of_source[["source", "sigma"]].iloc[0]
         ends = [of_source.loc[of_source["sign"] == sign, "target"].tolist() for sign in SIGNS]
-        found.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *ends])
-    return found
+        rows.setdefault(f"{layer}.{head}", []).append([str(source), round(float(sigma), 4), *ends])
+    return rows
 
 
 def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
@@ -143,32 +143,32 @@ def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
 
 
 @VIEWS.add(Evidence)
-def view_evidence(found: Evidence) -> View:
+def view_evidence(evidence: Evidence) -> View:
     """Show the heads of a relation in linked maps; where the model cannot do it, the sentence that says so."""
-    if not found.is_measured:
-        return picture(found)
-    by_head = found.table.sort_values(["layer", "head"])
+    if not evidence.is_measured:
+        return picture(evidence)
+    by_head = evidence.table.sort_values(["layer", "head"])
     layers, heads = extent(by_head)
     columns = [name for name in by_head if name not in ("layer", "head")]
-    named = found.way(NAMED)
-    ways = found.ways.dropna(subset=["share"])
+    named = evidence.way(NAMED)
+    ways = evidence.ways.dropna(subset=["share"])
     rows = zip(ways["layer"], ways["head"], ways["heads"], strict=True)
     heads_of = [f"{n} heads" if pd.isna(layer) else f"{layer}.{head}" for layer, head, n in rows]
     spec = {
-        "title": evidence_title(found),
+        "title": evidence_title(evidence),
         "layers": layers,
         "heads": heads,
         "columns": columns,
         "values": packed(by_head[columns].to_numpy(dtype=float).T.reshape(-1, layers, heads), "f4"),
         "maps": [{"column": column, "name": name} for column, name in MAPS.items()],
         "named": [int(named["layer"]), int(named["head"])],
-        "when": _when(found.when),
+        "when": _when(evidence.when),
         "tables": [
             _rows("named by", ways.assign(heads=heads_of), ["way", "heads", "share", "low", "high"]),
-            _rows("ablated", found.cost, ["what", "heads", "cost", "low", "high"]),
+            _rows("ablated", evidence.cost, ["what", "heads", "cost", "low", "high"]),
         ],
     }
-    return interactive(found, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), spec, height=900)
+    return interactive(evidence, ("chart.js", "curves.js", "head_plane.js", "evidence.js"), spec, height=900)
 
 
 def _rows(title: str, table: pd.DataFrame, columns: list[str]) -> dict[str, Any]:
