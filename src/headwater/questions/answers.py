@@ -147,25 +147,25 @@ class AnsweredQuestions(Result):
         """
         sets = []
         for name in dict.fromkeys((*self.datasets, *self.dropped["dataset"])):
-            here = self.table[self.table["dataset"] == name]
+            used = self.table[self.table["dataset"] == name]
             causes = self.dropped.loc[self.dropped["dataset"] == name, "cause"].value_counts()
-            wrong = int(here["z"].sum())
-            columns = (here[column].tolist() for column in ("question", "text", "exact_answer", "matched"))
+            wrong = int(used["z"].sum())
+            columns = (used[column].tolist() for column in ("question", "text", "exact_answer", "matched"))
             words = list(zip(*columns, strict=True))
-            low, high = map(float, wilson_interval(np.array(wrong), np.array(max(len(here), 1))))
+            low, high = map(float, wilson_interval(np.array(wrong), np.array(max(len(used), 1))))
             sets.append(
                 {
                     "dataset": name,
-                    "questions": len(here) + int(causes.sum()),
-                    "used": len(here),
-                    "right": len(here) - wrong,
-                    "wrong": rounded(wrong / len(here)) if len(here) else None,
-                    "low": rounded(low) if len(here) else None,
-                    "high": rounded(high) if len(here) else None,
+                    "questions": len(used) + int(causes.sum()),
+                    "used": len(used),
+                    "right": len(used) - wrong,
+                    "wrong": rounded(wrong / len(used)) if len(used) else None,
+                    "low": rounded(low) if len(used) else None,
+                    "high": rounded(high) if len(used) else None,
                     "cut": int(causes.get(CUT, 0)),
                     "dropped": {str(cause): int(count) for cause, count in sorted(causes.items())},
                     "lacks_match": sum(lacks_match(text, exact, matched) for _, text, exact, matched in words),
-                    "repeats_question": sum(repeats_question(*one) for *one, _ in words),
+                    "repeats_question": sum(repeats_question(*row) for *row, _ in words),
                 }
             )
         return {"model": self.run.model, "datasets": sets}
@@ -243,15 +243,15 @@ def answer(
         prompts = _prompts(model, questions, frame, must_have_words=extractor is None)
         not_asked = Dropped(TOO_LONG), Dropped(NO_WORDS)
         outcomes: list[dict[str, Any] | Dropped] = [not_asked[n not in prompts] for n in range(len(questions))]
-        tokens = {place: asked.tokens for place, asked in prompts.items()}
+        tokens = {place: prompt.tokens for place, prompt in prompts.items()}
         # Lazily: each batch is labelled, and its words are extracted and kept, before the next is asked.
-        written, asked = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
-        lines = ([first_line(model.tokenizer, prompts[place], made) for place, made in batch] for batch in written)
+        written, with_places = tee(ask(run, model, tokens, max_new_tokens, "line", batch_size, listed))
+        lines = ([first_line(model.tokenizer, prompts[place], output) for place, output in batch] for batch in written)
         answers, to_extract = tee(_labelled(lines, label, run))
-        found = _extracted(to_extract, extractor, run)
-        for batch in zip(asked, answers, found, strict=True):
-            for (place, _), one, words in zip(*batch, strict=True):
-                outcomes[place] = outcome_of(one, words, whole_answer=extractor is None)
+        extracted = _extracted(to_extract, extractor, run)
+        for batch in zip(with_places, answers, extracted, strict=True):
+            for (place, _), answered, words in zip(*batch, strict=True):
+                outcomes[place] = outcome_of(answered, words, whole_answer=extractor is None)
         return _result(questions, outcomes, run.record)
 
     return run_or_resume(AnsweredQuestions, "answer", model, options, work, out=out, progress=progress)
@@ -315,21 +315,21 @@ def _check_words(questions: Questions) -> None:
 
 
 def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) -> Iterator[list[GivenAnswer]]:
-    """Say of the answers of each batch whether they are right; what a judge said is kept, because it may cost money."""
+    """Label the answers of each batch as right or wrong; a judge's verdicts are stored, because they may cost money."""
     if isinstance(label, str):
         for answers in batches:
-            yield [labelled(one, label) for one in answers]
+            yield [labelled(answer, label) for answer in answers]
         return
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
-        verdicts = [labelled(one, label).verdict.is_right for one in answers]
+        verdicts = [labelled(answer, label).verdict.is_right for answer in answers]
         # Pieces hold tensors alone: -1 is what a judge could not say.
-        return {"right": torch.tensor([-1 if one is None else int(one) for one in verdicts], dtype=torch.int8)}
+        return {"right": torch.tensor([-1 if right is None else int(right) for right in verdicts], dtype=torch.int8)}
 
-    asked, answered = tee(batches)
-    for made, answers in zip(run.pieces("judged", asked, compute), answered, strict=True):
-        verdicts = [None if one < 0 else bool(one) for one in made["right"].tolist()]
-        yield [replace(one, verdict=Verdict(is_right)) for one, is_right in zip(answers, verdicts, strict=True)]
+    to_judge, answered = tee(batches)
+    for piece, answers in zip(run.pieces("judged", to_judge, compute), answered, strict=True):
+        verdicts = [None if value < 0 else bool(value) for value in piece["right"].tolist()]
+        yield [replace(answer, verdict=Verdict(is_right)) for answer, is_right in zip(answers, verdicts, strict=True)]
 
 
 def _extracted(
@@ -337,7 +337,7 @@ def _extracted(
 ) -> Iterator[list[dict[str, tuple[Span, ...]] | None]]:
     """Ask the extractor about the answers of each batch that can be used; empty for the others, None for no reply.
 
-    What it said is kept as often as it is asked: every request may cost money.
+    Its replies are stored after each round of requests, because every request may cost money.
     """
     if extractor is None:
         for answers in batches:
@@ -346,29 +346,29 @@ def _extracted(
     ask, failures, workers = extractor, FailureLimit(), workers_of(extractor)
 
     def compute(answers: Sequence[GivenAnswer]) -> dict[str, Tensor]:
-        usable = [place for place, one in enumerate(answers) if cause_of(one) is None]
+        usable = [place for place, answer in enumerate(answers) if cause_of(answer) is None]
         pairs = [(answers[place].prompt.row["question"], answers[place].text) for place in usable]
         extracted = dict(zip(usable, call_extractor_on(ask, pairs, failures), strict=True))
-        found = [extracted.get(place, {}) for place in range(len(answers))]
+        replies = [extracted.get(place, {}) for place in range(len(answers))]
         # Spans are ragged, so their JSON goes into a piece as bytes.
-        return {"json": torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)}
+        return {"json": torch.tensor(list(json.dumps(replies).encode()), dtype=torch.uint8)}
 
-    lengths, asked = tee(batches)
+    lengths, to_extract = tee(batches)
     parts = (
-        one[at : at + size]
-        for one in asked
+        batch[at : at + size]
+        for batch in to_extract
         # As many as are asked at a time; all where one is, which costs nothing.
-        for size in [workers if workers > 1 else len(one)]
-        for at in range(0, len(one), size)
+        for size in [workers if workers > 1 else len(batch)]
+        for at in range(0, len(batch), size)
     )
     pieces = run.pieces("extracted", parts, compute)
     for answers in lengths:
-        found: list[dict[str, list[list[int]]] | None] = []
-        while len(found) < len(answers):
-            found += json.loads(bytes(next(pieces)["json"].tolist()))
+        replies: list[dict[str, list[list[int]]] | None] = []
+        while len(replies) < len(answers):
+            replies += json.loads(bytes(next(pieces)["json"].tolist()))
         yield [
-            None if one is None else {part: tuple((a, b) for a, b in spans) for part, spans in one.items()}
-            for one in found
+            None if reply is None else {part: tuple((a, b) for a, b in spans) for part, spans in reply.items()}
+            for reply in replies
         ]
 
 
@@ -448,14 +448,14 @@ class GivenAnswer:
         return self.line.strip()
 
 
-def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, made: WrittenAnswer) -> GivenAnswer:
+def first_line(tokenizer: Tokenizer, prompt: AskedQuestion, output: WrittenAnswer) -> GivenAnswer:
     """Cut what was generated after the last visible character of its first line; a token is kept or left whole."""
-    text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], made.tokens)
+    text, offsets = continuation_offsets(tokenizer, prompt.tokens[-1:], output.tokens)
     line = text.split("\n", 1)[0].rstrip()
-    kept = sum(start < len(line) for start, _ in offsets)
-    written = text[: offsets[kept - 1][1]] if kept else ""
+    end = sum(start < len(line) for start, _ in offsets)
+    written = text[: offsets[end - 1][1]] if end else ""
     return GivenAnswer(
-        prompt, line, written, tuple(made.tokens[:kept]), offsets[:kept], tuple(made.log_probs[:kept]), made.ended
+        prompt, line, written, tuple(output.tokens[:end]), offsets[:end], tuple(output.log_probs[:end]), output.ended
     )
 
 
@@ -480,21 +480,21 @@ def cause_of(answered: GivenAnswer) -> str | None:
 
 
 def outcome_of(
-    answered: GivenAnswer, found: dict[str, tuple[Span, ...]] | None, whole_answer: bool
+    answered: GivenAnswer, extracted: dict[str, tuple[Span, ...]] | None, whole_answer: bool
 ) -> dict[str, Any] | Dropped:
-    """Return the row of an answered question, or why it cannot be used; `found` is None where no extractor replied."""
+    """Return the row of an answered question, or why it cannot be used; `extracted` is None without a reply."""
     prompt, row = answered.prompt, answered.prompt.row
     cause = cause_of(answered)
     if cause is not None:
         return Dropped(cause, answered.text)
-    if found is None:
+    if extracted is None:
         return Dropped(NO_REPLY, answered.text)
     # All or nothing: of a question whose words are given in part the rest is not filled in by an extractor.
     is_given = bool(row["subject"] or row["property"])
-    words = {part: row[part] if is_given else found.get(part, ()) for part in ("subject", "property")}
+    words = {part: row[part] if is_given else extracted.get(part, ()) for part in ("subject", "property")}
     if not any(words.values()):
         return Dropped(NO_WORDS, answered.text)
-    exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else found.get("answer", ())
+    exact: tuple[Span, ...] = ((0, len(answered.text)),) if whole_answer else extracted.get("answer", ())
     if not exact:
         return Dropped(NO_ANSWER, answered.text)
     # Extractors see the answer without the space that joins it to the prompt; spans are of the whole text.

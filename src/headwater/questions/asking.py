@@ -115,25 +115,25 @@ def answering_frame(model: HookedModel, prompt: str | None, examples: Sequence[E
     return frame if ROOM * len(tokens) <= model.shape.n_ctx else question_frame(model)
 
 
-def limit_of(model: HookedModel, frame: Frame, given: int | None) -> int:
-    """Return how many tokens an answer in a frame may have: as many as given, or those of `LIMITS`.
+def limit_of(model: HookedModel, frame: Frame, requested: int | None) -> int:
+    """Return how many tokens an answer in a frame may have: as many as requested, or those of `LIMITS`.
 
     A model that reads little has no more in a chat, so that questions need not make room.
     """
-    if given is not None:
-        return checked_count("max_new_tokens", given, most=model.shape.n_ctx - 1)
+    if requested is not None:
+        return checked_count("max_new_tokens", requested, most=model.shape.n_ctx - 1)
     has_room = ROOM * LIMITS[True] <= model.shape.n_ctx
     return LIMITS[frame.is_chat and has_room]
 
 
 def _checked(examples: Sequence[Example]) -> list[Example]:
     pairs = list(examples) if isinstance(examples, list | tuple) else None
-    for one in [examples] if pairs is None else pairs:
-        is_pair = isinstance(one, list | tuple) and len(one) == 2 and all(isinstance(text, str) for text in one)
+    for pair in [examples] if pairs is None else pairs:
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         if pairs is None or not is_pair:
             raise InputError(
                 f"examples must be pairs of a question and its answer, as [('What is ...?', 'Lisbon')]; found "
-                f"{shown(one)}."
+                f"{shown(pair)}."
             )
     return [(question.strip(), answer.strip()) for question, answer in pairs or ()]
 
@@ -202,13 +202,13 @@ def ask(
     """
     tokenizer: Any = model.tokenizer
     ends = answer_ends(model)
-    known = dict.fromkeys(ends, True)
+    end_cache = dict.fromkeys(ends, True)
 
     def is_end(token: int) -> bool:
-        if token not in known:
+        if token not in end_cache:
             # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
-            known[token] = until == "line" and "\n" in tokenizer.decode([token])
-        return known[token]
+            end_cache[token] = until == "line" and "\n" in tokenizer.decode([token])
+        return end_cache[token]
 
     # Never cut: a shortened prompt asks another question.
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]
@@ -220,8 +220,8 @@ def ask(
         return dict(vars(generate_tokens(model, batch, max_new_tokens=max_new_tokens, stop=is_end, hooks=hooks)))
 
     with run.bar("Answering", "question", len(fitting)) as bar:
-        for places, made in zip(batches, run.pieces(stage, batches, compute, bar, len), strict=True):
-            yield [(place, _written(made, row, ends)) for row, place in enumerate(places)]
+        for places, piece in zip(batches, run.pieces(stage, batches, compute, bar, len), strict=True):
+            yield [(place, _written(piece, row, ends)) for row, place in enumerate(places)]
 
 
 class AnswerText(NamedTuple):
@@ -243,13 +243,13 @@ def answer_texts(
 ) -> dict[str, AnswerText]:
     """Let a model answer different prompts; return what it wrote, without spaces around it, where one leaves room."""
     ids = {place: encode(model.tokenizer, text, model.bos)[0] for place, text in enumerate(prompts)}  # type: ignore[arg-type]
-    found = {}
+    answers = {}
     for batch in ask(run, model, ids, max_new_tokens, until, batch_size, stage=stage):
         for place, written in batch:
             text = plain_text(model, ids[place], written.tokens)
             line = text.split("\n", 1)[0] if until == "line" else text
-            found[prompts[place]] = AnswerText(line.strip(), written.ended)
-    return found
+            answers[prompts[place]] = AnswerText(line.strip(), written.ended)
+    return answers
 
 
 def answer_ends(model: HookedModel) -> frozenset[int]:
@@ -260,11 +260,11 @@ def answer_ends(model: HookedModel) -> frozenset[int]:
     return end_tokens(model) | frozenset(getattr(model.tokenizer, "all_special_ids", ()))
 
 
-def _written(made: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:
-    tokens = made["tokens"][row, : made["lengths"][row]].tolist()
+def _written(generated: Mapping[str, Tensor], row: int, ends: frozenset[int]) -> WrittenAnswer:
+    tokens = generated["tokens"][row, : generated["lengths"][row]].tolist()
     # The token with the line break stays, as it may begin with text of the answer.
     tokens = tokens[:-1] if tokens[-1] in ends else tokens
-    return WrittenAnswer(tokens, made["log_probs"][row, : len(tokens)].tolist(), bool(made["stopped"][row]))
+    return WrittenAnswer(tokens, generated["log_probs"][row, : len(tokens)].tolist(), bool(generated["stopped"][row]))
 
 
 def plain_text(model: HookedModel, prompt: Sequence[int], tokens: Sequence[int]) -> str:

@@ -46,15 +46,15 @@ INSTRUCTION = (
 )
 
 
-def exact_words(found: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
+def exact_words(reply: object, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
     """Turn what an extractor returned into spans; a part with anything that is not a substring is left out."""
-    if not isinstance(found, Mapping):
+    if not isinstance(reply, Mapping):
         raise InputError(
-            f"The extractor returned a {type(found).__name__}; it must return a mapping with any of {', '.join(PARTS)}."
+            f"The extractor returned a {type(reply).__name__}; it must return a mapping with any of {', '.join(PARTS)}."
         )
     spans: dict[str, tuple[Span, ...]] = {}
     for part, text in (("subject", question), ("property", question), ("answer", answer)):
-        value = found.get(part)
+        value = reply.get(part)
         values = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
         places = [find_words(text, words) if isinstance(words, str) else None for words in values]
         if places and None not in places:
@@ -87,20 +87,20 @@ class EndpointExtractor(ChatEndpoint):
         return self.ask(messages, read) or {}
 
 
-def extractor_of(given: object, model: HookedModel | None) -> Extractor | None:
+def extractor_of(choice: object, model: HookedModel | None) -> Extractor | None:
     """Return the extractor that is meant: a callable as it is, one of `EXTRACTORS` by its name, or another model.
 
     "model" means `model`, the one whose answers they are.
     """
-    if isinstance(given, str):
-        given = EXTRACTORS[given]
-    if isinstance(given, HookedModel):
-        model, given = given, EXTRACTORS["model"]
-    if (of_model := getattr(given, "of_model", None)) is not None:
+    if isinstance(choice, str):
+        choice = EXTRACTORS[choice]
+    if isinstance(choice, HookedModel):
+        model, choice = choice, EXTRACTORS["model"]
+    if (of_model := getattr(choice, "of_model", None)) is not None:
         return of_model(model)
-    if given is not None and not callable(given):
-        raise InputError(f"extractor must be a name, a model or a callable (question, answer), found {shown(given)}.")
-    return given
+    if choice is not None and not callable(choice):
+        raise InputError(f"extractor must be a name, a model or a callable (question, answer), found {shown(choice)}.")
+    return choice
 
 
 def call_extractor(extractor: Extractor, question: str, answer: str) -> dict[str, tuple[Span, ...]]:
@@ -124,12 +124,12 @@ def call_extractor_on(
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
 
 
-def _wrong_parts(found: Mapping[str, object] | None, question: str, answer: str) -> list[str]:
+def _wrong_parts(reply: Mapping[str, object] | None, question: str, answer: str) -> list[str]:
     """The parts of a reply that cannot be used; an answer of null says that there is none, and is fine."""
-    if found is None:
+    if reply is None:
         return list(PARTS)
-    spans = exact_words(found, question, answer)
-    is_none = "answer" in found and found["answer"] is None
+    spans = exact_words(reply, question, answer)
+    is_none = "answer" in reply and reply["answer"] is None
     return [part for part in PARTS if part not in spans and not (part == "answer" and is_none)]
 
 
@@ -169,27 +169,27 @@ def agreement(
     if not isinstance(questions, Questions):
         raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
     table = questions.table
-    known = table[(table["subject"].map(len) > 0) | (table["property"].map(len) > 0)]
-    if known.empty:
+    named = table[(table["subject"].map(len) > 0) | (table["property"].map(len) > 0)]
+    if named.empty:
         raise InputError("No question names its subject or property: there is nothing to compare with.")
     ask = extractor_of(extractor, model)
     if ask is None:
         raise InputError("extractor=None names no extractor.")
     pairs = [
         _answered(place, question, accepted[0])
-        for place, (question, accepted) in enumerate(zip(known["question"], known["answers"], strict=True))
+        for place, (question, accepted) in enumerate(zip(named["question"], named["answers"], strict=True))
     ]
     extracted = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], FailureLimit())
     name = extractor if isinstance(extractor, str) else getattr(extractor, "__name__", type(extractor).__name__)
     whole: list[Mapping[str, tuple[Span, ...]] | None] = [
         {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
     ]
-    known = known.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=known.index, dtype=object))
+    named = named.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=named.index, dtype=object))
     rows: list[dict[str, object]] = []
     for title, spans in ((name, extracted), (WHOLE, whole)):
-        columns = zip(known["subject"], known["property"], known["answer"], spans, strict=True)
-        compared = pd.DataFrame([_compared(*one) for one in columns])
-        each = compared.groupby(known["dataset"].to_numpy(), sort=False)
+        columns = zip(named["subject"], named["property"], named["answer"], spans, strict=True)
+        compared = pd.DataFrame([_compared(*row) for row in columns])
+        each = compared.groupby(named["dataset"].to_numpy(), sort=False)
         counts, means = each.size(), each.mean()
         rows += [
             {"dataset": dataset, "extractor": title, "questions": int(counts[dataset])} | means.loc[dataset].to_dict()
@@ -213,17 +213,17 @@ def _compared(
     extracted: Mapping[str, tuple[Span, ...]] | None,
 ) -> dict[str, float]:
     named = [_places(part) for part in (subject, prop, answer)]
-    found = [_places((extracted or {}).get(part, ())) for part in PARTS]
-    every, got = named[0] | named[1], found[0] | found[1]
+    predicted = [_places((extracted or {}).get(part, ())) for part in PARTS]
+    named_any, predicted_any = named[0] | named[1], predicted[0] | predicted[1]
     return {
-        "subject": float(named[0] == found[0]),
-        "property": float(named[1] == found[1]),
-        "found": float(bool(got)),
-        "overlap": len(every & got) / len(every),
-        "named": len(every & got) / len(got) if got else float("nan"),
-        "answer": float(named[2] == found[2]),
-        "answer_overlap": len(named[2] & found[2]) / len(named[2]),
-        "answer_named": len(named[2] & found[2]) / len(found[2]) if found[2] else float("nan"),
+        "subject": float(named[0] == predicted[0]),
+        "property": float(named[1] == predicted[1]),
+        "found": float(bool(predicted_any)),
+        "overlap": len(named_any & predicted_any) / len(named_any),
+        "named": len(named_any & predicted_any) / len(predicted_any) if predicted_any else float("nan"),
+        "answer": float(named[2] == predicted[2]),
+        "answer_overlap": len(named[2] & predicted[2]) / len(named[2]),
+        "answer_named": len(named[2] & predicted[2]) / len(predicted[2]) if predicted[2] else float("nan"),
         "no_reply": float(extracted is None),
     }
 

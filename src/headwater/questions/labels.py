@@ -94,17 +94,17 @@ def match(answer: str, accepted: Iterable[str], rule: str = CONTAINS) -> Match |
     Of several the first to begin is taken, of these the longest.
     """
     checked_name("rule", rule, RULES)
-    found, aliases = list[Match](), tuple(accepted)
+    matches, aliases = list[Match](), tuple(accepted)
     for marks in MARKS:
         words = normalised_words(answer, marks)
         for alias in aliases:
             run = _run(words, normalised_words(alias, marks), rule)
             if run:
-                found.append(Match(alias, (run[0].start, run[-1].end)))
-    for alias in () if found else aliases:
+                matches.append(Match(alias, (run[0].start, run[-1].end)))
+    for alias in () if matches else aliases:
         if not normalised_words(alias) and (span := _as_written(answer, alias.strip(), rule)):
-            found.append(Match(alias, span))
-    return min(found, key=lambda match: (match.span[0], -match.span[1]), default=None)
+            matches.append(Match(alias, span))
+    return min(matches, key=lambda match: (match.span[0], -match.span[1]), default=None)
 
 
 def verdict(label: Label, question: str, accepted: Sequence[str], answer: str) -> Verdict:
@@ -253,13 +253,13 @@ class EndpointJudge(ChatEndpoint):
 
 def score_in(reply: str) -> float | None:
     """Return the score of a judge's reply: of its JSON object, else the number after "score", else a lone number."""
-    found = json_object(reply)
-    given = found.get("score") if found is not None else None
-    if given is None:
+    parsed = json_object(reply)
+    score = parsed.get("score") if parsed is not None else None
+    if score is None:
         stated = re.search(r"score[^\d\n]{0,12}(\d+(?:\.\d+)?)", reply, re.IGNORECASE)
-        given = stated[1] if stated else reply.strip().rstrip(".")
+        score = stated[1] if stated else reply.strip().rstrip(".")
     try:
-        number = float(str(given))
+        number = float(str(score))
     except ValueError:
         return None
     return number if number in range(LOWEST_SCORE, HIGHEST_SCORE + 1) else None
@@ -274,18 +274,18 @@ def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
     with run.bar("Judging", "answer", len(different)) as bar:
 
         def compute(part: Sequence[Key]) -> dict[str, Tensor]:
-            def one(key: Key) -> float:
-                found = _score(scorer, *key)
+            def score_of(key: Key) -> float:
+                score = _score(scorer, *key)
                 bar.update()
-                return found
+                return score
 
-            verdicts = failures.map(one, part, workers)
-            return {"score": torch.tensor([math.nan if one is None else one for one in verdicts], dtype=torch.float64)}
+            values = failures.map(score_of, part, workers)
+            return {"score": torch.tensor([math.nan if x is None else x for x in values], dtype=torch.float64)}
 
-        made = run.pieces("judged", parts, compute, bar, len)
-        found = [score for piece in made for score in piece["score"].tolist()]
-    known = dict(zip(different, found, strict=True))
-    return [known[key] for key in keys]
+        pieces = run.pieces("judged", parts, compute, bar, len)
+        scores = [score for piece in pieces for score in piece["score"].tolist()]
+    by_key = dict(zip(different, scores, strict=True))
+    return [by_key[key] for key in keys]
 
 
 def _score(scorer: Scorer, question: str, accepted: Sequence[str], answer: str | None) -> float:

@@ -92,7 +92,7 @@ class ModelExtractor:
         """Return the words of each question and answer that are pieces of them."""
         if self.model is None:
             raise InputError("This extractor names no model: give hw.answer extractor='model', or a loaded model.")
-        found: list[dict[str, object]] = [{} for _ in pairs]
+        words: list[dict[str, object]] = [{} for _ in pairs]
         is_open = set(range(len(pairs)))
         for turn in range(self.tries):
             if not is_open:
@@ -102,15 +102,15 @@ class ModelExtractor:
             for place, text in _written(self.model, fitting).items():
                 parts = parts_of(text)
                 valid = exact_words(parts, *pairs[place])
-                new = {part: parts[part] for part in PARTS if part in valid and part not in found[place]}
-                found[place] |= new
+                new = {part: parts[part] for part in PARTS if part in valid and part not in words[place]}
+                words[place] |= new
                 # "none" is a reply, too: an answer without exact words is not asked about again.
                 has_none = not pairs[place][1].strip() or parts.get("answer", "").strip(". ").lower() == NONE
-                if {*PARTS} - {*found[place]} <= ({"answer"} if has_none else set()):
+                if {*PARTS} - {*words[place]} <= ({"answer"} if has_none else set()):
                     is_open.discard(place)
             # A pair too long for one example is too long in every order.
             is_open &= set(fitting)
-        return found
+        return words
 
 
 EXTRACTORS.add("model", ModelExtractor())
@@ -152,17 +152,17 @@ def _written(model: HookedModel, prompts: Mapping[int, Sequence[int]]) -> dict[i
     def text_of(*tokens: int) -> str:
         return str(model.tokenizer.decode(list(tokens), skip_special_tokens=True))  # type: ignore[union-attr]
 
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for batch in by_length([len(prompts[place]) for place in places], BATCH):
         rows = [places[i] for i in batch]
-        made = generate_tokens(
+        generated = generate_tokens(
             model, model.tokenize([list(prompts[place]) for place in rows]),
             max_new_tokens=NEW_TOKENS, stop=lambda token: token in ends, wrote=_three_lines(text_of),
         )  # fmt: skip
         for row, place in enumerate(rows):
-            tokens = made.tokens[row, : made.lengths[row]].tolist()
-            found[place] = text_of(*tokens)
-    return found
+            tokens = generated.tokens[row, : generated.lengths[row]].tolist()
+            texts[place] = text_of(*tokens)
+    return texts
 
 
 def _three_lines(text_of: Callable[[int], str]) -> Wrote:

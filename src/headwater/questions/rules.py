@@ -90,7 +90,7 @@ class _Word(str):
     @classmethod
     def all(cls, text: str) -> list[_Word]:
         """Take a text apart into words; a possessive is a word of its own."""
-        found = []
+        words = []
         for match in WORDS.finditer(text.replace("’", "'")):
             whole, start = match[0].rstrip("."), match.start()
             if len(whole) == 1 and whole.isupper() and match[0].endswith("."):
@@ -100,8 +100,8 @@ class _Word(str):
                 if piece:
                     word = cls(piece)
                     word.start, word.end = at, at + len(piece)
-                    found.append(word)
-        return found
+                    words.append(word)
+        return words
 
     @property
     def is_name(self) -> bool:
@@ -118,14 +118,14 @@ def by_rules(question: str, answer: str) -> dict[str, object]:
     words = _Word.all(question)
     subjects = _subjects(question, words)
     subjects, properties = (subjects, _properties(words, subjects)) if subjects else _without_names(words)
-    found: dict[str, object] = {}
+    parts: dict[str, object] = {}
     if subjects:
-        found["subject"] = [question[start:end] for start, end in subjects]
+        parts["subject"] = [question[start:end] for start, end in subjects]
     if properties:
-        found["property"] = [question[start:end] for start, end in properties]
+        parts["property"] = [question[start:end] for start, end in properties]
     if exact := _answer(question, answer):
-        found["answer"] = exact
-    return found
+        parts["answer"] = exact
+    return parts
 
 
 def _subjects(text: str, words: list[_Word]) -> list[Span]:
@@ -158,15 +158,15 @@ def _without_names(words: list[_Word]) -> tuple[list[Span], list[Span]]:
             if n > start and word.lower() in AUXILIARIES | (LINKS - {"of"} if is_kind else LINKS)
         )
         head = next(ends, len(after))
-    asked, rest = _stripped(after[:head]), _stripped(after[head:])
-    if not asked and len(rest) > 1 and after[0].lower() in ("do", "does", "did") and not LINKS & {*rest}:
-        asked, rest = rest[-1:], rest[:-1]  # "where does a gardener work"
+    prop, rest = _stripped(after[:head]), _stripped(after[head:])
+    if not prop and len(rest) > 1 and after[0].lower() in ("do", "does", "did") and not LINKS & {*rest}:
+        prop, rest = rest[-1:], rest[:-1]  # "where does a gardener work"
     if head < len(after) and after[head] == "'s":
-        asked, rest = rest, asked
-    found = [part for part in (before, rest) if part]
-    if not found:
-        asked, found = [], [asked] if asked else []
-    return [(part[0].start, part[-1].end) for part in found], [(asked[0].start, asked[-1].end)] if asked else []
+        prop, rest = rest, prop
+    subjects = [part for part in (before, rest) if part]
+    if not subjects:
+        prop, subjects = [], [prop] if prop else []
+    return [(part[0].start, part[-1].end) for part in subjects], [(prop[0].start, prop[-1].end)] if prop else []
 
 
 def _stripped(words: list[_Word]) -> list[_Word]:
@@ -241,14 +241,14 @@ def _properties(words: list[_Word], subjects: list[Span]) -> list[Span]:
 
 def _nouns(words: list[_Word], lower: list[str], free: list[bool], at: int) -> list[Span]:
     """The noun at a place, and those that follow it by "of": "the capital of the native country of Ann"."""
-    found = _noun(words, lower, free, at)
-    while found:
-        at = next(n for n, word in enumerate(words) if word.end == found[-1][1]) + 1
+    spans = _noun(words, lower, free, at)
+    while spans:
+        at = next(n for n, word in enumerate(words) if word.end == spans[-1][1]) + 1
         more = _noun(words, lower, free, at + 1) if at < len(words) and lower[at] == "of" else []
         if not more:
             break
-        found += more
-    return found
+        spans += more
+    return spans
 
 
 def _noun(words: list[_Word], lower: list[str], free: list[bool], at: int) -> list[Span]:
@@ -276,15 +276,15 @@ def _answer(question: str, answer: str) -> str | None:
     """Return the exact words of an answer, found in one way in right and wrong ones."""
     text = OPINIONS.sub("", answer.strip().rstrip(".!? "))
     text = re.sub(r"\s+\([^()]*\)?$", "", text)
-    words, asked = _Word.all(text), _Word.all(question)
+    words, question_words = _Word.all(text), _Word.all(question)
     if not words:
         return None
-    lower = [word.lower() for word in asked]
+    lower = [word.lower() for word in question_words]
     if words[0].lower() in ("yes", "no") and lower and lower[0] in AUXILIARIES:
         return text[words[0].start : words[0].end]
     verb = next((n for n, word in enumerate(words) if word.lower() in AUXILIARIES and word != "'s"), None)
-    known = _Known(lower)
-    is_new = [not known(word) for word in words]
+    in_question = _Known(lower)
+    is_new = [not in_question(word) for word in words]
     if verb is None and (len(words) <= SHORT or (len(words) <= LONG and all(is_new))):
         begin = next((n for n, word in enumerate(words) if word.lower() not in ARTICLES | {"in", "on", "at"}), 0)
         return text[words[begin].start : words[-1].end]
@@ -292,8 +292,8 @@ def _answer(question: str, answer: str) -> str | None:
     if "or" in lower and (first := next(chosen, None)):
         return first
     for place in (_date, _amount) if {"when", "year", "date"} & {*lower} else (_amount,) if "how" in lower else ():
-        if found := place(text, asked):
-            return found
+        if exact := place(text, question_words):
+            return exact
     sides = [words] if verb is None else [words[verb + 1 :], words[:verb]]
     # "X was written by Y": what is new follows "by", although a name is in front of the verb.
     is_passive = verb is not None and any(word == "by" for word in sides[0][:3])
@@ -302,14 +302,12 @@ def _answer(question: str, answer: str) -> str | None:
         sides.reverse()
     sides = [part for part in sides if part]
     # First what the question does not say; only where that is nothing, any name or phrase.
-    for known_now in (known, _Known([])):  # of what the question has too, the answer may choose one
+    for is_known in (in_question, _Known([])):  # of what the question has too, the answer may choose one
         for part in sides if not KINDS & {*lower} else ():
-            if name := _new_name(
-                text, part, known_now, is_after=verb is not None and part[0].start > words[verb].start
-            ):
+            if name := _new_name(text, part, is_known, is_after=verb is not None and part[0].start > words[verb].start):
                 return name
         for part in sides:
-            if phrase := _new_phrase(text, part, known_now):
+            if phrase := _new_phrase(text, part, is_known):
                 return phrase
     return None
 
@@ -365,32 +363,32 @@ def _named(text: str, words: list[_Word]) -> list[str]:
     return [text[start:end] for start, end in _names(words)]
 
 
-def _new_name(text: str, words: list[_Word], known: _Known, is_after: bool) -> str | None:
+def _new_name(text: str, words: list[_Word], is_known: _Known, is_after: bool) -> str | None:
     """The first title in quotation marks or name that says something new, with the noun that it describes."""
     low, high = words[0].start, words[-1].end
     for start, end in (*((low + start, low + end) for start, end in _quoted(text[low:high])), *_names(words)):
-        own = [word for word in words if start <= word.start < end]
-        if not own or all(known(word) for word in own):
+        name_words = [word for word in words if start <= word.start < end]
+        if not name_words or all(is_known(word) for word in name_words):
             continue
-        if own[0].lower() in ARTICLES | FILLERS and len(own) > 1:
-            start = own[1].start
+        if name_words[0].lower() in ARTICLES | FILLERS and len(name_words) > 1:
+            start = name_words[1].start
         before = next((word.lower() for word in reversed(words) if word.end < start), "")
         after = next((word for word in words if word.start == end + 1), None)
-        describes = before in ("a", "an") or (before == "the" and is_after and len(own) == 1)
+        describes = before in ("a", "an") or (before == "the" and is_after and len(name_words) == 1)
         if after is not None and describes and after.islower() and after not in ENDS | SMALL:
-            return _new_phrase(text, [word for word in words if word.start >= start], known)
+            return _new_phrase(text, [word for word in words if word.start >= start], is_known)
         return text[start:end]
     return None
 
 
-def _new_phrase(text: str, words: list[_Word], known: _Known) -> str | None:
+def _new_phrase(text: str, words: list[_Word], is_known: _Known) -> str | None:
     """The first noun phrase that says something new, without what occurs in front of its first such word."""
     phrase: list[_Word] = []
     for word in [*words, None]:
         gap = text[phrase[-1].end : word.start] if phrase and word is not None else ""
         ends = word is None or (gap.strip(" \"'“”") and not (gap in (".", ",") and word[0].isdigit()))
         if phrase and (ends or (word is not None and word.lower() in ENDS | AUXILIARIES | PARTICIPLES)):
-            if not all(known(one) for one in phrase):
+            if not all(is_known(one) for one in phrase):
                 return text[phrase[0].start : phrase[-1].end]
             phrase = []
         if word is not None and (phrase or not (word.lower() in SMALL | ADVERBS or _is_participle(word))):

@@ -180,14 +180,14 @@ def _checked_rows(name: str, rows: Iterator[tuple[int, Row]], format: str | None
     format = format or detect_format(first[1])
     stem = Path(name).stem if name != "the table" else "table"
     dataset = stem if format == "table" else format
-    seen: dict[tuple[str, str], int] = {}
+    row_of: dict[tuple[str, str], int] = {}
     for number, row in chain([first], rows):
         where = f"{name}, row {number}"
         checked = _checked(where, adapt(format, row, where), row, dataset, number)
         key = checked["dataset"], checked["id"]
-        if key in seen:
-            raise InputError(f"{where}: the id {key[1]!r} is that of row {seen[key]} too; ids must differ.")
-        seen[key] = number
+        if key in row_of:
+            raise InputError(f"{where}: the id {key[1]!r} is that of row {row_of[key]} too; ids must differ.")
+        row_of[key] = number
         yield checked
 
 
@@ -384,12 +384,12 @@ def columns_found(row: Mapping[str, object], *missing: str) -> str:
 
 
 def _table(row: dict[str, object], where: str) -> dict[str, object]:
-    found = next((name for name in ANSWER_COLUMNS if name in row), None)
-    if found is None:
+    column = next((name for name in ANSWER_COLUMNS if name in row), None)
+    if column is None:
         return row
-    others = {key: value for key, value in row.items() if key != found}
-    answers = _answers(row[found], where, found)
-    if found == "golden_answers":
+    others = {key: value for key, value in row.items() if key != column}
+    answers = _answers(row[column], where, column)
+    if column == "golden_answers":
         others["question"] = unquoted(row.get("question"))
     return others | {"answers": answers}
 
@@ -401,17 +401,17 @@ def _popqa(row: dict[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(row.get(name), str | None):
             raise InputError(f"{where}: {name} is not a text: {row[name]!r}.")
     accepted = next((name for name in ("possible_answers", *ANSWER_COLUMNS) if name in row), "possible_answers")
-    kept: dict[str, object] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
-    kept |= {name: number_of(row[name], where, name) for name in POPULARITY if name in row}
-    if "s_pop" in kept:
-        kept["popularity"] = kept["s_pop"]
+    fields: dict[str, object] = {name: row[name] for name in ("id", "subj", "obj") if name in row}
+    fields |= {name: number_of(row[name], where, name) for name in POPULARITY if name in row}
+    if "s_pop" in fields:
+        fields["popularity"] = fields["s_pop"]
     match = match_wording(question, relation) if isinstance(question, str) else None
     if match and subject in (None, question[slice(*match.subject)]):  # type: ignore[index]
-        kept |= {"subject": [list(match.subject)], "property": [list(span) for span in match.property]}
+        fields |= {"subject": [list(match.subject)], "property": [list(span) for span in match.property]}
     elif isinstance(question, str) and isinstance(subject, str) and find_words(question, subject):
-        kept |= {"subject": subject}
-    kept["relation"] = relation or (match.relation if match else None)
-    return kept | {"question": question, "answers": _answers(row.get(accepted), where, accepted)}
+        fields |= {"subject": subject}
+    fields["relation"] = relation or (match.relation if match else None)
+    return fields | {"question": question, "answers": _answers(row.get(accepted), where, accepted)}
 
 
 def _triviaqa(row: dict[str, object], where: str) -> dict[str, object]:
@@ -447,11 +447,11 @@ def _in_original_names(row: dict[str, object], where: str) -> dict[str, object]:
     if isinstance(answer, str):
         answer = _parsed(answer, where, "answer")
     assert isinstance(answer, Mapping)  # of a text that begins with a brace, as of what is an object
-    found = {name.capitalize(): answer[name] for name in ("value", "aliases") if name in answer}
-    if "Aliases" in found:
-        found["Aliases"] = _answers(found["Aliases"], where, "aliases")
+    fields = {name.capitalize(): answer[name] for name in ("value", "aliases") if name in answer}
+    if "Aliases" in fields:
+        fields["Aliases"] = _answers(fields["Aliases"], where, "aliases")
     name = next((name for name in ("question_id", "id") if name in row), None)
-    return ({"QuestionId": row[name]} if name else {}) | {"Question": row["question"], "Answer": found}
+    return ({"QuestionId": row[name]} if name else {}) | {"Question": row["question"], "Answer": fields}
 
 
 def _hotpotqa(row: dict[str, object], where: str) -> dict[str, object]:

@@ -62,7 +62,7 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
         return [max(positions) for positions in answered.exact_question_tokens()]
     table = answered.table
     exact, last = table["exact_answer_tokens"], table["tokens"].map(len) - 1
-    found = {
+    readers = {
         "prompt_last": lambda: table["answer_start"] - 1,
         "answer_first": lambda: table["answer_start"],
         "before_answer": lambda: exact.map(min) - 1,
@@ -71,9 +71,9 @@ def probe_positions(answered: AnsweredQuestions, token: str) -> list[int]:
         "after_answer": lambda: (exact.map(max) + 1).clip(upper=last),
         "answer_last": lambda: last,
     }
-    if token not in found:
+    if token not in readers:
         raise InputError(f"There is no probe token {token!r}.{did_you_mean(token, PROBE_TOKENS)}")
-    return [int(position) for position in found[token]()]
+    return [int(position) for position in readers[token]()]
 
 
 def probe_states(
@@ -123,17 +123,17 @@ def states_at(
         if shared:
             batch, options = unpadded(batch.tokens), {"past_key_values": FixedPrefix(start)}
         hooks = list(editing(rows, shared)) if editing is not None else []
-        kept: dict[int, Tensor] = {}
+        collected: dict[int, Tensor] = {}
         for layer in range(n_layers):
 
             def keep(activation: Tensor, hook: object, layer: int = layer) -> None:
-                there = activation.device
-                kept[layer] = activation[torch.arange(len(columns), device=there), to_device(columns, there)]
+                device = activation.device
+                collected[layer] = activation[torch.arange(len(columns), device=device), to_device(columns, device)]
 
             hooks.append((SITES[site].hook_name(layer), read_hook(keep)))
         model.run(batch, hooks, stop_at=n_layers, **options)
         # Layers of a spread model lie on several devices, and are stacked on the first.
-        by_layer = [kept[layer].to(model.device) for layer in range(n_layers)]
+        by_layer = [collected[layer].to(model.device) for layer in range(n_layers)]
         return torch.stack(by_layer).cpu().float()  # one copy: a device is waited for once a run
 
     shared, start = 0, KeysValues()
@@ -142,9 +142,9 @@ def states_at(
     if shared:
         start = keys_values(model, torch.tensor([tokens[0][:shared]]), {}, n_layers)
         # Seen on one row before it is relied on: what a family does with a cache is not taken on trust.
-        whole, found = run([0], 0, {}), run([0], shared, start)
+        whole, resumed = run([0], 0, {}), run([0], shared, start)
         tolerance = rounding(model.dtype) * float(whole.abs().max())
-        shared = shared if float((found - whole).abs().max()) <= tolerance else 0
+        shared = shared if float((resumed - whole).abs().max()) <= tolerance else 0
     with progress_bar(progress, len(tokens), desc="States", unit="row") as bar:
         for rows in by_length([len(row) for row in tokens], batch_size):
             states[:, rows] = run(rows, shared, start)

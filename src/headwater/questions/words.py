@@ -96,11 +96,11 @@ def _words(text: str, marks: str) -> Iterator[Word]:
     kinds = "".join(map(_kind, re.sub("[東东]京", "一一", folded)))  # one word: Kyoto (京都) is not in 東京都
     begun: tuple[int, int] | None = None
     written, was_alone, end = "", False, 0
-    for found in _WORD.finditer(kinds):
-        start, gap = found.start(), kinds[end : found.start()]
-        stops = found.end() - (found["charged"] is not None and not text[places[start][0]].isupper())
-        new = _number(folded[start:stops], kinds[start:stops]) if found["number"] else folded[start:stops]
-        is_alone = found["alone"] is not None
+    for match in _WORD.finditer(kinds):
+        start, gap = match.start(), kinds[end : match.start()]
+        stops = match.end() - (match["charged"] is not None and not text[places[start][0]].isupper())
+        new = _number(folded[start:stops], kinds[start:stops]) if match["number"] else folded[start:stops]
+        is_alone = match["alone"] is not None
         joins = marks == "joined" and bool(gap) and not set(" =+") & set(gap) and not was_alone and not is_alone
         if begun and joins and not (kinds[end - 1] == "0" and kinds[start] in "0."):
             begun, written = (begun[0], stops), written + new
@@ -152,12 +152,12 @@ def _folded(text: str) -> tuple[str, list[Span]]:
         end = start + 1
         while end < len(text) and (unicodedata.combining(text[end]) or text[end] in "\uff9e\uff9f"):
             end += 1
-        kept = _fold(text[start:end])
+        piece = _fold(text[start:end])
         if folded[-1:].isdecimal():  # 10⁶ is not 106, 1½ is not 11/2
             form, before = (unicodedata.decomposition(text[place])[:6] for place in (start, start - 1))
-            kept = {"<super": "^", "<fract": " "}.get(form if form != before else "", "") + kept
-        folded += kept
-        places += [(start, end)] * len(kept)
+            piece = {"<super": "^", "<fract": " "}.get(form if form != before else "", "") + piece
+        folded += piece
+        places += [(start, end)] * len(piece)
         start = end
     return folded, places
 
