@@ -241,14 +241,14 @@ def _usable(
     sets: list[AnswerSet] = []
     dropped: list[dict[str, Any]] = []
     for name in answered.datasets:
-        one = AnswerSet.of(model, answered, name, recipe)
+        answer_set = AnswerSet.of(model, answered, name, recipe)
         try:
             # All splits now: an error in the last one would come after all other fits.
             for seed in range(seeds):
-                one.check(seed)
-            sets.append(one)
+                answer_set.check(seed)
+            sets.append(answer_set)
         except InputError as error:
-            dropped.append({"dataset": name, "cause": str(error), "answers": len(one.rows)})
+            dropped.append({"dataset": name, "cause": str(error), "answers": len(answer_set.rows)})
     if not sets:
         raise InputError(f"No question set can be used. {' '.join(row['cause'] for row in dropped)}")
     return sets, pd.DataFrame(dropped, columns=["dataset", "cause", "answers"])
@@ -264,23 +264,23 @@ def _result(
     """Put together what `AnswerSet.fit` returned, by question set and seed."""
     methods = list(run.options["methods"])
     tables, scores, fits = [], [], []
-    for one in sets:
-        here = {seed: piece for (dataset, seed), piece in pieces.items() if dataset == one.dataset}
+    for answer_set in sets:
+        by_seed = {seed: piece for (dataset, seed), piece in pieces.items() if dataset == answer_set.dataset}
         parts = []
-        for seed, piece in here.items():
+        for seed, piece in by_seed.items():
             rows = piece["test"].numpy()
-            named = {"dataset": one.dataset, "seed": seed, "example": rows, "z": answered.z[rows]}
+            named = {"dataset": answer_set.dataset, "seed": seed, "example": rows, "z": answered.z[rows]}
             parts.append(pd.DataFrame(named | dict(zip(methods, piece["scores"].numpy(), strict=True))))
             counts = dict(zip(COUNTS, piece["counts"].tolist(), strict=True))
             gate = dict(zip(("gate_auc", "gate_low", "gate_high"), piece["gate_auc"].tolist(), strict=True))
-            fits.append({"dataset": one.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
+            fits.append({"dataset": answer_set.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
         scores += parts
-        scored, questions = pd.concat(parts), answered.table["question"].iloc[one.rows]
-        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in here.values())
+        scored, questions = pd.concat(parts), answered.table["question"].iloc[answer_set.rows]
+        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in by_seed.values())
         notes = {"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}
-        notes |= one.notes() | _span_note(one, scored, questions)
+        notes |= answer_set.notes() | _span_note(answer_set, scored, questions)
         tables.append(evaluate(scored, questions, methods, notes))
-    first = [pieces[one.dataset, 0] for one in sets]
+    first = [pieces[answer_set.dataset, 0] for answer_set in sets]
     n_layers = sets[0].model.shape.n_layers
     # l* differs between sets; beyond it α is NaN.
     alphas = [
@@ -301,20 +301,20 @@ def _result(
     )
 
 
-def _span_note(one: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:
+def _span_note(answer_set: AnswerSet, scored: pd.DataFrame, questions: pd.Series) -> dict[str, str]:
     """Say of the probe if length and place of the exact answer, fitted on the same halves, tell no less than it."""
     if "probe" not in scored:
         return {}
-    places, seeds = np.searchsorted(one.rows, scored["example"]), scored["seed"].to_numpy()
-    half = np.zeros((seeds.max() + 1, len(one.rows)), dtype=np.int64)
+    places, seeds = np.searchsorted(answer_set.rows, scored["example"]), scored["seed"].to_numpy()
+    half = np.zeros((seeds.max() + 1, len(answer_set.rows)), dtype=np.int64)
     # The halves of the detectors, so that spans are fitted on the very answers that the probe was.
     half[seeds, places] = 1
-    alone = span_logits(span_shapes(one.answered.table), one.answered.z, half)[seeds, places]
-    found = evaluate(scored.assign(spans=alone), questions, ["probe", "spans"], {}).iloc[1]
-    if not (found["low"] > 0.5 and found["gain_high"] >= 0):
+    alone = span_logits(span_shapes(answer_set.answered.table), answer_set.answered.z, half)[seeds, places]
+    row = evaluate(scored.assign(spans=alone), questions, ["probe", "spans"], {}).iloc[1]
+    if not (row["low"] > 0.5 and row["gain_high"] >= 0):
         return {}
     return {
-        "probe": f"length and place of the exact answer alone reach {_auc(found)}: this is not a sign that the states "
+        "probe": f"length and place of the exact answer alone reach {_auc(row)}: this is not a sign that the states "
         "know which answer is wrong"
     }
 
@@ -383,15 +383,15 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
         f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
         f"{NAMES[best['method']]} tells them apart best ({_auc(best)}{f'; {chance}' if chance else ''})."
     ]
-    found: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
+    rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # What is short for a method keeps its letters as the first word of a sentence.
     sentences += [
-        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(found[name])} the single probe ({_signed(found[name])})."
+        f"{NAMES[name][:1].upper()}{NAMES[name][1:]} {_verdict(rows[name])} the single probe ({_signed(rows[name])})."
         for name in ("mop", "pr")
-        if name in found and np.isfinite(found[name]["gain"])
+        if name in rows and np.isfinite(rows[name]["gain"])
     ]
-    if "question" in found and "probe" in found:
-        alone = found["question"]
+    if "question" in rows and "probe" in rows:
+        alone = rows["question"]
         sentences.append(
             f"Relation and popularity alone ({_auc(alone)}): this {_verdict(alone)} the probe ({_signed(alone)})."
         )

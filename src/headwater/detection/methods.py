@@ -107,16 +107,16 @@ class Detector:
                 f"here {model.fingerprint[:12]}). Fit one with hw.detect."
             )
         check_answered(model, answered)
-        wanted = check_methods([m for m in self.methods if m != "p_true"] if methods is None else methods, self.methods)
+        names = check_methods([m for m in self.methods if m != "p_true"] if methods is None else methods, self.methods)
         read = {"site": self.site, "token": self.token, "batch_size": batch_size, "progress": progress}
         states = probe_states(model, answered, **read)[self.layer]  # type: ignore[arg-type]
         scores = self.from_states(states, answered.table)
-        if "p_true" in wanted:
+        if "p_true" in names:
             scores["p_true"] = 1 - p_true(model, answered, batch_size=batch_size)
-        if "pr" in wanted:
+        if "pr" in names:
             scores["pr"] = self.reweighted_scores(model, answered, states, batch_size)
         named = {"dataset": answered.table["dataset"].to_numpy(), "example": np.arange(len(answered.table))}
-        return pd.DataFrame(named | {method: scores[method] for method in wanted})
+        return pd.DataFrame(named | {method: scores[method] for method in names})
 
     def from_states(self, states: Float[Tensor, "example d_model"], table: pd.DataFrame) -> dict[str, NDArray[Any]]:
         """Return the scores that the states at l* and the table of answers give."""
@@ -233,14 +233,14 @@ def truth_tokens(model: HookedModel, words: Sequence[tuple[str, str]] = WORDS) -
     raise InputError(f"P(True) reads two single tokens, and {model.name} has none of {listed}. Leave p_true out.")
 
 
-def check_methods(methods: Sequence[str], known: Sequence[str] = METHODS) -> tuple[str, ...]:
+def check_methods(methods: Sequence[str], allowed: Sequence[str] = METHODS) -> tuple[str, ...]:
     """Refuse methods that there are not."""
     listed: list[Any] = list(methods) if isinstance(methods, list | tuple) else [methods]
     if not listed:
         raise InputError("No detection method was requested.")
     for method in listed:
-        if not isinstance(method, str) or method not in known:
-            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(method, known)}")
+        if not isinstance(method, str) or method not in allowed:
+            raise InputError(f"There is no detection method {shown(method)} here.{did_you_mean(method, allowed)}")
     return tuple(dict.fromkeys(listed))
 
 

@@ -195,11 +195,11 @@ class Reweighted:
         keys = _marked([self.keys[row] for row in rows], shifts, columns).to(self.model.device)
         gate = self.gate[list(rows)].to(alpha)[:, None, None]
         scale = gate * alpha[0] - (1 - gate) * alpha[1]  # example layer head
-        kept: list[Tensor] = []
-        reads = (SITES[self.site].hook_name(self.layer), read_hook(lambda activation, hook: kept.append(activation)))
+        outs: list[Tensor] = []
+        reads = (SITES[self.site].hook_name(self.layer), read_hook(lambda activation, hook: outs.append(activation)))
         hooks: list[Hook] = [*_hooks(scale.to(self.model.device), queries, keys), reads]
         self.model.run(batch, hooks, stop_at=self.layer + 1, grad=grad, **options)
-        state = kept[0]
+        state = outs[0]
         return state[torch.arange(len(rows), device=state.device), (batch.lengths - 1).to(state.device)]
 
     def batches(self, rows: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -210,9 +210,9 @@ class Reweighted:
         most_begun = min(MOST_BEGUN * batch_size, MOST_BYTES / max(self.begun.bytes_per_row, 1))
         rest = {row: len(self.tokens[row]) - self.begun.lengths.get(row, 0) for row in rows}
         most = batch_size * max(map(len, self.tokens))
-        found: list[list[int]] = []
+        batches: list[list[int]] = []
         for row in sorted(rest, key=lambda row: (row not in self.begun.lengths, rest[row])):
-            batch = found[-1] if found else []
+            batch = batches[-1] if batches else []
             if row in self.begun.lengths:
                 joins = len(batch) + 1 <= most_begun and (len(batch) + 1) * rest[row] <= most
             else:
@@ -220,8 +220,8 @@ class Reweighted:
             if batch and joins:
                 batch.append(row)
             else:
-                found.append([row])
-        return found
+                batches.append([row])
+        return batches
 
     def begin(self, batch_size: int) -> Reweighted:
         """Run what comes before the first query of each row, as far as it may be kept.
@@ -278,7 +278,7 @@ def train_reweighting(
     shuffle = torch.Generator().manual_seed(seed)
     for _ in range(options.epochs):
         for step in torch.randperm(len(z), generator=shuffle).split(options.examples_per_step):
-            slopes = [torch.zeros_like(one) for one in learned]
+            slopes = [torch.zeros_like(tensor) for tensor in learned]
             for rows in inputs.batches(step.tolist(), batch_size):
                 states = inputs.states(rows, alpha, grad=True).cpu().double()
                 logits = states @ (weight / spread) + bias
@@ -288,8 +288,8 @@ def train_reweighting(
                 slopes = [s if part is None else s + part for s, part in zip(slopes, parts, strict=True)]
             # Once a step and not once a batch; biases and α have no penalty, as in the probe's own fit.
             slopes[1] = slopes[1] + penalty * weight.detach()
-            for one, slope in zip(learned, slopes, strict=True):
-                one.grad = slope
+            for tensor, slope in zip(learned, slopes, strict=True):
+                tensor.grad = slope
             adam.step()
             with torch.no_grad():
                 alpha.clamp_(0, 1)

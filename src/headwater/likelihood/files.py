@@ -96,12 +96,12 @@ class ScoredTexts(Result):
 
     def report(self) -> list[str]:
         """Return how many texts have scores and why others have none, the medians, and what they cannot say alone."""
-        found = self.findings()
+        findings = self.findings()
         sentences = [
-            f"{found['scored']:,} of {found['texts']:,} texts have scores, of {found['tokens']:,} tokens; "
-            f"{found['windowed']:,} were read in windows."
+            f"{findings['scored']:,} of {findings['texts']:,} texts have scores, of {findings['tokens']:,} tokens; "
+            f"{findings['windowed']:,} were read in windows."
         ]
-        sentences += [f"Not scored: {count:,} ({note})." for note, count in found["not_scored"].items()]
+        sentences += [f"Not scored: {count:,} ({note})." for note, count in findings["not_scored"].items()]
         return [*sentences, *score_sentences(whole_summary(self))]
 
     def findings(self) -> dict[str, Any]:
@@ -187,12 +187,12 @@ def score_file(
     reading: dict[str, Any] = {"long": long, "stride": stride, **computing}
 
     def columns_of(texts: list[str | None]) -> dict[str, Tensor]:
-        given = [text if text is not None else "" for text in texts]
-        stats = token_statistics(model, given, **reading)
-        other = token_statistics(reference, given, **reading) if reference is not None else None
+        contents = [text if text is not None else "" for text in texts]
+        stats = token_statistics(model, contents, **reading)
+        other = token_statistics(reference, contents, **reading) if reference is not None else None
         lowered = [text.lower() for text in stats.texts["content"]]
         lower = token_statistics(model, lowered, **reading) if lowercase else None
-        prefixed = prefixed_statistics(model, given, prefix, **computing) if prefix else None
+        prefixed = prefixed_statistics(model, contents, prefix, **computing) if prefix else None
         norms = gradient_norms(model, stats.texts["content"], progress=False) if gradient_norm else None
         scores = memorization_scores(
             stats,

@@ -64,22 +64,22 @@ def framed_statistics(
 ) -> TextStatistics:
     """Return the statistics of the tokens that hold scored characters; long texts are read in windows."""
     # From the first scored character to the last.
-    outer = [(one.spans[0][0], one.spans[-1][1]) if one.spans else None for one in texts]
+    outer = [(item.spans[0][0], item.spans[-1][1]) if item.spans else None for item in texts]
     stats = token_statistics(
-        model, [one.text for one in texts], spans=outer, layers=layers, lens=lens, long="window", **options
+        model, [item.text for item in texts], spans=outer, layers=layers, lens=lens, long="window", **options
     )
-    if all(len(one.spans) < 2 for one in texts):
+    if all(len(item.spans) < 2 for item in texts):
         return stats
-    kept = np.zeros(len(stats.table), dtype=bool)
+    mask = np.zeros(len(stats.table), dtype=bool)
     rows, positions = stats.table.groupby("text").indices, stats.table["position"].to_numpy()
     scored = stats.texts["scored"].to_numpy(copy=True)
-    for place, one in enumerate(texts):
-        _, offsets = encode(model.tokenizer, one.text, model.bos)  # type: ignore[arg-type]
-        inside = {position for span in one.spans for position in token_span(offsets or (), *span)}
-        here = rows.get(place, np.array([], dtype=int))
-        kept[here] = np.isin(positions[here], sorted(inside))
+    for place, item in enumerate(texts):
+        _, offsets = encode(model.tokenizer, item.text, model.bos)  # type: ignore[arg-type]
+        inside = {position for span in item.spans for position in token_span(offsets or (), *span)}
+        indices = rows.get(place, np.array([], dtype=int))
+        mask[indices] = np.isin(positions[indices], sorted(inside))
         scored[place] = len(inside - {0})
-    return replace(stats, table=stats.table[kept], texts=stats.texts.assign(scored=scored))
+    return replace(stats, table=stats.table[mask], texts=stats.texts.assign(scored=scored))
 
 
 class ScoredNodes(NamedTuple):
@@ -134,15 +134,15 @@ def scored_nodes(
     out = run.below("statistics" if shuffled_by is None else "shuffled")
     stats = framed_statistics(model, list(numbers), layers, lens, batch_size=batch_size, progress=run.progress, out=out)
     wide = memorization_scores(stats, k=shares).wide()
-    kept = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
+    columns = ["text", "layer", *DESCRIBED, *filter(score_of, map(str, wide))]
     places = pd.DataFrame({"id": nodes["id"].to_numpy(), "text": number_of})
-    found = places.merge(wide[kept], on="text").drop(columns="text")
+    scores = places.merge(wide[columns], on="text").drop(columns="text")
     if is_own:
-        found["note"] = found["note"].where(found["tokens"] > 0, NO_ANSWER)
+        scores["note"] = scores["note"].where(scores["tokens"] > 0, NO_ANSWER)
     lacking = [name for name, frame in zip(nodes["id"], frames, strict=True) if frame is None]
-    found.loc[found["id"].isin(lacking), "note"] = NO_CONTEXT
+    scores.loc[scores["id"].isin(lacking), "note"] = NO_CONTEXT
     at_last = stats.table[stats.table["layer"] == layers[-1]]
-    return ScoredNodes(found, _lowest_tokens(at_last, places, shares[0]))
+    return ScoredNodes(scores, _lowest_tokens(at_last, places, shares[0]))
 
 
 def _lowest_tokens(table: pd.DataFrame, places: pd.DataFrame, share: float) -> pd.DataFrame:
@@ -197,13 +197,13 @@ class ContextWording:
     def __post_init__(self) -> None:
         if self.predecessors == NONE and self.predecessor_prompt is not None:
             raise InputError("predecessor_prompt belongs to predecessors='gold', 'predicted' or 'multi-turn'.")
-        given = self.predecessor_prompt
-        are_messages = isinstance(given, list | tuple) and all(
-            isinstance(one, Mapping) and "content" in one for one in given
+        prompt = self.predecessor_prompt
+        are_messages = isinstance(prompt, list | tuple) and all(
+            isinstance(message, Mapping) and "content" in message for message in prompt
         )
-        if not (given is None or isinstance(given, str) or are_messages):
+        if not (prompt is None or isinstance(prompt, str) or are_messages):
             raise InputError(
-                f"predecessor_prompt={shown(given)} must be a text, or messages: a list of "
+                f"predecessor_prompt={shown(prompt)} must be a text, or messages: a list of "
                 "{'role': ..., 'content': ...}."
             )
         # Written once now, so that a wrong prompt is refused before any question is asked.
@@ -212,7 +212,7 @@ class ContextWording:
             try:
                 self.after([("?", "!")])
             except InputError as error:
-                about = "" if given is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
+                about = "" if prompt is None or "predecessor_prompt" in str(error) else "predecessor_prompt: "
                 raise InputError(f"{about}{error}") from None
 
     @cached_property
@@ -280,13 +280,13 @@ def _messages(prompt: str | Messages | None) -> Messages:
 def frames_of(nodes: pd.DataFrame, wording: ContextWording, answers_to: OwnAnswers) -> list[Frame | None]:
     """Return the frame of every node; None where a predecessor has no answer to be shown."""
     rows = {row["id"]: row for row in nodes.to_dict("records")}
-    below = {name: [rows[one] for one in row["predecessors"]] for name, row in rows.items()}
+    below = {name: [rows[parent] for parent in row["predecessors"]] for name, row in rows.items()}
     if wording.predecessors == NONE:
         pairs: dict[str, list[tuple[str, str]] | None] = {name: [] for name in rows}
     elif wording.predecessors == GOLD:
-        pairs = {name: [(one["question"], one["answers"][0]) for one in some] for name, some in below.items()}
+        pairs = {name: [(node["question"], node["answers"][0]) for node in some] for name, some in below.items()}
     else:
-        questions = {name: [one["question"] for one in some] for name, some in below.items()}
+        questions = {name: [node["question"] for node in some] for name, some in below.items()}
         pairs = _answered(questions, wording, answers_to)
     return [None if (shown := pairs[name]) is None else wording.after(shown) for name in rows]
 
@@ -397,14 +397,14 @@ def own_answers(
     run: Run, model: HookedModel, max_new_tokens: int, until: Literal["line", "end"], batch_size: int
 ) -> OwnAnswers:
     """Return what lets the model answer, after each different prompt once."""
-    known: dict[str, AnswerText | None] = {}
+    cache: dict[str, AnswerText | None] = {}
 
     def answers_to(prompts: Iterable[str], stage: str) -> list[AnswerText | None]:
         listed = list(prompts)
         # Each different prompt once: depth graphs share questions.
-        new = [one for one in dict.fromkeys(listed) if one not in known]
-        known.update(dict.fromkeys(new))
-        known.update(answer_texts(run, model, new, max_new_tokens, until, batch_size, stage))
-        return [known[one] for one in listed]
+        new = [prompt for prompt in dict.fromkeys(listed) if prompt not in cache]
+        cache.update(dict.fromkeys(new))
+        cache.update(answer_texts(run, model, new, max_new_tokens, until, batch_size, stage))
+        return [cache[prompt] for prompt in listed]
 
     return answers_to

@@ -158,7 +158,7 @@ def _checked(node: Row) -> Row:
     if model_answer is not None and not isinstance(model_answer, str):
         raise InputError(f"{where}: model_answer must be a text, found {model_answer!r}.")
     others = {key: value for key, value in fields.items() if key != "answer"}
-    known = {
+    checked = {
         "group": str(fields.get("group", "")),
         "question_id": str(fields.get("question_id", fields["question"])),
         "answers": tuple(answers),
@@ -166,7 +166,7 @@ def _checked(node: Row) -> Row:
         "model_answer": model_answer,
         "score": checked_score(fields.get("score"), where),
     }
-    return Row(node.where, others | known)
+    return Row(node.where, others | checked)
 
 
 def _check_edges(nodes: Mapping[str, Row]) -> None:
@@ -213,22 +213,22 @@ class Answers(NamedTuple):
 
 def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row], list[str]]:
     """Read the nodes of a folder, and say what the folder lacks."""
-    found = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
-    if found["questions"] is None:
+    files = {name: _file_of(folder, name) for name in ("questions", "nodes", "node_to_q")}
+    if files["questions"] is None:
         raise InputError(
             f"The folder {folder} has no questions: a file questions.jsonl (or .json, .parquet) with qid, depth, "
             "question and answer."
         )
-    questions = _by_id(found["questions"], "qid")
+    questions = _by_id(files["questions"], "qid")
     notes = []
-    if found["nodes"] is None:
+    if files["nodes"] is None:
         nodes = [_node(row, name, row, name) for name, row in questions.items()]
         notes.append("no nodes file: no question has edges")
     else:
-        if found["node_to_q"] is None:
+        if files["node_to_q"] is None:
             raise InputError(f"The folder {folder} has nodes, but no file node_to_q that says which question each is.")
-        nodes = _nodes(_by_id(found["nodes"], "nodeid"), _by_id(found["node_to_q"], "nodeid"), questions)
-    answers = _answers(folder, predictions, questions, list(found.values()))
+        nodes = _nodes(_by_id(files["nodes"], "nodeid"), _by_id(files["node_to_q"], "nodeid"), questions)
+    answers = _answers(folder, predictions, questions, list(files.values()))
     notes += _give_answers(nodes, answers)
     return nodes, notes
 
@@ -246,13 +246,13 @@ def _file_of(folder: Path, name: str) -> Path | None:
 
 def _by_id(file: Path, name: str) -> dict[str, Row]:
     """Read the rows of a file by their ids."""
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for row in (Row(*placed) for placed in read_objects(file)):
         key = row.text(name)
-        if key in found:
-            raise InputError(f"{row.where}: {name} {key!r} comes twice, first in {found[key].where}.")
-        found[key] = row
-    return found
+        if key in rows:
+            raise InputError(f"{row.where}: {name} {key!r} comes twice, first in {rows[key].where}.")
+        rows[key] = row
+    return rows
 
 
 def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]) -> list[Row]:
@@ -261,7 +261,7 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
         if name not in nodes:
             raise InputError(f"{row.where}: the node {name!r} does not exist.{did_you_mean(name, nodes)}")
     _check_both_ends(nodes)
-    made = []
+    rows = []
     for name, row in nodes.items():
         where = f"{row.where}, node {name!r}"
         if name not in question_of:
@@ -277,8 +277,8 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
                 f"{where}: it has depth {row.fields.get('depth')!r}, its question {key!r} depth "
                 f"{questions[key].fields.get('depth')!r} ({questions[key].where})."
             )
-        made.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
-    return made
+        rows.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
+    return rows
 
 
 def _check_both_ends(nodes: Mapping[str, Row]) -> None:

@@ -160,16 +160,16 @@ def membership(
     rows = []
     for key, group in scores.table.groupby(keys, sort=False, dropna=False):
         texts = group["text"].to_numpy()
-        found = _discrimination(
+        measures = _discrimination(
             group["value"].to_numpy(float), member[texts], kinds[texts] if kinds is not None else None, *drawing
         )
-        rows.append(dict(zip(keys, key, strict=True)) | found)
+        rows.append(dict(zip(keys, key, strict=True)) | measures)
     if baseline:
         scored = scores.texts.groupby("text")["scored"].first().to_numpy() > 0
         values = np.full(len(contents), np.nan)
         values[scored] = bag_of_words(contents[scored].tolist(), member[scored], seed)
-        found = _discrimination(values, member, kinds, *drawing)
-        rows.append({"score": BASELINE, "k": math.nan} | found)
+        measures = _discrimination(values, member, kinds, *drawing)
+        rows.append({"score": BASELINE, "k": math.nan} | measures)
     options = {"scores": scores.run.options, "labels": member.astype(int).tolist(), "baseline": baseline}
     options |= {"strata": kinds.tolist() if kinds is not None else None}
     run = dataclasses.replace(
@@ -205,19 +205,19 @@ def _discrimination(
     strata = strata[has_score] if strata is not None else None
 
     def numbers(counts: Float[ndarray, "draw text"]) -> Float[ndarray, "draw score"]:
-        found = [auc(values, member, counts=counts, strata=strata)]
+        stats = [auc(values, member, counts=counts, strata=strata)]
         for rate in FALSE_POSITIVE_RATES.values():
             one_threshold = strata is None
             # Within strata each kind would have a threshold of its own: no single rate describes them.
-            found.append(true_positives(values, member, rate, counts=counts) if one_threshold else found[0] * math.nan)
-        return np.stack(found, axis=1)
+            stats.append(true_positives(values, member, rate, counts=counts) if one_threshold else stats[0] * math.nan)
+        return np.stack(stats, axis=1)
 
     # Members and non-members drawn separately: the classes' sizes were chosen, not found.
     estimates = Bootstrap.of(range(len(values)), draws=resamples, seed=seed, within=member).apply(numbers)
     result: dict[str, int | float] = {"members": int(member.sum()), "nonmembers": int((~member).sum())}
     for name, drawn in zip(("auc", *FALSE_POSITIVE_RATES), estimates.T, strict=True):
-        found = interval(drawn, level)
-        result |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+        estimate = interval(drawn, level)
+        result |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return result
 
 
@@ -235,13 +235,13 @@ def _strata(strata: Iterable[Any] | None, n_texts: int, member: Bool[ndarray, " 
 
 
 def _labels(labels: Iterable[object], n_texts: int) -> Bool[ndarray, " text"]:
-    given = checked_several("labels", labels, "a list with a label for each text")
-    if len(given) != n_texts:
-        raise InputError(f"{len(given)} labels were given for {n_texts} texts.")
-    wrong = [i for i, label in enumerate(given) if not is_label(label)]
+    entries = checked_several("labels", labels, "a list with a label for each text")
+    if len(entries) != n_texts:
+        raise InputError(f"{len(entries)} labels were given for {n_texts} texts.")
+    wrong = [i for i, label in enumerate(entries) if not is_label(label)]
     if wrong:
-        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
-    member = np.array([bool(label) for label in given])
+        raise InputError(f"Label {wrong[0]} is {shown(entries[wrong[0]])}; labels are 1 (member) and 0 (non-member).")
+    member = np.array([bool(label) for label in entries])
     if member.all() or not member.any():
         raise InputError("Members and non-members are both needed, at least one of each.")
     return member

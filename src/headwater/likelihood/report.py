@@ -228,8 +228,8 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: B
     present = sorted(set(depth.tolist()))
     pairs = [*itertools.pairwise(present), *([(present[0], present[-1])] if len(present) > 2 else [])]
 
-    def add(measure: str, score: str, control: str, depths: str, found: Interval) -> None:
-        rows.append({"measure": measure, "score": score, "control": control, "depths": depths} | found._asdict())
+    def add(measure: str, score: str, control: str, depths: str, estimate: Interval) -> None:
+        rows.append({"measure": measure, "score": score, "control": control, "depths": depths} | estimate._asdict())
 
     for a, b in pairs:
         name = f"{a}-{b}"
@@ -252,14 +252,14 @@ def comparisons(nodes: pd.DataFrame, scores: Sequence[str], main: str, graphs: B
     add("gap", main, "quartile 75 - 25", str(present[-1]), interval(means[75] - means[25]))
     for score in scores:
         values = nodes[score].to_numpy(float)
-        found = rank_correlation(np.where(at_top, values, math.nan), gap, graphs)
-        add("spearman with gap", score, "all nodes", str(present[-1]), found)
+        correlation = rank_correlation(np.where(at_top, values, math.nan), gap, graphs)
+        add("spearman with gap", score, "all nodes", str(present[-1]), correlation)
         for name in ("score", POPULARITY):
             if name not in nodes:
                 continue
-            for one in present:
-                other = np.where(depth == one, nodes[name].to_numpy(float), math.nan)
-                add(f"spearman with {name}", score, "all nodes", str(one), rank_correlation(values, other, graphs))
+            for at_depth in present:
+                other = np.where(depth == at_depth, nodes[name].to_numpy(float), math.nan)
+                add(f"spearman with {name}", score, "all nodes", str(at_depth), rank_correlation(values, other, graphs))
     return pd.DataFrame(rows)
 
 
@@ -344,11 +344,11 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
         A row per node: `predecessor_score` (P), `successor_score` (S), `forward`, `backward`, `backward_first`, `gap`.
     """
     score_of = dict(zip(nodes["id"], nodes["score"].astype(float), strict=True))
-    own = nodes["score"].to_numpy(float)
+    score = nodes["score"].to_numpy(float)
 
     def neighbours(column: str, count: int | None = None) -> Float[ndarray, " node"]:
-        found = [[score_of[name] for name in names][:count] for names in nodes[column]]
-        scored = [[score for score in scores if not math.isnan(score)] for scores in found]
+        by_node = [[score_of[name] for name in names][:count] for names in nodes[column]]
+        scored = [[score for score in scores if not math.isnan(score)] for scores in by_node]
         return np.array([sum(scores) / len(scores) if scores else math.nan for scores in scored], dtype=float)
 
     below, above, first = neighbours("predecessors"), neighbours("successors"), neighbours("successors", 1)
@@ -356,10 +356,10 @@ def discrepancies(nodes: pd.DataFrame) -> pd.DataFrame:
         {
             "predecessor_score": below,
             "successor_score": above,
-            "forward": _lacking(below, own),
-            "backward": _lacking(above, own),
-            "backward_first": _lacking(first, own),
-            "gap": (own - below) / SPAN_OF_SCORES,
+            "forward": _lacking(below, score),
+            "backward": _lacking(above, score),
+            "backward_first": _lacking(first, score),
+            "gap": (score - below) / SPAN_OF_SCORES,
         },
         index=nodes.index,
     )

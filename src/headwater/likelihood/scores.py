@@ -253,12 +253,12 @@ def prefixed_statistics(
 
 def checked_shares(k: float | Iterable[float]) -> list[float]:
     """Return the shares of lowest tokens."""
-    given = one_or_several(k)
+    values = one_or_several(k)
     try:
-        shares = [checked_number("k", share, above=0.0, below=1.0, up_to=True) for share in given]
+        shares = [checked_number("k", share, above=0.0, below=1.0, up_to=True) for share in values]
     except InputError:
         shares = []
-    if not shares or len(set(shares)) < len(given):
+    if not shares or len(set(shares)) < len(values):
         raise InputError(f"k={shown(k)} must hold shares of the tokens, above 0 and at most 1, each once.")
     return shares
 

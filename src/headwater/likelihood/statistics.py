@@ -251,11 +251,11 @@ def _windows(
         span = _checked_span(spans[index], text, index) if spans is not None else None
         content = as_unicode(text)
         # Half a character cannot be encoded as UTF-8: scored as "?" it would be another text.
-        ids, wanted = _tokens(model, text, span, index) if content == text else ([], [])
-        cut = _cut(model, index, ids, wanted, long, stride)
+        ids, positions = _tokens(model, text, span, index) if content == text else ([], [])
+        cut = _cut(model, index, ids, positions, long, stride)
         n_tokens = len(ids) - _begun(model, ids)
         note = ""
-        if not wanted:
+        if not positions:
             note = NOT_UNICODE if content != text else NOTHING_BEFORE if n_tokens else EMPTY
         scored_text = content[slice(*span)] if span else content
         described.append(
@@ -265,7 +265,7 @@ def _windows(
                 # Of what is scored: of the whole text the ratio would mix two lengths.
                 "zlib_bytes": len(zlib.compress(scored_text.encode("utf-8"))),
                 "tokens": n_tokens,
-                "scored": len(wanted),
+                "scored": len(positions),
                 "windows": len(cut),
                 "note": note,
             }
@@ -280,12 +280,12 @@ def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list
     if not text:
         return [], []
     ids, offsets = encode(model.tokenizer, text, model.bos)
-    wanted: Iterable[int] = range(len(ids))
+    positions: Iterable[int] = range(len(ids))
     if span is not None:
         if offsets is None:
             raise InputError("Spans need a fast tokenizer, which says the characters of each token; this one does not.")
         try:
-            wanted = token_span(offsets, *span)
+            positions = token_span(offsets, *span)
         except InputError as error:
             raise InputError(f"Text {index}: {error}") from None
     outside = [token for token in ids if not 0 <= token < model.shape.d_vocab]
@@ -293,7 +293,7 @@ def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list
         raise InputError(
             f"Text {index} has the token {outside[0]}, outside the model's vocabulary of {model.shape.d_vocab}."
         )
-    return ids, [place for place in wanted if place >= first_scored(model, ids)]
+    return ids, [place for place in positions if place >= first_scored(model, ids)]
 
 
 def first_scored(model: HookedModel, ids: list[int]) -> int:
@@ -306,13 +306,13 @@ def _begun(model: HookedModel, ids: list[int]) -> int:
     return len(model.bos) if ids[: len(model.bos)] == list(model.bos) else 0
 
 
-def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long: str, stride: int) -> list[_Window]:
-    """Cut a text into windows that each score the wanted tokens no earlier one has reached."""
+def _cut(model: HookedModel, index: int, ids: list[int], positions: list[int], long: str, stride: int) -> list[_Window]:
+    """Cut a text into windows; each scores those of `positions` that no earlier window has reached."""
     n_ctx = model.shape.n_ctx
-    if not wanted:
+    if not positions:
         return []
     if len(ids) <= n_ctx:
-        return [_Window(index, ids, wanted, shift=0)]
+        return [_Window(index, ids, positions, shift=0)]
     if long == "error":
         raise InputError(
             f"Text {index} has {len(ids):,} tokens; the model reads at most {n_ctx:,}. Shorten it, or pass "
@@ -323,7 +323,7 @@ def _cut(model: HookedModel, index: int, ids: list[int], wanted: list[int], long
     ends = [n_ctx, *range(n_ctx + stride, len(ids), stride), len(ids)]
     windows = []
     for reached, end in zip([0, *ends], ends, strict=False):
-        scored = [place for place in wanted if reached <= place < end]
+        scored = [place for place in positions if reached <= place < end]
         start = end - (n_ctx - len(bos))
         shift = start - len(bos)
         # A window that scores nothing (a span elsewhere) is not run.
@@ -347,12 +347,12 @@ def _measurer(
             # The state in front of a token predicts it: one column before.
             return residual[to_device(rows, residual.device), to_device(columns, residual.device) - 1]
 
-        kept = residual_streams(model, batch, layers, take)
+        residuals = residual_streams(model, batch, layers, take)
         target = batch.tokens[rows, columns]
         by_layer = []
         for layer in layers:
             # Popped: a layer's states go as soon as they are read.
-            hidden = normalise(read(kept.pop(layer), layer))
+            hidden = normalise(read(residuals.pop(layer), layer))
             target = to_device(target, hidden.device)
             by_layer.append(likelihood_blocked.token_statistics(hidden, head, target, precision=precision))
         return {name: torch.stack([getattr(one, name).cpu() for one in by_layer]) for name in STATISTICS}

@@ -176,7 +176,7 @@ def saliency(
     """
     check_answered(model, answered)
     named = list(edges) if isinstance(edges, list | tuple) else [edges]
-    wanted = WantedPairs(
+    spec = WantedPairs(
         edges=tuple(dict.fromkeys(checked_name("edges", name, EDGES) for name in named)),
         heads=checked_name("heads", heads, OVER_HEADS),
         pairs=checked_name("pairs", pairs, OVER_PAIRS),
@@ -195,7 +195,7 @@ def saliency(
         raise InputError(
             f"The probe reads {len(probe.weight)} numbers; the states of {model.name} have {model.shape.d_model}."
         )
-    if not wanted.edges:
+    if not spec.edges:
         raise InputError(f"edges is empty; choose of {', '.join(EDGES)}.")
     checked_count("batch_size", batch_size)
     fold = _folds(answered, probe)
@@ -211,21 +211,21 @@ def saliency(
             "folds": [[one.weight.double(), one.bias] for one in probe.folds],
             "fold_of_each": fold,
         },
-        "edges": list(wanted.edges),
-        "heads": wanted.heads,
-        "pairs": wanted.pairs,
-        "layers": list(wanted.layers),
+        "edges": list(spec.edges),
+        "heads": spec.heads,
+        "pairs": spec.pairs,
+        "layers": list(spec.layers),
         "target": target,
         "batch_size": batch_size,
     }
 
     def work(run: Run) -> Saliency:
-        rows = rows_of(answered, probe, wanted.edges)
-        _warn_if_blind(rows, probe, wanted)
+        rows = rows_of(answered, probe, spec.edges)
+        _warn_if_blind(rows, probe, spec)
         # A caller's inference mode would forbid the graphs.
         with torch.inference_mode(False):
-            measured = _measure(model, rows, probe, fold, wanted, batch_size, run)
-        return _result(answered, measured, fold, wanted.layers, target, run.record)
+            measured = _measure(model, rows, probe, fold, spec, batch_size, run)
+        return _result(answered, measured, fold, spec.layers, target, run.record)
 
     return run_or_resume(Saliency, "saliency", model, options, work, out=out, progress=progress)
 
@@ -235,7 +235,7 @@ def _measure(
     rows: Sequence[SaliencyRow],
     probe: Probe,
     fold: NDArray[np.int64],
-    wanted: WantedPairs,
+    spec: WantedPairs,
     batch_size: int,
     run: Run,
 ) -> dict[str, Tensor]:
@@ -245,8 +245,8 @@ def _measure(
     shared = common_start(torch.tensor([row.tokens[:first] for row in rows], dtype=torch.long))
     start: KeysValues | None = None
     n_layers = probe.layer + 1
-    shape = (len(rows), len(wanted.layers))
-    results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in wanted.edges}
+    shape = (len(rows), len(spec.layers))
+    results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in spec.edges}
     results["logit"] = torch.empty(len(rows), dtype=torch.float64)
     # One probe reads a batch, so rows of different folds are not mixed.
     by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
@@ -261,11 +261,11 @@ def _measure(
         # Not before a piece is really computed: a resumed run may find all of them in its folder.
         if start is None:
             start = keys_values(model, torch.tensor([rows[0].tokens[:shared]], dtype=torch.long), {}, n_layers)
-        return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], wanted, start, shared)
+        return measure_batch(model, [rows[i] for i in places], readers[fold[places[0]]], spec, start, shared)
 
     with run.bar("Saliency", "example", len(rows)) as bar:
-        for places, made in zip(cut, run.pieces("rows", cut, compute, bar, len), strict=True):
-            for name, values in made.items():
+        for places, piece in zip(cut, run.pieces("rows", cut, compute, bar, len), strict=True):
+            for name, values in piece.items():
                 results[name][places] = values
     return results
 
@@ -334,9 +334,9 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     return np.array(places, dtype=np.int64)
 
 
-def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPairs) -> None:
+def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, spec: WantedPairs) -> None:
     blind = sum(not row.queries for row in rows)
-    if blind and "exact_answer" in wanted.edges:
+    if blind and "exact_answer" in spec.edges:
         warnings.warn(
             f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it cannot "
             "depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
@@ -392,7 +392,7 @@ def rows_of(answered: AnsweredQuestions, probe: Probe, edges: Sequence[str]) -> 
 
 
 def measure_batch(
-    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, wanted: WantedPairs, start: KeysValues, shared: int
+    model: HookedModel, rows: Sequence[SaliencyRow], probe: Probe, spec: WantedPairs, start: KeysValues, shared: int
 ) -> dict[str, Tensor]:
     """Measure some rows, given the keys and values of the tokens that all rows share."""
     device = model.device
@@ -403,22 +403,22 @@ def measure_batch(
     tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)
     reads = torch.tensor([len(row.tokens) - 1 for row in rows], device=device)
     before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
-    keys, edges = _edges(rows, first, width, wanted.edges, device)
+    keys, edges = _edges(rows, first, width, spec.edges, device)
     # So many rows that the graphs of all layers fit: with more, the lower layers would run a second time.
-    at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(wanted.layers)))
+    at_once = max(1, graphs_in_memory(model, width - first, width) // (probe.layer + 1 - min(spec.layers)))
     parts = []
 
     def measure(part: range) -> None:
-        here = slice(part.start, part.stop)
+        chunk = slice(part.start, part.stop)
         descent = Descent(
             model,
-            tokens[here, first:],
-            {layer: (k[here], v[here]) if len(k) > 1 else (k, v) for layer, (k, v) in before.items()},
+            tokens[chunk, first:],
+            {layer: (k[chunk], v[chunk]) if len(k) > 1 else (k, v) for layer, (k, v) in before.items()},
             (SITES[probe.site].hook_name(probe.layer), probe.layer),
-            reads[here] - first,
-            min(wanted.layers),
+            reads[chunk] - first,
+            min(spec.layers),
         )
-        flows = _flows(descent, probe, wanted, keys[here], {name: kind[here] for name, kind in edges.items()})
+        flows = _flows(descent, probe, spec, keys[chunk], {name: kind[chunk] for name, kind in edges.items()})
         parts.append(flows | {"logit": probe.logits(descent.states.cpu()).double()})
 
     for start_row in range(0, len(rows), at_once):
@@ -429,22 +429,22 @@ def measure_batch(
 def _flows(
     descent: Descent,
     probe: Probe,
-    wanted: WantedPairs,
+    spec: WantedPairs,
     keys: Int[Tensor, "batch key"],
     edges: dict[str, Bool[Tensor, "batch query key"]],
 ) -> dict[str, Float[Tensor, "batch layer"]]:
-    """Go down the layers: the saliency of each kind of edge at each layer wanted."""
+    """Go down the layers: the saliency of each kind of edge at each of `spec.layers`."""
     by_layer: dict[tuple[str, int], Tensor] = {}
     for slopes in descent.slopes(probe.weight.clone().to(keys.device, torch.float64)):
-        if slopes.layer in wanted.layers:
+        if slopes.layer in spec.layers:
             pattern = torch.take_along_dim(slopes.pattern, keys[:, None, None], -1)
             values = torch.take_along_dim(slopes.values, keys[:, None, :, None], 2)
-            flow = edge_saliency(pattern, slopes.gradient, values, wanted.heads).double()
+            flow = edge_saliency(pattern, slopes.gradient, values, spec.heads).double()
             # A masked pair has weight 0 in every head; so a sliding window shows without a look at the config.
             visible = pattern.amax(1) > 0
             for name, kind in edges.items():
-                by_layer[name, slopes.layer] = over_pairs(flow, kind & visible, wanted.pairs)
-    return {name: torch.stack([by_layer[name, layer] for layer in wanted.layers], 1).cpu() for name in edges}
+                by_layer[name, slopes.layer] = over_pairs(flow, kind & visible, spec.pairs)
+    return {name: torch.stack([by_layer[name, layer] for layer in spec.layers], 1).cpu() for name in edges}
 
 
 def _edges(

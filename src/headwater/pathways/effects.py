@@ -221,9 +221,9 @@ def probes_from_tensors(tensors: Mapping[str, Tensor], setup: Setup) -> Probes:
 
 
 def _after(
-    run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], found: Logits, bar: Bar
+    run: Run, stage: str, intervention: Intervention, read: Callable[[Intervention], Logits], logits: Logits, bar: Bar
 ) -> Logits:
-    """Write into `found` what is read after an intervention, where it applies."""
+    """Write into `logits` what is read after an intervention, where it applies."""
 
     def compute(rows: list[int]) -> dict[str, Tensor]:
         return {"logits": torch.from_numpy(read(intervention.rows(rows)))}
@@ -231,8 +231,8 @@ def _after(
     pieces = _chunks(intervention)
     for rows, piece in zip(pieces, run.pieces(stage, pieces, compute, bar, len), strict=True):
         # Other examples stay NaN, which every average leaves out.
-        found[:, :, intervention.examples[rows]] = piece["logits"].numpy()
-    return found
+        logits[:, :, intervention.examples[rows]] = piece["logits"].numpy()
+    return logits
 
 
 def _chunks(rows: Intervention) -> list[list[int]]:

@@ -322,12 +322,12 @@ def averaged(measured: ModeEffects, splits: Splits, draws: Bootstrap) -> pd.Data
         for group, member in groups.items():
             # Draws are concatenated, each with all of its seeds: the modes of the seeds repeat draw by draw.
             repeats = 1 if q_anchored is None else len(applies) // len(q_anchored)
-            taken = applies & np.tile(np.swapaxes(member, 1, 2), (repeats, 1, 1))
-            columns = {"split_by": split_by, "group": group, "layer": np.arange(taken.shape[2])}
+            included = applies & np.tile(np.swapaxes(member, 1, 2), (repeats, 1, 1))
+            columns = {"split_by": split_by, "group": group, "layer": np.arange(included.shape[2])}
             for name, values in numbers.items():
-                mean, low, high, examples = member_means(draws, np.swapaxes(values, 1, 2), taken)
+                mean, low, high, examples = member_means(draws, np.swapaxes(values, 1, 2), included)
                 columns |= {"examples": examples, name: mean, f"{name}_low": low, f"{name}_high": high}
-            columns["share"] = taken.sum((0, 1)) / np.maximum(applies.sum((0, 1)), 1)
+            columns["share"] = included.sum((0, 1)) / np.maximum(applies.sum((0, 1)), 1)
             tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
 

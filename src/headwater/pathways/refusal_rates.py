@@ -75,14 +75,14 @@ class Refusals(Result):
             if not math.isfinite(row["difference"]):
                 lines.append(f"{name}, modes by {row['split_by']}: one mode has no answer; nothing can be compared.")
                 continue
-            q, a = (_said(row, name) for name in ("q_refused", "a_refused"))
+            q, a = (_interval_text(row, name) for name in ("q_refused", "a_refused"))
             lines.append(
                 f"{name}, modes by {row['split_by']}: of {answers:,} questions asked again, those of Q-anchored "
                 f"answers are declined at a rate of {q}, those of A-anchored ones of {a}."
             )
             here = self.table[(self.table["dataset"] == name) & (self.table["split_by"] == row["split_by"])]
             controlled = "; ".join(
-                f"{one['control']} {_said(one, 'difference')}"
+                f"{one['control']} {_interval_text(one, 'difference')}"
                 for one in each_row(here)
                 if math.isfinite(one["difference"])
             )
@@ -164,36 +164,36 @@ def rates(modes: pd.DataFrame, replies: pd.DataFrame) -> pd.DataFrame:
     joined = modes.merge(ended, on=["dataset", "example"])
     rows = []
     for dataset in replies["dataset"].unique():
-        here = joined[joined["dataset"] == dataset]
+        subset = joined[joined["dataset"] == dataset]
         for split_by, column in COLUMNS.items():
-            if here.empty or here[column].isna().all():
+            if subset.empty or subset[column].isna().all():
                 continue
             named = {"dataset": dataset, "split_by": split_by}
-            rows += [named | {"control": control} | _row(here, column, control) for control in CONTROLS]
+            rows += [named | {"control": control} | _row(subset, column, control) for control in CONTROLS]
     return pd.DataFrame(rows)
 
 
-def _said(row: Mapping[str, Any], name: str) -> str:
+def _interval_text(row: Mapping[str, Any], name: str) -> str:
     return with_interval(row[name], row[f"{name}_low"], row[f"{name}_high"], places=3)
 
 
-def _row(here: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:
+def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:
     """Compare the two modes on the rows of one control."""
     if control in (RIGHT, WRONG):
-        here = here[here["correct"] == (control == RIGHT)]
-    strata = np.zeros(len(here), dtype=np.int64)
+        subset = subset[subset["correct"] == (control == RIGHT)]
+    strata = np.zeros(len(subset), dtype=np.int64)
     if control == MARGIN:
         # By seed: each probe has logits of its own scale.
-        share = here.groupby("seed")["margin"].rank(pct=True).to_numpy()
+        share = subset.groupby("seed")["margin"].rank(pct=True).to_numpy()
         # The largest margin has rank 1.0, which would begin a sixth fifth.
         strata = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
-    is_q, refused = (here[column] == MODES[0]).to_numpy(), here["refused"].to_numpy(dtype=float)
-    row: dict[str, int | float] = {"answers": here["example"].nunique()}
+    is_q, refused = (subset[column] == MODES[0]).to_numpy(), subset["refused"].to_numpy(dtype=float)
+    row: dict[str, int | float] = {"answers": subset["example"].nunique()}
     q = a = difference = NOTHING
     if is_q.any() and not is_q.all():
-        q, a, difference = _by_mode(refused, is_q, strata, Bootstrap.of(here["question"]))
-    for name, one in (("q_refused", q), ("a_refused", a), ("difference", difference)):
-        row |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
+        q, a, difference = _by_mode(refused, is_q, strata, Bootstrap.of(subset["question"]))
+    for name, estimate in (("q_refused", q), ("a_refused", a), ("difference", difference)):
+        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return row
 
 

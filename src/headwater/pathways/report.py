@@ -94,7 +94,7 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) detects the wrong ones with AUC "
         f"{_interval(auc)}.{at_chance}"
     )
-    for name, known in (
+    for name, information in (
         (RELATION, "the question's relation"),
         (RELATION_ANSWER, "the relation and the answer's words"),
     ):
@@ -102,7 +102,7 @@ def _probe(view: SetAtBest) -> Iterator[str]:
         if np.isfinite(baseline[0]):
             difference = view.baseline(WRONG_ANSWER, f"{PROBE} − {name}")
             yield (
-                f"knowing only {known} gives AUC {_interval(baseline)}; the probe "
+                f"knowing only {information} gives AUC {_interval(baseline)}; the probe "
                 f"{_against_zero(difference, 'beats it', 'is worse', 'does not differ clearly from it')} "
                 f"(difference {_interval(difference)})."
             )
@@ -127,7 +127,7 @@ def _spans(view: SetAtBest) -> Iterator[str]:
 
 
 def _knockout(view: SetAtBest) -> Iterator[str]:
-    exact, beside, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
+    exact, matched, random = (view.baseline(WRONG_ANSWER, name) for name in (AFTER, AFTER_BESIDE, AFTER_RANDOM))
     yield f"after the knockout of the exact question tokens the probe's AUC is {_interval(exact)}."
     if not np.isfinite(random[0]):
         if view.pathways.run.options["controls"]:
@@ -135,7 +135,7 @@ def _knockout(view: SetAtBest) -> Iterator[str]:
         return
     yield (
         f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; on "
-        f"these it is {_interval(beside)} after the knockout of the exact ones, {_interval(random)} after that of the "
+        f"these it is {_interval(matched)} after the knockout of the exact ones, {_interval(random)} after that of the "
         "others."
     )
     exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
@@ -378,7 +378,7 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
     sets = []
     for dataset in pathways.datasets:
         view = SetAtBest(pathways, dataset)
-        flips, beside, random = (
+        flips, matched, random = (
             view.control(name, ALL, "flip_rate")[0] for name in (EXACT, EXACT_ON_RANDOM_ROWS, RANDOM)
         )
         sets.append(
@@ -394,7 +394,7 @@ def findings_of(pathways: Traced) -> list[dict[str, Any]]:
                 "auc_mode": rounded(view.baseline(ANY_MODE, AWARE)[0]),
                 "auc_mode_margin": rounded(view.baseline(ANY_MODE, MARGIN)[0]),
                 "flip_rate": rounded(flips),
-                "flip_rate_same_rows": rounded(beside),
+                "flip_rate_same_rows": rounded(matched),
                 "flip_rate_random": rounded(random),
                 "random_control_examples": view.controlled,
                 "delta_p": {mode: rounded(view.curve(BEST_LAYER, mode)[0]) for mode in MODES},

@@ -81,18 +81,18 @@ def _everywhere(before: NDArray[Any], best: Int[np.ndarray, "seed example"]) -> 
 
 
 def _table(
-    measured: Effects, shown: ModeEffects, random: ModeEffects | None, own: NDArray[np.bool_] | None
+    measured: Effects, shown: ModeEffects, random: ModeEffects | None, best_modes: NDArray[np.bool_] | None
 ) -> pd.DataFrame:
-    """A row per example, seed and layer. Modes are those of the layer, or of l* where `own` gives these."""
+    """A row per example, seed and layer. Modes are those of the layer, or of l* where `best_modes` gives these."""
     shape = shown.delta_p.shape
     seed, layer, example = (axis.ravel() for axis in np.indices(shape))
-    q_anchored = shown.flipped if own is None else np.broadcast_to(own[:, None], shape)
+    q_anchored = shown.flipped if best_modes is None else np.broadcast_to(best_modes[:, None], shape)
     columns: dict[str, object] = {
         "example": example,
         "seed": seed,
         "layer": layer,
         "split": measured.fits.half[seed, example],
-        "logit": measured.before if own is None else _everywhere(measured.before, measured.fits.best),
+        "logit": measured.before if best_modes is None else _everywhere(measured.before, measured.fits.best),
         "probability": shown.probability,
         "probability_after": shown.probability_after,
         "delta_p": shown.delta_p,
@@ -143,8 +143,8 @@ def _aucs(measured: Effects) -> pd.DataFrame:
     rows = []
     for seed, sides in enumerate(fits.probes):
         for side, probes in enumerate(sides):
-            here = fits.half[seed] == side
-            drawn = here & np.isfinite(random[seed, 0])
+            half = fits.half[seed] == side
+            drawn = half & np.isfinite(random[seed, 0])
             for layer in range(len(probes)):
                 rows.append(
                     {
@@ -153,15 +153,15 @@ def _aucs(measured: Effects) -> pd.DataFrame:
                         "layer": layer,
                         "best": layer == probes.best,
                         "validation_auc": float(probes.validation_auc[layer]),  # type: ignore[index]
-                        "auc": float(auc(measured.before[seed, layer, here], z[here])),
-                        "auc_after_knockout": float(auc(measured.knockout[seed, layer, here], z[here])),
+                        "auc": float(auc(measured.before[seed, layer, half], z[half])),
+                        "auc_after_knockout": float(auc(measured.knockout[seed, layer, half], z[half])),
                         "auc_after_random": float(auc(random[seed, layer, drawn], z[drawn])),
                     }
                 )
     return pd.DataFrame(rows)
 
 
-def _baselines(measured: Effects, draws: Bootstrap, own: NDArray[np.bool_], aware: NDArray[np.float64]) -> pd.DataFrame:
+def _baselines(measured: Effects, draws: Bootstrap, q_anchored: NDArray[np.bool_], aware: PerExample) -> pd.DataFrame:
     """AUCs at l*: of the probe and its baselines, and of two ways to predict the mode beforehand."""
     best, half, z, table = measured.fits.best, measured.fits.half, measured.answered.z, measured.answered.table
     truth = {PROBE: at_layer(measured.before, best)}
@@ -178,9 +178,9 @@ def _baselines(measured: Effects, draws: Bootstrap, own: NDArray[np.bool_], awar
     mode = {
         AWARE: aware,
         MARGIN: -np.abs(truth[PROBE]),
-        BY_LOGIT: logit_baseline(truth[PROBE], own, half) if np.isfinite(aware).any() else aware,
+        BY_LOGIT: logit_baseline(truth[PROBE], q_anchored, half) if np.isfinite(aware).any() else aware,
     }
-    targets = (WRONG_ANSWER, z, truth), (ANY_MODE, own, mode)
+    targets = (WRONG_ANSWER, z, truth), (ANY_MODE, q_anchored, mode)
     return pd.concat([compare(draws, what, half, scores, name) for name, what, scores in targets], ignore_index=True)
 
 
@@ -255,12 +255,12 @@ def relation_logits(
 ) -> PerExample:
     """Return the log-odds of a wrong answer by relation, counted in the other half, one of each kind added."""
     logits = np.empty(half.shape)
-    for seed, other, here in each_half(half):
-        counted = pd.Series(z[other]).groupby(relations[other]).agg(["sum", "size"])
+    for seed, train, test in each_half(half):
+        counted = pd.Series(z[train]).groupby(relations[train]).agg(["sum", "size"])
         shares = (counted["sum"] + 1) / (counted["size"] + 2)
-        overall = (z[other].sum() + 1) / (len(other) + 2)
+        overall = (z[train].sum() + 1) / (len(train) + 2)
         # A relation that the other half lacks has the share of all.
-        logits[seed, here] = log_odds(pd.Series(relations[here]).map(shares).fillna(overall).to_numpy(dtype=float))
+        logits[seed, test] = log_odds(pd.Series(relations[test]).map(shares).fillna(overall).to_numpy(dtype=float))
     return logits
 
 
@@ -274,10 +274,10 @@ def relation_answer_logits(
     words = pd.Series(list(answers), dtype=str).str.strip().str.casefold().to_numpy(dtype=object)
     keys = pd.MultiIndex.from_arrays([relations, words])
     by_relation, logits = relation_logits(relations, z, half), np.empty(half.shape)
-    for seed, other, here in each_half(half):
-        counted = pd.Series(z[other]).groupby(keys[other]).agg(["sum", "size"]).reindex(keys[here], fill_value=0)
-        prior = PRIOR * expit(by_relation[seed, here])
-        logits[seed, here] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
+    for seed, train, test in each_half(half):
+        counted = pd.Series(z[train]).groupby(keys[train]).agg(["sum", "size"]).reindex(keys[test], fill_value=0)
+        prior = PRIOR * expit(by_relation[seed, test])
+        logits[seed, test] = log_odds((counted["sum"].to_numpy() + prior) / (counted["size"].to_numpy() + PRIOR))
     return logits
 
 
@@ -313,11 +313,11 @@ def _from_other_half(
     half: Int[np.ndarray, "seed example"],
 ) -> PerExample:
     result = np.full(flips.shape, np.nan)
-    for seed, other, here in each_half(half):
-        q_anchored = flips[seed, other]
+    for seed, train, test in each_half(half):
+        q_anchored = flips[seed, train]
         if min(q_anchored.sum(), (~q_anchored).sum()) >= FEWEST_OF_A_MODE:
-            known = features(seed, here)
-            result[seed, here] = read_linear(known[here], *fit_linear(known[other], q_anchored))
+            inputs = features(seed, test)
+            result[seed, test] = read_linear(inputs[test], *fit_linear(inputs[train], q_anchored))
     return result
 
 
@@ -353,10 +353,10 @@ def _mean_auc(
 ) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
     aucs, expected = [], np.broadcast_to(truth, half.shape)
-    for seed, _, here in each_half(half):
-        known = here[np.isfinite(scores[seed, here])]
+    for seed, _, test in each_half(half):
+        finite = test[np.isfinite(scores[seed, test])]
         # Resamples are counts of examples, so that one sort of the scores serves all draws.
-        aucs.append(auc(scores[seed, known], expected[seed, known], counts=draws.per_example(known)))
+        aucs.append(auc(scores[seed, finite], expected[seed, finite], counts=draws.per_example(finite)))
     # 0 / 0 where no half of a draw holds both kinds: NaN, as meant.
     with np.errstate(invalid="ignore"):
         return np.nansum(aucs, axis=0) / np.isfinite(aucs).sum(0)

@@ -74,16 +74,16 @@ class ProbeMap(Result):
         """Return where wrong answers are detected best, and whether anything but the states does as well."""
         lines = []
         for name in self.datasets:
-            here = self.table[self.table["dataset"] == name]
-            row = here.iloc[int(here["auc"].to_numpy().argmax())]
+            rows = self.table[self.table["dataset"] == name]
+            row = rows.iloc[int(rows["auc"].to_numpy().argmax())]
             spans = self.spans[self.spans["dataset"] == name].iloc[0]
             lines.append(
                 f"{name}: of {row['answers']:,} answers the wrong ones are detected best at {row['token']}, layer "
                 f"{row['layer']}: AUC {with_interval(row['auc'], row['low'], row['high'], places=3)}, the best of "
-                f"{len(here)} pairs and so overestimated."
+                f"{len(rows)} pairs and so overestimated."
             )
             if np.isfinite(row["control_auc"]):
-                highest = float(here["control_auc"].max())
+                highest = float(rows["control_auc"].max())
                 lines.append(f"{name}: labels drawn again reach {highest:.3f} at most, at any token and layer.")
             if np.isfinite(spans["auc"]):
                 alone = with_interval(spans["auc"], spans["low"], spans["high"], places=3)
@@ -136,7 +136,7 @@ def probe_map(
 
     def work(run: Run) -> ProbeMap:
         sets = {name: answered.select(name) for name in answered.datasets}
-        split = {name: halves(one, seeds) for name, one in sets.items()}
+        split = {name: halves(subset, seeds) for name, subset in sets.items()}
         parts = [(name, token) for name in sets for token in names]
 
         def compute(part: tuple[str, str]) -> dict[str, Tensor]:
@@ -149,9 +149,9 @@ def probe_map(
             return logits
 
         with run.bar("Probing", "token", len(parts)) as bar:
-            made = dict(zip(parts, run.pieces("token", parts, compute, bar), strict=True))
-        tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in made.items()]
-        spans = pd.DataFrame([_of_spans(one, split[name]) for name, one in sets.items()])
+            pieces = dict(zip(parts, run.pieces("token", parts, compute, bar), strict=True))
+        tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in pieces.items()]
+        spans = pd.DataFrame([_of_spans(subset, split[name]) for name, subset in sets.items()])
         return ProbeMap(pd.concat(tables, ignore_index=True), spans, run.record)
 
     return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
@@ -170,15 +170,15 @@ def _logits(
     return logits
 
 
-def _drawn_again(one: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
+def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "seed example"]:
     """Deal the labels out again among the questions of each half, for every seed."""
     drawn = np.empty(half.shape, dtype=np.int64)
     for seed, sides in enumerate(half):
         rng = np.random.default_rng(seed)
         for side in (0, 1):
-            here = np.flatnonzero(sides == side)
+            places = np.flatnonzero(sides == side)
             # Within each half, so that both keep their share of wrong answers.
-            drawn[seed, here] = one.z[rng.permutation(here)]
+            drawn[seed, places] = answered.z[rng.permutation(places)]
     return drawn
 
 
@@ -190,9 +190,9 @@ def _mean_auc(
     return np.asarray(np.mean(aucs, axis=0))
 
 
-def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
+def _rows(answered: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
     """Measure every layer at one token."""
-    draws, z = Bootstrap.of(one.table["question"]), np.broadcast_to(one.z, half.shape)
+    draws, z = Bootstrap.of(answered.table["question"]), np.broadcast_to(answered.z, half.shape)
     logits = piece["logit"].numpy()
     rows: list[dict[str, Any]] = []
     for layer in range(logits.shape[1]):
@@ -200,16 +200,16 @@ def _rows(one: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Ten
         control = np.nan
         if "control" in piece:
             again = piece["control"].numpy()[:, layer]
-            control = float(_mean_auc(again, _drawn_again(one, half), half, draws)[0])
+            control = float(_mean_auc(again, _drawn_again(answered, half), half, draws)[0])
         measured = {"auc": estimate.value, "low": estimate.low, "high": estimate.high, "control_auc": control}
-        named = {"dataset": one.datasets[0], "token": token, "layer": layer}
+        named = {"dataset": answered.datasets[0], "token": token, "layer": layer}
         rows.append(named | measured | {"answers": half.shape[1]})
     return pd.DataFrame(rows)
 
 
-def _of_spans(one: AnsweredQuestions, half: Halves) -> dict[str, Any]:
+def _of_spans(answered: AnsweredQuestions, half: Halves) -> dict[str, Any]:
     """Measure how well the length and place of the exact answer alone detect wrong ones."""
-    logits, z = span_logits(span_shapes(one.table), one.z, half), np.broadcast_to(one.z, half.shape)
+    logits, z = span_logits(span_shapes(answered.table), answered.z, half), np.broadcast_to(answered.z, half.shape)
     # Of logits with a NaN, where the other half has too few of a kind, the AUC and its interval are NaN.
-    found = interval(_mean_auc(logits, z, half, Bootstrap.of(one.table["question"])))
-    return {"dataset": one.datasets[0], "auc": found.value, "low": found.low, "high": found.high}
+    estimate = interval(_mean_auc(logits, z, half, Bootstrap.of(answered.table["question"])))
+    return {"dataset": answered.datasets[0], "auc": estimate.value, "low": estimate.low, "high": estimate.high}

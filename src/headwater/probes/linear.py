@@ -335,41 +335,41 @@ class GivenStates:
         return array
 
 
-def given_states(given: object, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
+def given_states(data: object, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
     """Read states and choose layers of them."""
-    if hasattr(given, "to_numpy") and hasattr(given, "frame"):
-        return _of_cache(given, site, layers)
+    if hasattr(data, "to_numpy") and hasattr(data, "frame"):
+        return _of_cache(data, site, layers)
     if site is not None and not isinstance(site, str):
         raise InputError(f"site={shown(site)} is not the name of a site.")
-    if isinstance(given, Mapping):
-        found = dict(given)
-    elif isinstance(given, Tensor | ndarray) and given.ndim in (2, 3):
-        found = dict(enumerate(given if given.ndim == 3 else given[None]))
+    if isinstance(data, Mapping):
+        by_layer = dict(data)
+    elif isinstance(data, Tensor | ndarray) and data.ndim in (2, 3):
+        by_layer = dict(enumerate(data if data.ndim == 3 else data[None]))
     else:
-        what = f"an array of {given.ndim} axes" if isinstance(given, Tensor | ndarray) else f"a {type(given).__name__}"
+        what = f"an array of {data.ndim} axes" if isinstance(data, Tensor | ndarray) else f"a {type(data).__name__}"
         raise InputError(f"The states to probe are {what}. {WANTED}")
-    states = {layer: partial(_array, found[layer]) for layer in _chosen(layers, list(found))}
+    states = {layer: partial(_array, by_layer[layer]) for layer in _chosen(layers, list(by_layer))}
     whole = {layer: read() for layer, read in states.items()}
     source = digest([[layer, torch.from_numpy(array)] for layer, array in whole.items()])
-    found_states = GivenStates(states, site or "given", source, tuple(range(len(next(iter(whole.values()))))))
+    result = GivenStates(states, site or "given", source, tuple(range(len(next(iter(whole.values()))))))
     for layer in whole:
-        found_states.of_layer(layer)
-    return found_states
+        result.of_layer(layer)
+    return result
 
 
 def _of_cache(cache: Any, site: str | None, layers: Sequence[int] | int | None) -> GivenStates:
     """Read the token rows of a site of a cache."""
-    kept: dict[str, list[int]] = {}
+    layers_by_site: dict[str, list[int]] = {}
     for key in cache.keys():  # noqa: SIM118  (a cache is not a dictionary)
         if isinstance(key, tuple):
-            kept.setdefault(key[0], []).append(key[1])
-    if site is None and len(kept) > 1:
-        raise InputError(f"This cache holds {', '.join(kept)}: name one as site=.")
-    chosen = next(iter(kept), "") if site is None else checked_name("site", site, tuple(kept))
-    if not kept:
+            layers_by_site.setdefault(key[0], []).append(key[1])
+    if site is None and len(layers_by_site) > 1:
+        raise InputError(f"This cache holds {', '.join(layers_by_site)}: name one as site=.")
+    chosen = next(iter(layers_by_site), "") if site is None else checked_name("site", site, tuple(layers_by_site))
+    if not layers_by_site:
         raise InputError("This cache holds nothing by layer that could be probed.")
     # Read when a layer is fitted: a cache in files may be larger than memory.
-    states = {layer: partial(_of_site, cache, chosen, layer) for layer in _chosen(layers, kept[chosen])}
+    states = {layer: partial(_of_site, cache, chosen, layer) for layer in _chosen(layers, layers_by_site[chosen])}
     run = cache.run
     return GivenStates(
         states, chosen, str(cache.digest()), tuple(cache.frame["example"].tolist()), name=run.model,
@@ -382,16 +382,16 @@ def _of_site(cache: Any, site: str, layer: int) -> Float[ndarray, "row feature"]
     return np.asarray(cache.rows(site, layer).flatten(1).double().cpu().numpy())
 
 
-def _chosen(layers: Sequence[int] | int | None, found: Sequence[object]) -> list[int]:
+def _chosen(layers: Sequence[int] | int | None, keys: Sequence[object]) -> list[int]:
     try:
-        known = [number for one in found for number in whole_numbers(one)]
-        wanted = known if layers is None else whole_numbers(layers)
+        numbers = [number for entry in keys for number in whole_numbers(entry)]
+        requested = numbers if layers is None else whole_numbers(layers)
     except TypeError:
-        raise InputError(f"layers={shown(layers)} of states of {shown(found)[:80]} are not layers. {WANTED}") from None
-    missing = [layer for layer in wanted if layer not in known]
-    if missing or not wanted or len(set(wanted)) < len(wanted) or known != list(found):
-        raise InputError(f"layers={shown(layers)}: the states have layers {', '.join(map(str, known)) or 'none'}.")
-    return wanted
+        raise InputError(f"layers={shown(layers)} of states of {shown(keys)[:80]} are not layers. {WANTED}") from None
+    missing = [layer for layer in requested if layer not in numbers]
+    if missing or not requested or len(set(requested)) < len(requested) or numbers != list(keys):
+        raise InputError(f"layers={shown(layers)}: the states have layers {', '.join(map(str, numbers)) or 'none'}.")
+    return requested
 
 
 def _array(part: object) -> Float[ndarray, "row feature"]:

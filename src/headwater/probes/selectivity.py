@@ -75,15 +75,15 @@ def cross_fitted(
     seed: int,
 ) -> CrossFit:
     """Return the logit of label 1 of every row, for the splits that `grouped_folds` gives."""
-    found = CrossFit(np.zeros(len(labels)), np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels)))
+    fit = CrossFit(np.zeros(len(labels)), np.zeros(len(labels), dtype=np.int64), np.zeros(len(labels)))
     for number, (others, fold) in enumerate(splits):
         chosen = chosen_strength(states[others], labels[others], [groups[i] for i in others], strengths, seed)
         weight, bias = fit_linear(states[others], labels[others], chosen)
         # Not a matrix product, which rounds equal rows otherwise by their place (`linear.linear_logits`).
-        found.logit[fold] = (states[fold] * weight).sum(-1) + bias
-        found.fold[fold] = number
-        found.C[fold] = chosen
-    return found
+        fit.logit[fold] = (states[fold] * weight).sum(-1) + bias
+        fit.fold[fold] = number
+        fit.C[fold] = chosen
+    return fit
 
 
 def chosen_strength(
@@ -172,7 +172,7 @@ class ProbeFit(Result):
         ]
         if layers > 1:
             sentences.append(f"It is the best of {layers} layers, and so somewhat overestimated.")
-        below = [f"{one['layer']:.0f}" for one in each_row(self.table) if one["auc_high"] < 0.5]
+        below = [f"{layer_row['layer']:.0f}" for layer_row in each_row(self.table) if layer_row["auc_high"] < 0.5]
         if below:
             sentences.append(
                 f"The interval of the AUC is wholly below 0.5 (layer{'s' * (len(below) > 1)} {', '.join(below)}). "
@@ -274,28 +274,28 @@ def fit_probe(
         InputError: states, labels, groups or options cannot be used, or a class has fewer groups than there are folds.
     """
     states = given_states(cache, site, layers)
-    given = checked_several("labels", labels, "a list with a label for each row")
-    if len(given) != states.rows:
+    entries = checked_several("labels", labels, "a list with a label for each row")
+    if len(entries) != states.rows:
         n_groups = len(set(states.groups))
         hint = (
             f" There is one label for each of the {n_groups} texts, and a row for each token: cache them with "
             "positions='last'."
         )
-        if states.site == "given" and len(given) == len(states.layers) > 1:
+        if states.site == "given" and len(entries) == len(states.layers) > 1:
             hint = " An array of three axes is `layer row feature`: transpose(0, 1) makes it so of `row layer feature`."
-        elif len(given) != n_groups:
+        elif len(entries) != n_groups:
             hint = " Give a label for each row."
-        raise InputError(f"{len(given)} labels were given for {states.rows} rows of states.{hint}")
-    wrong = [i for i, label in enumerate(given) if not is_label(label)]
+        raise InputError(f"{len(entries)} labels were given for {states.rows} rows of states.{hint}")
+    wrong = [i for i, label in enumerate(entries) if not is_label(label)]
     if wrong:
-        raise InputError(f"Label {wrong[0]} is {shown(given[wrong[0]])}; labels are 0 and 1.")
+        raise InputError(f"Label {wrong[0]} is {shown(entries[wrong[0]])}; labels are 0 and 1.")
     of_groups = _named("groups", groups, states.rows) or list(states.groups)
     listed = [checked_number("strengths", one, above=0.0) for one in checked_several("strengths", strengths, "a list")]
     if not listed:
         raise InputError("strengths=[] holds no strength of the penalty; give one at least.")
     seed = checked_seed(seed)
     task = _Task(
-        labels=np.array([int(label) for label in given], dtype=np.int64),
+        labels=np.array([int(label) for label in entries], dtype=np.int64),
         groups=of_groups,
         types=_named("types", types, states.rows) or of_groups,
         folds=checked_count("folds", folds, least=2),
@@ -313,8 +313,8 @@ def fit_probe(
             "each hold both. Give more rows, or fewer folds."
         )
     options = {
-        "labels": task.labels.tolist(), "groups": digest([str(one) for one in task.groups]),
-        "types": digest([str(one) for one in task.types]), "site": states.site, "layers": list(states.layers),
+        "labels": task.labels.tolist(), "groups": digest([str(name) for name in task.groups]),
+        "types": digest([str(name) for name in task.types]), "site": states.site, "layers": list(states.layers),
         "folds": task.folds, "strengths": list(task.strengths), "controls": task.controls, "level": task.level,
     }  # fmt: skip
 
@@ -329,11 +329,11 @@ def fit_probe(
     return run_or_resume(ProbeFit, "fit_probe", states, options, work, out=out, seed=task.seed, progress=progress)
 
 
-def _named(option: str, given: Iterable[Hashable] | None, rows: int) -> list[Hashable]:
+def _named(option: str, names: Iterable[Hashable] | None, rows: int) -> list[Hashable]:
     """Return the names of rows as a list."""
-    if given is None:
+    if names is None:
         return []
-    listed = checked_several(option, given, "a list with a name for each row")
+    listed = checked_several(option, names, "a list with a name for each row")
     if len(listed) != rows:
         raise InputError(f"{len(listed)} {option} were given for {rows} rows of states.")
     if unnamed := [i for i, one in enumerate(listed) if not isinstance(one, Hashable) or isinstance(one, Tensor)]:
@@ -347,7 +347,7 @@ def _of_layer(
     states: Float[ndarray, "row feature"], task: _Task, splits: list[tuple[ndarray, ndarray]]
 ) -> dict[str, Tensor]:
     """Return the logits of one layer, those of its control tasks, and a probe fitted on all rows."""
-    found = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
+    fit = cross_fitted(states, task.labels, task.groups, splits, task.strengths, task.seed)
     chosen = chosen_strength(states, task.labels, task.groups, task.strengths, task.seed)
     weight, bias = fit_linear(states, task.labels, chosen)
     logits, folds, labels = [], [], []
@@ -362,7 +362,7 @@ def _of_layer(
             labels.append(drawn)
     shape = (len(logits), len(task.labels))
     return {
-        "logit": torch.from_numpy(found.logit), "fold": torch.from_numpy(found.fold), "C": torch.from_numpy(found.C),
+        "logit": torch.from_numpy(fit.logit), "fold": torch.from_numpy(fit.fold), "C": torch.from_numpy(fit.C),
         "weight": torch.from_numpy(weight), "bias": torch.tensor(bias, dtype=torch.float64),
         "control_logit": torch.from_numpy(np.array(logits, dtype=float).reshape(shape)),
         "control_fold": torch.from_numpy(np.array(folds, dtype=np.int64).reshape(shape)),
