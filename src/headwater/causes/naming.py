@@ -144,18 +144,18 @@ def names_of(choice: Choice, others: Sequence[Choice]) -> dict[str, list[Head]]:
     # Targets are shuffled in the margins alone; attention is that of the run in every draw.
     gated = choice.margins * choice.attention
     # A relation of the same family names the same head, which cannot beat itself.
-    foreign = [one for one in others if one.family != choice.family]
+    foreign = [other for other in others if other.family != choice.family]
     named = {
         NAMED: [strongest(gated[0], 1)[0]],
         "weights": [strongest(choice.margins[0], 1)[0]],
         "attention": [strongest(choice.attention, 1)[0]],
-        "other relations' weights": [strongest(one.margins[0] * choice.attention, 1)[0] for one in foreign],
+        "other relations' weights": [strongest(other.margins[0] * choice.attention, 1)[0] for other in foreign],
         "other relations' effect": [],
         "shuffled targets": [strongest(draw, 1)[0] for draw in gated[1:]],
         "effect": [choice.family],
     }
     if foreign:
-        named["other relations' effect"] = strongest(np.mean([one.share for one in foreign], axis=0), 1)
+        named["other relations' effect"] = strongest(np.mean([other.share for other in foreign], axis=0), 1)
     return named
 
 

@@ -148,7 +148,7 @@ class Candidate:
 
 def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: int, seed: int) -> list[Candidate]:
     """Return the prompts that can be tried; see `relation_prompts`. The model is not run."""
-    halves, found = halves_of(tokens, seed), []
+    halves, usable = halves_of(tokens, seed), []
     enough = len(halves[0]) >= SHOTS + FEWEST_PAIRS
     for kind, text in _templates(model, tokens, halves[0], template) if enough else ():
         try:
@@ -160,14 +160,14 @@ def candidates(model: HookedModel, tokens: TokenRelation, template: str, pairs: 
         items = halves[0][SHOTS:]  # the first ones are the examples
         both = [paired(prompts, tokens, items, CHOSEN_ON), paired(prompts, tokens, halves[1], pairs)]
         if min(map(len, both)) >= FEWEST_PAIRS:
-            found.append(Candidate(kind, text, *both))
-    if not found:
-        kept, given = len(tokens.targets), len(tokens.relation.pairs)
+            usable.append(Candidate(kind, text, *both))
+    if not usable:
+        n_single, n_pairs = len(tokens.targets), len(tokens.relation.pairs)
         raise InputError(
-            f"{tokens.relation.name}: {kept} of its {given} pairs are single tokens for {model.name}, "
+            f"{tokens.relation.name}: {n_single} of its {n_pairs} pairs are single tokens for {model.name}, "
             f"which leaves fewer than {FEWEST_PAIRS} pairs of prompts in a half."
         )
-    return found
+    return usable
 
 
 MEASURES = ["pairs", "difference", "low", "high", "accuracy"]
@@ -189,11 +189,11 @@ def chosen_prompts(
     """Take the candidate with the largest mean difference."""
     best = int(measured[:, 1].argmax())
     templates = pd.DataFrame(measured.numpy(), columns=MEASURES).astype({"pairs": int})
-    templates.insert(0, "kind", [one.kind for one in tried])
-    templates.insert(1, "template", [str(one.template) for one in tried])
+    templates.insert(0, "kind", [candidate.kind for candidate in tried])
+    templates.insert(1, "template", [str(candidate.template) for candidate in tried])
     templates["chosen"] = templates.index == best
-    one = tried[best]
-    return RelationPrompts(tokens, str(one.template), one.kind, one.first, one.second, templates)
+    chosen = tried[best]
+    return RelationPrompts(tokens, str(chosen.template), chosen.kind, chosen.first, chosen.second, templates)
 
 
 def mean_of(values: Float[ndarray, " pair"], sources: Sequence[int]) -> Interval:
@@ -231,16 +231,16 @@ def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], 
     places = list(zip(prompts.source.tolist(), prompts.batch.lengths.tolist(), strict=True))
     usual = Counter(places).most_common(1)[0][0]
     row_of = {item: row for row, item in enumerate(prompts.item.tolist()) if places[row] == usual}
-    there = [item for item in items if item in row_of]
+    usable = [item for item in items if item in row_of]
     both = []
-    for place, item in enumerate(there[:n]):
-        others = there[place + 1 :] + there[:place]
+    for place, item in enumerate(usable[:n]):
+        others = usable[place + 1 :] + usable[:place]
         # A foil that is accepted for the item, too, would make a right answer count against it.
-        disjoint = (one for one in others if not set(tokens.targets[one]) & set(tokens.targets[item]))
+        disjoint = (candidate for candidate in others if not set(tokens.targets[candidate]) & set(tokens.targets[item]))
         if (other := next(disjoint, None)) is not None:
             both.append((item, other))
-    clean, corrupted = ([row_of[one] for one in side] for side in zip(*both, strict=True)) if both else ([], [])
-    answer, foil = (torch.tensor([tokens.targets[one[side]][0] for one in both]) for side in range(2))
+    clean, corrupted = ([row_of[item] for item in side] for side in zip(*both, strict=True)) if both else ([], [])
+    answer, foil = (torch.tensor([tokens.targets[pair[side]][0] for pair in both]) for side in range(2))
     accepted = tuple(tokens.targets[item] for item, _ in both)
     rows = prompts.batch.tokens[:, : usual[1]]
     clean_items = torch.tensor([item for item, _ in both])

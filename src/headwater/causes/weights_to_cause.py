@@ -117,10 +117,10 @@ def evidence(
         checked_templates(template)
     pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
     draws = checked_count("draws", draws, most=MOST_DRAWS)
-    given = load_relations(relations)
+    loaded = load_relations(relations)
     # A list of one relation is a suite: what a call returns follows from its argument's kind, not from its length.
-    single = len(given) == 1 and not isinstance(relations, list | tuple)
-    tokenized = list(tokenize_relations(given, model.tokenizer))
+    single = len(loaded) == 1 and not isinstance(relations, list | tuple)
+    tokenized = list(tokenize_relations(loaded, model.tokenizer))
     if single:
         tokenized += unrelated(tokenized[0], tokenize_relations(load_relations(None), model.tokenizer), seed)
     weights = weights_of(model, None)
@@ -128,13 +128,13 @@ def evidence(
     chosen, _ = chosen_embedding(weights, usable, embedding) if usable else (str(embedding), None)
     options: dict[str, Any] = {
         "relations": relations_digest([tokens.relation for tokens in tokenized]),
-        "one": given[0].name if single else None,
+        "one": loaded[0].name if single else None,
         "template": template,
         "embedding": chosen,
         "pairs": pairs,
         "draws": draws,
     }
-    work = partial(_measure, model, tokenized, len(given), options, seed)
+    work = partial(_measure, model, tokenized, len(loaded), options, seed)
     result_class: type[Any] = Evidence if single else EvidenceSuite
     with model.hashed_once():
         return run_or_resume(  # type: ignore[no-any-return]
@@ -144,12 +144,12 @@ def evidence(
 
 def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) -> list[TokenRelation]:
     """Return relations that share hardly a word with this one, drawn at random: at most a tenth of its tokens."""
-    own = {*tokens.source.tolist(), *(target for accepted in tokens.targets for target in accepted)}
+    ids = {*tokens.source.tolist(), *(target for accepted in tokens.targets for target in accepted)}
     far = []
-    for one in suite:
-        words = {*one.source.tolist(), *(target for accepted in one.targets for target in accepted)}
-        if one.usable and one.relation.name != tokens.relation.name and len(own & words) <= len(own) / 10:
-            far.append(one)
+    for other in suite:
+        other_ids = {*other.source.tolist(), *(target for accepted in other.targets for target in accepted)}
+        if other.usable and other.relation.name != tokens.relation.name and len(ids & other_ids) <= len(ids) / 10:
+            far.append(other)
     order = np.random.default_rng(seed).permutation(len(far))
     return [far[place] for place in order[:OTHERS]]
 
@@ -166,17 +166,17 @@ def _measure(
         except InputError as error:
             reasons[number] = str(error)
     _say_how_long(model, tokenized[:n], tried, options["pairs"], run.progress)
-    known = dict[int, dict[str, Tensor]]()
+    results = dict[int, dict[str, Tensor]]()
     for stage, some in (("choose", [i for i in tried if i < n]), ("others", [i for i in tried if i >= n])):
         # Others are compared with a relation that the model can do: without one they would be measured for nothing.
-        if not some or (stage == "others" and not any("share" in piece for piece in known.values())):
+        if not some or (stage == "others" and not any("share" in piece for piece in results.values())):
             continue
         with run.bar("Can it, who looks, who moves it", "relation", len(some)) as bar:
             pieces = run.pieces(stage, some, lambda i: _of_relation(model, tokenized[i], tried[i]), bar)
-            known |= dict(zip(some, pieces, strict=True))
-    prompts = {i: chosen_prompts(tokenized[i], tried[i], known[i]["candidates"]) for i in known}
-    choices = _choices(model, tokenized, known, options, seed, run)
-    named = {i: names_of(one, [choices[j] for j in choices if j != i]) for i, one in choices.items() if i < n}
+            results |= dict(zip(some, pieces, strict=True))
+    prompts = {i: chosen_prompts(tokenized[i], tried[i], results[i]["candidates"]) for i in results}
+    choices = _choices(model, tokenized, results, options, seed, run)
+    named = {i: names_of(choice, [choices[j] for j in choices if j != i]) for i, choice in choices.items() if i < n}
     single = options["one"] is not None
     with run.bar("Who moves it, on the second half", "relation", len(named)) as bar:
 
@@ -186,21 +186,21 @@ def _measure(
             return {"effects": torch.from_numpy(head_effects(model, prompts[i].second, heads).effect)}
 
         for i, piece in zip(named, run.pieces("second", list(named), second, bar), strict=True):
-            known[i] = {**known[i], **piece}
+            results[i] = {**results[i], **piece}
     ways, rows, strength = [], [], torch.full((n, 1 + options["draws"]), torch.nan, dtype=torch.float64)
     for i in range(n):
         if i in named:
-            effects, sources = known[i]["effects"].numpy(), prompts[i].second.item.numpy()
+            effects, sources = results[i]["effects"].numpy(), prompts[i].second.item.numpy()
             frame, drawn = judged(choices[i], named[i], effects, sources, seed)
             ways.append(frame.assign(relation=tokenized[i].relation.name))
             strength[i] = torch.from_numpy(drawn)
         family = choices[i].family if i in choices else None
-        rows.append(_row(tokenized[i], prompts.get(i), known.get(i), family, reasons.get(i, "")))
+        rows.append(_row(tokenized[i], prompts.get(i), results.get(i), family, reasons.get(i, "")))
     suite = EvidenceSuite.of(rows, ways, strength, run.record)
     if not single:
         return suite
     others = [prompts[i] for i in choices if i >= n]
-    parts = prompts.get(0), choices.get(0), known.get(0)
+    parts = prompts.get(0), choices.get(0), results.get(0)
     return one_relation(model, suite, *parts, others, options, seed, run)
 
 
@@ -214,8 +214,8 @@ def _say_how_long(
     """Say how long it takes, if that is over a minute, from the tokens that are run."""
     heads, tokens, n = model.shape.n_layers * model.shape.n_heads, 0, len(requested)
     for i, some in tried.items():
-        tokens += sum(one.first.clean.numel() for one in some)
-        first, second = (max(some, key=lambda one: getattr(one, half).clean.numel()) for half in HALVES)
+        tokens += sum(candidate.first.clean.numel() for candidate in some)
+        first, second = (max(some, key=lambda candidate: getattr(candidate, half).clean.numel()) for half in HALVES)
         tokens += first.first.clean.numel() + 2 * second.second.clean.numel()  # attention; the gap, both sides
         moved = [(first.first, heads)]
         if i < n:  # what a relation is compared with is not measured on the second half
@@ -223,8 +223,8 @@ def _say_how_long(
         for pairs_of, count in moved:
             # Both sides; and of each head a token through half the layers.
             tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * count // 2
-    one = f"{requested[0].relation.name} and what it is compared with"
-    what = f"{len(tried):,} relations" if n > 1 else one
+    subject = f"{requested[0].relation.name} and what it is compared with"
+    what = f"{len(tried):,} relations" if n > 1 else subject
     say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
 
 
@@ -235,25 +235,25 @@ def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Cand
     second = prompts.second
     clean, correct = differences(model, second)
     gap = clean - differences(model, second, corrupted=True)[0]
-    found = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
+    result = {"candidates": measured, "correct": torch.from_numpy(correct), "gap": torch.from_numpy(gap)}
     # `not ... > 0`, so that an interval of NaN does not count as a sign of an effect either.
     if not mean_of(gap, second.item.tolist()).low > 0:
-        return found
-    found["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
-    found["attention"] = torch.from_numpy(attention_to_source(model, prompts.first))
-    return found
+        return result
+    result["share"] = torch.from_numpy(head_effects(model, prompts.first).share)
+    result["attention"] = torch.from_numpy(attention_to_source(model, prompts.first))
+    return result
 
 
 def _choices(
     model: HookedModel,
     tokenized: Sequence[TokenRelation],
-    known: Mapping[int, Mapping[str, Tensor]],
+    results: Mapping[int, Mapping[str, Tensor]],
     options: Mapping[str, Any],
     seed: int,
     run: Run,
 ) -> dict[int, Choice]:
     """Return what each relation that the model can do is chosen by; margins are of its first half's items."""
-    can = [i for i, piece in known.items() if "share" in piece]
+    can = [i for i, piece in results.items() if "share" in piece]
     if not can:
         return {}
     generator, halves, orders = np.random.default_rng(seed), [], []
@@ -276,29 +276,29 @@ def _choices(
             return {"margins": torch.stack(layers, 1)}  # draw × layer × head × relation
 
         (piece,) = run.pieces("weights", [None], margins)
-    found = {}
+    choices = {}
     for number, i in enumerate(can):
-        own = piece["margins"][..., number].double().numpy()
-        found[i] = Choice(tokenized[i].relation.name, own, known[i]["attention"].numpy(), known[i]["share"].numpy())
-    return found
+        scores, result = piece["margins"][..., number].double().numpy(), results[i]
+        choices[i] = Choice(tokenized[i].relation.name, scores, result["attention"].numpy(), result["share"].numpy())
+    return choices
 
 
 def _row(
     tokens: TokenRelation,
     prompts: RelationPrompts | None,
-    known: Mapping[str, Tensor] | None,
+    result: Mapping[str, Tensor] | None,
     family: Head | None,
     reason: str,
 ) -> dict[str, Any]:
     """The part of a relation's row that says whether the model can do it."""
-    given = tokens.relation
-    row: dict[str, Any] = {"relation": given.name, "category": given.category, "items": len(tokens.targets)}
-    if prompts is None or known is None:
+    relation = tokens.relation
+    row: dict[str, Any] = {"relation": relation.name, "category": relation.category, "items": len(tokens.targets)}
+    if prompts is None or result is None:
         return row | {"can": False, "reason": reason}
-    gap = mean_of(known["gap"].numpy(), prompts.second.item.tolist())
+    gap = mean_of(result["gap"].numpy(), prompts.second.item.tolist())
     row |= {"prompt": prompts.kind, "pairs": len(prompts.second)}
     row |= {"gap": gap.value, "gap_low": gap.low, "gap_high": gap.high}
-    row |= {"accuracy": known["correct"].double().mean().item()}
+    row |= {"accuracy": result["correct"].double().mean().item()}
     if family is None:
         why = f"the interval of its gap holds 0 ({gap.low:.2f} to {gap.high:.2f} logits)"
         return row | {"can": False, "reason": why}
@@ -325,7 +325,7 @@ def one_relation(
     suite: EvidenceSuite,
     prompts: RelationPrompts | None,
     choice: Choice | None,
-    known: Mapping[str, Tensor] | None,
+    result: Mapping[str, Tensor] | None,
     others: Sequence[RelationPrompts],
     options: Mapping[str, Any],
     seed: int,
@@ -333,16 +333,16 @@ def one_relation(
 ) -> Evidence:
     """Return everything about the first relation of a suite; `others` are the controls of ablation.
 
-    It has no prompts where none can be made, and no choice and no effects of heads (`known`) where the model cannot do
+    It has no prompts where none can be made, and no choice and no effects of heads (`result`) where the model cannot do
     it.
     """
     templates = pd.DataFrame() if prompts is None else prompts.templates
-    if prompts is None or known is None or choice is None:
+    if prompts is None or result is None or choice is None:
         empty = {"when": pd.DataFrame(columns=WHEN), "cost": pd.DataFrame(columns=COST)}
         return Evidence(pd.DataFrame(columns=BY_HEAD), suite.table, templates, ways=suite.ways, run=suite.run, **empty)
     pairs = prompts.second
-    gap = known["gap"].numpy()
-    heads = _by_head(model, prompts, choice, known["effects"].numpy(), gap, options)
+    gap = result["gap"].numpy()
+    heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, options)
     named: list[Head] = [(layer, head) for layer, head in heads[["layer", "head"]].head(TOGETHER).to_numpy().tolist()]
     with run.bar("When, and what it costs", "part", 2 + CONTROLS) as bar:
         when = _when(model, pairs.few(FEW), gap[:FEW].mean())
@@ -350,10 +350,10 @@ def one_relation(
         cost = _cost(model, pairs.few(FEW), named, choice.family, options["draws"], seed)
         bar.update(1)
         for control in others[:CONTROLS]:
-            beside = control.second.few(FEW)
-            lost, difference = ablated(model, beside, [named])
+            sample = control.second.few(FEW)
+            lost, difference = ablated(model, sample, [named])
             cost.append(
-                _ablation_row(f"named together, on {control.relation.name}", named, lost[:, 0], beside, difference)
+                _ablation_row(f"named together, on {control.relation.name}", named, lost[:, 0], sample, difference)
             )
             bar.update(1)
     return Evidence(heads, suite.table, templates, when, suite.ways, pd.DataFrame(cost, columns=COST), suite.run)
@@ -416,11 +416,11 @@ def _cost(
 ) -> list[dict[str, Any]]:
     """What the logit difference loses when heads write nothing at the last position, beside random ones."""
     sets = [*(("named", [head]) for head in named), ("named together", named), ("largest effect", [strongest_head])]
-    random = [list(one) for one in matched_sets(model, named, draws, seed)]
+    random = [list(heads) for heads in matched_sets(model, named, draws, seed)]
     # Named and random sets in one call, so that all share one recorded run.
     lost, difference = ablated(model, pairs, [*(heads for _, heads in sets), *random])
     rows = [
-        _ablation_row(what, heads, one, pairs, difference) for (what, heads), one in zip(sets, lost.T, strict=False)
+        _ablation_row(what, heads, loss, pairs, difference) for (what, heads), loss in zip(sets, lost.T, strict=False)
     ]
     if random:
         sizes = lost[:, len(sets) :].mean(0)

@@ -74,18 +74,18 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        command, given, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
+        command, bound, _ = app.parse_args(sys.argv[1:], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         return _fail(f"{_problem(error)} Help: {' '.join(['headwater', *(error.command_chain or ())])} --help")
-    given.apply_defaults()
+    bound.apply_defaults()
     try:
-        return command(*given.args, **given.kwargs) or 0
+        return command(*bound.args, **bound.kwargs) or 0
     except HeadwaterError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        out = given.arguments.get("out") or given.arguments.get("run", RunOptions()).out
-        kept = "Nothing was kept; with --out FOLDER a run can be continued."
-        screen.print(f"\nInterrupted. {f'The same command continues from {out}.' if out else kept}")
+        out = bound.arguments.get("out") or bound.arguments.get("run", RunOptions()).out
+        note = "Nothing was kept; with --out FOLDER a run can be continued."
+        screen.print(f"\nInterrupted. {f'The same command continues from {out}.' if out else note}")
         return INTERRUPTED
 
 
@@ -98,10 +98,10 @@ def _problem(error: CycloptsError) -> str:
     if isinstance(error, UnknownOptionError):
         # Compared without the dashes, which make all options alike.
         option = error.token.keyword or error.token.value
-        known = {name.lstrip("-"): name for one in error.argument_collection for name in one.names}
+        by_name = {name.lstrip("-"): name for one in error.argument_collection for name in one.names}
         name = option.lstrip("-")
-        near = [OPTIONS[name]] if OPTIONS.get(name) in known else get_close_matches(name, known, n=1)
-        return f"No such option: {option}." + (f" Did you mean {known[near[0]]}?" if near else "")
+        near = [OPTIONS[name]] if OPTIONS.get(name) in by_name else get_close_matches(name, by_name, n=1)
+        return f"No such option: {option}." + (f" Did you mean {by_name[near[0]]}?" if near else "")
     word = (error.unused_tokens or [""])[0] if isinstance(error, UnknownCommandError) else ""
     if word in sys.modules["headwater"].__all__:
         return f"{word} is not a command; in Python it is hw.{word}."

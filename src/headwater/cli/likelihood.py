@@ -102,16 +102,16 @@ def memorization(
     run.finish(profile, files)
 
 
-def read_judge(given: str | None) -> str | EndpointJudge | None:
+def read_judge(text: str | None) -> str | EndpointJudge | None:
     """Return the judge that `--judge` names."""
     from headwater.questions.labels import LABEL, EndpointJudge
 
-    words = (given or "").split()
-    if given is None or words == [LABEL]:
-        return given and LABEL
+    words = (text or "").split()
+    if text is None or words == [LABEL]:
+        return text and LABEL
     if is_endpoint(words):
         return EndpointJudge(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
-    raise InputError(f'--judge {given!r} is neither "label" nor "URL MODEL [VARIABLE]" of an endpoint.')
+    raise InputError(f'--judge {text!r} is neither "label" nor "URL MODEL [VARIABLE]" of an endpoint.')
 
 
 def _layers(text: str) -> Any:
@@ -135,7 +135,7 @@ def _further_files(profile: hw.DepthProfile, out: Path) -> list[str]:
 
 
 def score(
-    given: Annotated[
+    arguments: Annotated[
         list[str],
         Parameter(
             name="MODEL-AND-FILE",
@@ -191,9 +191,9 @@ def score(
             tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
         batch_size: Texts in one run of the model.
     """
-    if len(given) + (model is not None) > 2:
-        raise InputError(f"Give [MODEL] FILE, a model and one file of texts; found {' '.join(given)}.")
-    name, file = (given[0] if len(given) == 2 else model), Path(given[-1])
+    if len(arguments) + (model is not None) > 2:
+        raise InputError(f"Give [MODEL] FILE, a model and one file of texts; found {' '.join(arguments)}.")
+    name, file = (arguments[0] if len(arguments) == 2 else model), Path(arguments[-1])
     from headwater.data.rows import check_readable
     from headwater.data.strict_json import parse_json
     from headwater.likelihood.scores import checked_shares

@@ -96,9 +96,9 @@ class RunOptions:
 
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
         """Print what a result reports, and those of its findings that are `tables`."""
-        found = result.findings() | {"files": list(files)}
-        said = {} if self.as_json else {result.run.model: result.report()}
-        report(found, said | {name: found[name] for name in tables}, self.as_json)
+        summary = result.findings() | {"files": list(files)}
+        sections = {} if self.as_json else {result.run.model: result.report()}
+        report(summary, sections | {name: summary[name] for name in tables}, self.as_json)
 
 
 @Parameter(name="*")
@@ -155,16 +155,16 @@ class MetricOptions:
         """Return the metric that the options name."""
         from headwater.patching.metrics import METRICS, answers_of
 
-        known = {key.replace("_", "-"): key for key in METRICS}
+        by_name = {key.replace("_", "-"): key for key in METRICS}
         name = self.metric.replace("_", "-")
-        if name not in known:
-            raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(name, known)}")
-        given = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
+        if name not in by_name:
+            raise InputError(f"There is no metric {self.metric!r}.{did_you_mean(name, by_name)}")
+        tokens = [*(self.tokens or ()), *([self.token] if self.token is not None else [])]
         needed = {0: "no token", 1: "--token ANSWER", 2: "--tokens RIGHT WRONG"}
-        wanted = len(answers_of(known[name]))
-        if len(given) != wanted:
-            raise InputError(f"The metric {name} takes {needed[wanted]}; {given or 'no token'} was given.")
-        return METRICS[known[name]](*given, at=position(self.at))
+        count = len(answers_of(by_name[name]))
+        if len(tokens) != count:
+            raise InputError(f"The metric {name} takes {needed[count]}; {tokens or 'no token'} was given.")
+        return METRICS[by_name[name]](*tokens, at=position(self.at))
 
 
 def changed(options: Any) -> list[str]:
@@ -178,19 +178,19 @@ def position(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-def read_extractor(given: str | None) -> str | EndpointExtractor | HookedModel | None:
+def read_extractor(text: str | None) -> str | EndpointExtractor | HookedModel | None:
     """Return the extractor that `--extract` names."""
     from headwater.questions.extract import EXTRACTORS, EndpointExtractor
 
-    if given is None:
+    if text is None:
         return None
-    words = given.split()
+    words = text.split()
     if is_endpoint(words):
         return EndpointExtractor(words[0], words[1], key_from=words[2] if len(words) == 3 else None)
     if len(words) == 2 and words[0] == "model":
         return Load().model(words[1])
     if len(words) != 1:
-        raise InputError(f'--extract {given!r} is neither a name nor "model FOLDER" nor "URL MODEL [VARIABLE]".')
+        raise InputError(f'--extract {text!r} is neither a name nor "model FOLDER" nor "URL MODEL [VARIABLE]".')
     EXTRACTORS[words[0]]  # refuses a name that is not there before a model is loaded
     return words[0]
 
@@ -219,18 +219,18 @@ def is_main() -> bool:
     return processes().is_main
 
 
-def report(found: dict[str, Any], sections: Mapping[str, Sequence[Any]], as_json: bool) -> None:
+def report(summary: dict[str, Any], sections: Mapping[str, Sequence[Any]], as_json: bool) -> None:
     """Print what was found: as one JSON line, or by title sentences or the rows of a table, and the files written."""
     if not is_main():
         return
     if as_json:
-        line = json.dumps(found, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        line = json.dumps(summary, ensure_ascii=False).encode("utf-8", "backslashreplace")
         sys.stdout.flush()
         sys.stdout.buffer.write(line + b"\n")
         sys.stdout.buffer.flush()
         return
     console = Console(**AS_IT_IS)
-    for title, lines in (dict(sections) | {"Written:": _listed(found.get("files", ()))}).items():
+    for title, lines in (dict(sections) | {"Written:": _listed(summary.get("files", ()))}).items():
         if lines:
             console.print(title, style="bold")
             show(lines, console)

@@ -111,11 +111,11 @@ def patch(
     prompts, metric, layers = pairs.prompts, measured.read(), _window(window)
     sites_called(list(sites))  # wrong names are refused before a model is loaded
     replacement_spec(values)
-    found = hw.patch(
+    sweep = hw.patch(
         load.model(model), prompts, pairs.corrupted, sites=cast(Any, list(sites)), metric=metric, over=over,
         direction=direction, values=cast(Any, values), window=layers, method=method, **run.kept(),
     )  # fmt: skip
-    _report(found, run)
+    _report(sweep, run)
 
 
 def knockout(
@@ -152,11 +152,11 @@ def knockout(
         raise InputError("Give at least one --prompt, and with --key what must not be read.")
     metric, layers = measured.read(), _window(window)
     block = hw.Edges(position(query), position(key), heads and [position(one) for one in heads])
-    found = hw.knockout(
+    sweep = hw.knockout(
         load.model(model), prompt, block=block, metric=metric, window=layers, variant=variant, over=over,
         **run.kept(),
     )  # fmt: skip
-    _report(found, run)
+    _report(sweep, run)
 
 
 def edges(
@@ -198,17 +198,17 @@ def edges(
     from headwater.runs.result import whole_summary
 
     prompts, metric = pairs.prompts, measured.read()
-    found = hw.edges(
+    result = hw.edges(
         load.model(model), prompts, pairs.corrupted, metric=metric, senders=senders, receivers=receivers,
         direction=direction, over=over, through=through, seed=seed, hours=hours, **run.kept(), **vars(measuring),
     )  # fmt: skip
-    files = run.write(found, "edges")
+    files = run.write(result, "edges")
     if run.out is not None:
-        whole_summary(found).to_csv(run.out / "summary.csv", index=False, lineterminator="\n")
+        whole_summary(result).to_csv(run.out / "summary.csv", index=False, lineterminator="\n")
         files.append(str(run.out / "summary.csv"))
-    strongest = found.top(SHOWN)
+    strongest = result.top(SHOWN)
     strongest["effect"] = strongest["effect"].fillna(strongest["estimate"])
-    _finish(run, _about(found), strongest, found.report(), files)
+    _finish(run, _about(result), strongest, result.report(), files)
 
 
 def circuit(
@@ -248,23 +248,23 @@ def circuit(
     if useless:
         raise InputError(f"{', '.join(useless)} cannot be used here; {reason}, or these.")
     prompts, metric = pairs.prompts, measured.read()
-    found: Any
+    result: Any
     if search.threshold is not None:
-        found = hw.find_circuit(
+        result = hw.find_circuit(
             load.model(model), prompts, pairs.corrupted, metric=metric, by=by, seed=seed, hours=hours, **run.kept(),
             **vars(search),
         )  # fmt: skip
-        files, chosen, sentences = run.write(found, "search"), found.circuit, found.report()
-        counts = {"pairs": int(found.alone["example"].nunique()), "edges": len(found.table), "method": "greedy search"}
-        about = {"model": found.run.model, **counts, "metric": found.alone["metric"].iloc[0]}
+        files, chosen, sentences = run.write(result, "search"), result.circuit, result.report()
+        sizes = {"pairs": int(result.alone["example"].nunique()), "edges": len(result.table), "method": "greedy search"}
+        about = {"model": result.run.model, **sizes, "metric": result.alone["metric"].iloc[0]}
     else:
-        found = hw.edges(
+        result = hw.edges(
             load.model(model), prompts, pairs.corrupted, metric=metric, seed=seed, hours=hours, **run.kept(),
             **vars(measuring),
         )  # fmt: skip
-        files, chosen, about = [], found.circuit(SIZE if size is None else size, by=by), _about(found)
+        files, chosen, about = [], result.circuit(SIZE if size is None else size, by=by), _about(result)
         sentences = [
-            f"Circuit of {len(chosen):,} of {found.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
+            f"Circuit of {len(chosen):,} of {result.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
             "the embedding to the logits.",
             "It was chosen on these prompts: what it is worth shows on others.",
         ]
@@ -286,18 +286,18 @@ def _window(text: str | None) -> Any:
     return window
 
 
-def _about(found: hw.EdgeEffects) -> dict[str, object]:
-    counts = {"pairs": len(found.baselines), "edges": len(found.chosen), "method": found.method}
-    return {"model": found.run.model, **counts, "metric": found.metrics[0]}
+def _about(result: hw.EdgeEffects) -> dict[str, object]:
+    counts = {"pairs": len(result.baselines), "edges": len(result.chosen), "method": result.method}
+    return {"model": result.run.model, **counts, "metric": result.metrics[0]}
 
 
-def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, said: list[str], files: list[str]) -> None:
-    """Print what was found of edges, and the strongest of them."""
+def _finish(run: RunOptions, about: dict[str, Any], strongest: pd.DataFrame, text: list[str], files: list[str]) -> None:
+    """Print what a result says of its edges, and the strongest of them."""
     from headwater.runs.result import records_of
 
-    found = about | {"strongest": records_of(strongest[["edge", "effect"]]), "said": said, "files": files}
-    title = f"{found['model']}: {found['edges']:,} edges, {found['method']}"
-    report(found, {title: said, "strongest": found["strongest"]}, run.as_json)
+    summary = about | {"strongest": records_of(strongest[["edge", "effect"]]), "said": text, "files": files}
+    title = f"{summary['model']}: {summary['edges']:,} edges, {summary['method']}"
+    report(summary, {title: text, "strongest": summary["strongest"]}, run.as_json)
 
 
 def _report(sweep: hw.Sweep, run: RunOptions) -> None:
@@ -307,7 +307,7 @@ def _report(sweep: hw.Sweep, run: RunOptions) -> None:
     summary = whole_summary(sweep)
     felt = summary["mean"].abs().sort_values(ascending=False)
     rows = records_of(summary.loc[felt[felt > 0].index].head(SHOWN))
-    found = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
-    found["files"] = run.write(sweep, "sweep")
-    said = [] if run.as_json else sweep.report()
-    report(found, {sweep.run.model: said, "strongest": rows}, run.as_json)
+    output = {"model": sweep.run.model, "engine": sweep.engine, "cells": len(summary), "strongest": rows}
+    output["files"] = run.write(sweep, "sweep")
+    text = [] if run.as_json else sweep.report()
+    report(output, {sweep.run.model: text, "strongest": rows}, run.as_json)

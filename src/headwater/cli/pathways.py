@@ -139,19 +139,19 @@ def pathways(
         detection: Fit detectors of wrong answers too.
     """
     loaded, answered = answering.answered(model, load, run)
-    found: dict[str, Result] = {"answers": answered}
-    found["pathways"] = traced = hw.trace_pathways(
+    results: dict[str, Result] = {"answers": answered}
+    results["pathways"] = traced = hw.trace_pathways(
         loaded, answered, variant=variant, edges=edges, window=window, seeds=seeds, controls=controls,
         batch_size=answering.batch_size, **run.kept("pathways"), **vars(probe),
     )  # fmt: skip
     if saliency:
-        found["saliency"] = hw.saliency(loaded, answered, traced.probe, **run.kept("saliency"))
+        results["saliency"] = hw.saliency(loaded, answered, traced.probe, **run.kept("saliency"))
     if detection:
-        found["detection"] = hw.detect(
+        results["detection"] = hw.detect(
             loaded, answered, variant=variant, seeds=seeds, batch_size=answering.batch_size,
             **run.kept("detection"), **vars(probe),
         )  # fmt: skip
-    _finish(found, run)
+    _finish(results, run)
 
 
 def saliency(
@@ -242,15 +242,15 @@ def detect(
     _finish({"answers": answered, "detection": measured}, run)
 
 
-def _examples(given: str | None) -> list[tuple[str, str]] | None:
+def _examples(source: str | None) -> list[tuple[str, str]] | None:
     """Return the questions and answers of the file that `--examples` names; an empty list for "none"."""
-    if given is None or given == "none":
-        return None if given is None else []
-    table = hw.load_questions(given).table
+    if source is None or source == "none":
+        return None if source is None else []
+    table = hw.load_questions(source).table
     return [(question, answers[0]) for question, answers in zip(table["question"], table["answers"], strict=True)]
 
 
-def _finish(found: dict[str, Result], run: RunOptions) -> None:
+def _finish(results: dict[str, Result], run: RunOptions) -> None:
     """Write figures, tables and the report, and print what was found."""
     if not is_main():
         return
@@ -258,8 +258,8 @@ def _finish(found: dict[str, Result], run: RunOptions) -> None:
 
     files = []
     if run.out is not None:
-        for name, result in found.items():
+        for name, result in results.items():
             files += run.write(result, name, name)
-        files.append(str(write_report(found, run.out / "report.md")))
-    summary: dict[str, Any] = {name: result.findings() for name, result in found.items()}
-    report(summary | {"files": files}, {name: result.report() for name, result in found.items()}, run.as_json)
+        files.append(str(write_report(results, run.out / "report.md")))
+    summary: dict[str, Any] = {name: result.findings() for name, result in results.items()}
+    report(summary | {"files": files}, {name: result.report() for name, result in results.items()}, run.as_json)

@@ -51,24 +51,24 @@ def plan(*, plan: Flag = False, runs: Path = Path("runs"), as_json: AsJson = Fal
 
     lines = [asdict(line) for line in reproduction_plan(runs)]
     figures = {kind: figure_commands(kind, runs) for kind in LIMITS}
-    found = {"lines": lines, "figures": figures, "data": DATA, "limits": LIMITS}
-    report(found, {kind: _plan_of(kind, found) for kind in figures}, as_json)
+    summary = {"lines": lines, "figures": figures, "data": DATA, "limits": LIMITS}
+    report(summary, {kind: _plan_of(kind, summary) for kind in figures}, as_json)
 
 
-def _plan_of(kind: str, found: dict[str, Any]) -> list[str]:
+def _plan_of(kind: str, summary: dict[str, Any]) -> list[str]:
     """Return what the plan says of one analysis."""
-    lines = [line for line in found["lines"] if line["analysis"] == kind]
+    lines = [line for line in summary["lines"] if line["analysis"] == kind]
     named = dict.fromkeys(name for line in lines for name in line["data"])
-    meanings = {what: [name for name in named if found["data"][name] == what] for what in found["data"].values()}
+    meanings = {what: [name for name in named if summary["data"][name] == what] for what in summary["data"].values()}
     return [
         *(
-            f"  {one['command']}  # {one['weights']:.1f} GiB, {one['published']:,} numbers"
-            + (f", {one['measured']:,} of them measured" if one["measured"] else "")
-            for one in lines
+            f"  {line['command']}  # {line['weights']:.1f} GiB, {line['published']:,} numbers"
+            + (f", {line['measured']:,} of them measured" if line["measured"] else "")
+            for line in lines
         ),
-        *(f"  {one}" for one in found["figures"][kind]),
+        *(f"  {figure}" for figure in summary["figures"][kind]),
         *(f"  data: {', '.join(names)}: {what}" for what, names in meanings.items() if names),
-        *(f"  limit: {one}" for one in found["limits"][kind]),
+        *(f"  limit: {limit}" for limit in summary["limits"][kind]),
     ]
 
 
@@ -103,11 +103,11 @@ def maps(
     """
     from headwater.heads.dynamic import TEMPLATES
 
-    found = hw.reference.reproduce_maps(
+    reproduction = hw.reference.reproduce_maps(
         model, datasets, published=published, correlations=correlations, ablations=ablations, multi_token=multi_token,
         templates=TEMPLATES if templates is None else _lines(templates), device=device, **run.kept(),
     )  # fmt: skip
-    _report(found, run, ("heads",), {"heads": hw.HeadMap})
+    _report(reproduction, run, ("heads",), {"heads": hw.HeadMap})
 
 
 @app.command
@@ -145,12 +145,12 @@ def pathways(
     """
     from headwater.reference.pathways import METHODS, PARTS
 
-    found = hw.reference.reproduce_pathways(
+    reproduction = hw.reference.reproduce_pathways(
         load.model(model), questions, published=published, sample=sample or None,
         methods=tuple(METHODS) if method is None else method, token=token, seeds=seeds, controls=controls,
         **answering.read(), **run.kept(),
     )  # fmt: skip
-    _report(found, run, ("pathways", "saliency"), PARTS)
+    _report(reproduction, run, ("pathways", "saliency"), PARTS)
 
 
 @app.command
@@ -176,11 +176,11 @@ def memorization(
         batch_size: Texts in one run.
     """
     graph, scorer = hw.load_depth_graph(data, predictions=predictions), read_judge(judge)
-    found = hw.reference.reproduce_memorization(
+    reproduction = hw.reference.reproduce_memorization(
         load.model(model), graph, published=published, judge=scorer, predecessors=predecessors, batch_size=batch_size,
         **run.kept(),
     )  # fmt: skip
-    _report(found, run, ("memorization",), {"profile": hw.DepthProfile})
+    _report(reproduction, run, ("memorization",), {"profile": hw.DepthProfile})
 
 
 @app.command
@@ -210,11 +210,11 @@ def membership(
         batch_size: Texts in one run.
     """
     other = Load().model(reference) if reference is not None else None
-    found = hw.reference.reproduce_membership(
+    reproduction = hw.reference.reproduce_membership(
         load.model(model), texts, benchmark=benchmark, reference=other, published=published, batch_size=batch_size,
         **run.kept(),
     )  # fmt: skip
-    _report(found, run)
+    _report(reproduction, run)
 
 
 def _lines(file: Path) -> list[str]:
@@ -226,7 +226,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _report(
-    found: hw.reference.Reproduction,
+    reproduction: hw.reference.Reproduction,
     run: RunOptions,
     figures: Sequence[str] = (),
     parts: Mapping[str, type[Result]] = MappingProxyType({}),
@@ -243,16 +243,16 @@ def _report(
             files += run.write(result, name, name)
         for kind in figures:
             try:
-                made = drawn(kind, [run.out], style="published", out=run.out / f"published-{kind}")
+                drawing = drawn(kind, [run.out], style="published", out=run.out / f"published-{kind}")
             except InputError as error:
-                made = {"files": [], "note": f"No figure of {kind}: {error}"}
-            files, notes = files + made["files"], [*notes, made["note"]]
+                drawing = {"files": [], "note": f"No figure of {kind}: {error}"}
+            files, notes = files + drawing["files"], [*notes, drawing["note"]]
         files += [str(write_report(results, run.out / "report.md"))] if results else []
-    if found.table["difference"].notna().any():
-        files += run.write(found, "reproduction")
-    rows, notes = records_of(found.table), list(filter(None, notes))
-    summary = found.findings() | {"rows": rows, "files": files, "notes": [*notes, *found.notes]}
-    by_quantity = found.table.groupby("quantity", sort=False)
+    if reproduction.table["difference"].notna().any():
+        files += run.write(reproduction, "reproduction")
+    rows, notes = records_of(reproduction.table), list(filter(None, notes))
+    summary = reproduction.findings() | {"rows": rows, "files": files, "notes": [*notes, *reproduction.notes]}
+    by_quantity = reproduction.table.groupby("quantity", sort=False)
     quantities = {str(name): records_of(some.drop(columns="quantity")) for name, some in by_quantity}
-    beside = f"{found.run.model} beside {found.published_model or 'no published model'}"
-    report(summary, {beside: [*notes, *found.report()]} | quantities, run.as_json)
+    title = f"{reproduction.run.model} beside {reproduction.published_model or 'no published model'}"
+    report(summary, {title: [*notes, *reproduction.report()]} | quantities, run.as_json)

@@ -98,15 +98,15 @@ class JsonDocument:
 
     def members(self) -> dict[str, tuple[int, Any]]:
         """Return {key: (position of the value, value)} of the object that the file holds."""
-        found: dict[str, tuple[int, Any]] = {}
+        members: dict[str, tuple[int, Any]] = {}
         position = self._skip(self._skip(0) + 1)
         while self.text[position] != "}":
             key, end = self._decoder.raw_decode(self.text, position)
             position = self._skip(self._skip(end) + 1)
             value, end = self._decoder.raw_decode(self.text, position)
-            found[key] = (position, value)
+            members[key] = (position, value)
             position = self._after_comma(end)
-        return found
+        return members
 
     def _skip(self, position: int) -> int:
         space = self._space.match(self.text, position)

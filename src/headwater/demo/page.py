@@ -71,15 +71,15 @@ def leading(sentences: Sequence[str], beginnings: Sequence[str]) -> tuple[list[s
     return (lead, [one for i, one in enumerate(sentences) if i not in first]) if lead else (list(sentences), [])
 
 
-def write_report(found: Mapping[str, Result], file: Path) -> Path:
+def write_report(results: Mapping[str, Result], file: Path) -> Path:
     """Write what several results show as Markdown, with the figures beside it."""
     lines = []
-    for name, result in found.items():
+    for name, result in results.items():
         title = STEPS[name].title if name in STEPS else name.capitalize()
         lines += [f"## {title}", *(_markdown(one) for one in result.report())]
         if (file.parent / name / f"{name}.png").exists():
             lines.append(f"![{name}]({name}/{name}.png)")
-    run = next(iter(found.values())).run
+    run = next(iter(results.values())).run
     head = [f"# headwater: {_markdown(run.model)}", _markdown(made_by(run))]
     text = "\n\n".join([*head, *lines]) + "\n"
     write_atomically(file, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -43,30 +43,30 @@ def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], li
     return clean, corrupted, hw.logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
 
 
-def _edges(seen: Seen, options: dict[str, Any]) -> Result:
+def _edges(demo: Seen, options: dict[str, Any]) -> Result:
     clean, corrupted, metric = _gift_prompts(GIFTS, shift=3)
-    return hw.edges(seen.real, clean, corrupted, metric=metric, method="eap-ig", **options)
+    return hw.edges(demo.real, clean, corrupted, metric=metric, method="eap-ig", **options)
 
 
-def _circuit(seen: Seen, options: dict[str, Any]) -> Result:
+def _circuit(demo: Seen, options: dict[str, Any]) -> Result:
     clean, corrupted, metric = _gift_prompts((HELD_OUT,), shift=5)
-    circuits = {f"the {EDGES} strongest edges": seen.found["indirect_object"].circuit(EDGES)}
-    return hw.run_circuits(seen.real, clean, corrupted, circuits, metric=metric, placebos=8, **options)
+    circuits = {f"the {EDGES} strongest edges": demo.found["indirect_object"].circuit(EDGES)}
+    return hw.run_circuits(demo.real, clean, corrupted, circuits, metric=metric, placebos=8, **options)
 
 
-def _shown_circuit(seen: Seen, runs: Any) -> View:
-    edges = seen.found["indirect_object"]
+def _shown_circuit(demo: Seen, runs: Any) -> View:
+    edges = demo.found["indirect_object"]
     shown: View = edges.circuit(EDGES).view(n=100, edges=edges)
     return shown
 
 
-def _repeated(seen: Seen, behaviour: Any) -> View:
+def _repeated(demo: Seen, behaviour: Any) -> View:
     """The attention on a sentence that is said twice."""
-    cache = seen.real.cache([REPEATED], sites=["pattern"], progress=False)
-    return cache.view(values=seen.real)
+    cache = demo.real.cache([REPEATED], sites=["pattern"], progress=False)
+    return cache.view(values=demo.real)
 
 
-def _chat(seen: Seen, options: dict[str, Any]) -> Result:
+def _chat(demo: Seen, options: dict[str, Any]) -> Result:
     """Patch the residual stream at the country, at another word of the question, and where the capital follows."""
 
     def question_about(name: str) -> list[dict[str, str]]:
@@ -78,7 +78,7 @@ def _chat(seen: Seen, options: dict[str, Any]) -> Result:
     countries = [tuple(f" {name}" for name in pair) for pair in zip(*sides, strict=True)]
     roles = {"country": countries, of.OTHER_WORD: " city", "last": "last"}
     metric = hw.logit_difference(*([f" {CAPITALS[name]}" for name in side] for side in sides))
-    return hw.patch(seen.real, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
+    return hw.patch(demo.real, clean, corrupted, sites="resid_pre", positions=roles, metric=metric, **options)
 
 
 REAL_STEPS = {
@@ -88,10 +88,10 @@ REAL_STEPS = {
         "and compared with 62 relations; what shuffled pairs would score, and mere copying, do not count (Elhelo & "
         "Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
-        lambda seen, options: hw.classify_heads(seen.real, **options),
+        lambda demo, options: hw.classify_heads(demo.real, **options),
         number=of.heads,
         table=of.head_table,
-        view=lambda seen, heads: heads.view(model=seen.real),
+        view=lambda demo, heads: heads.view(model=demo.real),
     ),
     "capital": Step(
         "From weights to a cause",
@@ -101,7 +101,7 @@ REAL_STEPS = {
         "the head that moves most.",
         "What weights write, who looks at the country, who moves the answer, when it passes to the last token, what "
         "ablating costs. The ring is the head that weights and attention name.",
-        lambda seen, options: hw.evidence(seen.real, "country_to_capital", pairs=8, draws=50, **options),
+        lambda demo, options: hw.evidence(demo.real, "country_to_capital", pairs=8, draws=50, **options),
         number=of.cause,
         table=lambda found: found.summary(),
         concludes=True,
@@ -130,7 +130,7 @@ REAL_STEPS = {
         "Random tokens, repeated once: previous token, duplicate token, induction and others, each against as many "
         "random keys.",
         "Heads by what they attend to.",
-        lambda seen, options: hw.attention_behaviour(seen.real, copying=False, **options),
+        lambda demo, options: hw.attention_behaviour(demo.real, copying=False, **options),
         is_on_top=False,
         number=of.induction,
         beside=("A repeated sentence, head by head", _repeated),

@@ -54,12 +54,12 @@ class Number(NamedTuple):
 
 def heads(result: Result) -> Number:
     """How many heads have a label; the strongest beside its habits."""
-    found = result.findings()
-    classified = found["heads"] - found["labels"]["unclassified"]
-    rows = [row for row in found["relations"] if row["best_excess"] is not None]
+    facts = result.findings()
+    classified = facts["heads"] - facts["labels"]["unclassified"]
+    rows = [row for row in facts["relations"] if row["best_excess"] is not None]
     best = max(rows, key=lambda row: row["best_excess"])
     return Number(
-        f"{classified} of {found['heads']} heads have a label; the strongest, {best['best_head']}, {best['best_sign']} "
+        f"{classified} of {facts['heads']} heads have a label; the strongest, {best['best_head']}, {best['best_sign']} "
         f"{best['relation']} for {_percent([best['best_score']])} of its pairs",
         f"by its habits alone {_percent([best['best_expected']])}",
         weak=best["best_excess"] < APART or not classified,
@@ -108,13 +108,13 @@ def memorization(result: DepthProfile) -> Number:
     """Median Min-K% by depth, and how far its mean rises; how far with the words shuffled."""
     medians = result.findings()["median_min_k"]
     listed = ", ".join(f"{value:.1f}" for value in medians.values())
-    found = f"the median Min-K% is {listed} nats at depth {', '.join(medians)}"
+    sentence = f"the median Min-K% is {listed} nats at depth {', '.join(medians)}"
     rise, shuffled, less = (_rise(result, control) for control in ("all nodes", "shuffled", "minus shuffled"))
     if rise is None or shuffled is None or less is None:
-        return Number(found)
+        return Number(sentence)
     value, low, high = less
     return Number(
-        f"{found}; from first to last its mean rises by {rise[0]:.1f}",
+        f"{sentence}; from first to last its mean rises by {rise[0]:.1f}",
         f"with the words shuffled by {shuffled[0]:.1f}, {value:.1f} less (95 % interval {low:.1f} to {high:.1f})",
         weak=low < APART,
     )
@@ -310,22 +310,22 @@ class Step:
 
 
 def _pathways(token: TokenName) -> Callable[[Seen, dict[str, Any]], Result]:
-    return lambda seen, options: hw.trace_pathways(seen.model, seen.found["answers"], token=token, **options)
+    return lambda demo, options: hw.trace_pathways(demo.model, demo.found["answers"], token=token, **options)
 
 
-def _patching(seen: Seen, options: dict[str, Any]) -> Result:
-    pairs = prompt_pairs(seen.found["answers"].table)
+def _patching(demo: Seen, options: dict[str, Any]) -> Result:
+    pairs = prompt_pairs(demo.found["answers"].table)
     clean, corrupted, right, wrong = (list(column) for column in zip(*pairs, strict=True))
     metric = hw.logit_difference(right, wrong)
-    return hw.patch(seen.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
+    return hw.patch(demo.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
 
 
-def _attention(seen: Seen, sweep: Any) -> View:
+def _attention(demo: Seen, sweep: Any) -> View:
     """The attention in both prompts of the first pair that was patched, dated as the sweep: pages stay equal."""
     clean, corrupted, *_ = sweep.run.options["prompts"]
-    cache = seen.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)
+    cache = demo.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)
     cache = replace(cache, run=replace(cache.run, created=sweep.run.created))
-    return cache.view(example=[0, 1], values=seen.model)
+    return cache.view(example=[0, 1], values=demo.model)
 
 
 def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, int]]:
@@ -375,17 +375,17 @@ STEPS = {
         "Each head's parameters are read as a map from words to words and compared with relations between words; "
         "what shuffled pairs would score, and mere copying, do not count (Elhelo & Geva, 2025).",
         "A mark per head, coloured by the category of the relations it implements.",
-        lambda seen, options: hw.classify_heads(seen.model, **options),
+        lambda demo, options: hw.classify_heads(demo.model, **options),
         number=heads,
         table=head_table,
-        view=lambda seen, heads: heads.view(model=seen.model),
+        view=lambda demo, heads: heads.view(model=demo.model),
     ),
     "answers": Step(
         "What the model answers",
         "Four sets of questions about the world the model was trained on, answered greedily; an answer is wrong when "
         "it contains no accepted answer.",
         "Share of the questions answered rightly and wrongly.",
-        lambda seen, options: hw.answer(seen.model, hw.load_questions(sample=seen.questions), **options),
+        lambda demo, options: hw.answer(demo.model, hw.load_questions(sample=demo.questions), **options),
         number=answers,
         is_on_top=False,
     ),
@@ -420,7 +420,7 @@ STEPS = {
         "Saliency |A · ∂L/∂A| of the attention that the answer's tokens, or all tokens, pay to the question's exact "
         "tokens. A confident and right probe has no cross-entropy gradient whatever flows: the logit's is given too.",
         "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",
-        lambda seen, options: hw.saliency(seen.model, seen.found["answers"], seen.found["pathways"].probe, **options),
+        lambda demo, options: hw.saliency(demo.model, demo.found["answers"], demo.found["pathways"].probe, **options),
         number=saliency,
         is_on_top=False,
         needs=("answers", "pathways"),
@@ -430,7 +430,7 @@ STEPS = {
         "Detectors are fitted on half of each question set and measured on the other half; the first row needs no "
         "model, only the question's relation, popularity and depth. Probes read the token before the answer.",
         "AUC with 95 % intervals over questions; the dashed line is chance.",
-        lambda seen, options: hw.detect(seen.model, seen.found["answers"], token="before_answer", **options),
+        lambda demo, options: hw.detect(demo.model, demo.found["answers"], token="before_answer", **options),
         number=detection,
         needs=("answers",),
         table=detection_table,
@@ -441,7 +441,7 @@ STEPS = {
         "log-likelihood of the least likely tokens of the answer: higher is less likely seen.",
         "Min-K% by depth, and the density of the score gap from depth 2 to 3 where Min-K% is in its lowest quarter "
         "(25%) and in its highest (75%).",
-        lambda seen, options: hw.memorization(seen.model, hw.load_depth_graph(), layers="all", **options),
+        lambda demo, options: hw.memorization(demo.model, hw.load_depth_graph(), layers="all", **options),
         number=memorization,
         companions=(
             (

@@ -55,10 +55,10 @@ def _run(names: Sequence[str], questions: int, out: Path) -> None:
     """Run analyses of the embedded model, each into its folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exit leaves nothing to warn of
     torch.set_num_threads(1)
-    seen = Seen(load(), questions)
+    demo = Seen(load(), questions)
     with suppress(Exception):  # the tour runs what is missing once more, and says why it fails
         for name in names:
-            seen.found[name] = STEPS[name].run(seen, {"progress": False, "out": out / name})
+            demo.found[name] = STEPS[name].run(demo, {"progress": False, "out": out / name})
 
 
 @dataclass

@@ -179,17 +179,17 @@ def reproduce_maps(
             yield compare_correlations(measured.correlations, numbers)
         if multi_token and (longer := steps("longer_sources", multi_token_scores, model, head_map, of)) is not None:
             yield compare_correlations(longer.correlations, numbers, LONGER)
-        known = [one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})]
-        for relation in known if ablations else ():
+        with_ablation = [one for one in head_map.table["relation"].unique() if "ablation" in numbers.get(one, {})]
+        for relation in with_ablation if ablations else ():
             heads = numbers[relation]["ablation"]["heads"]
-            kept: dict[str, Any] = {"relations": of, "top": heads, "controls": []}
-            removed = steps(f"ablation_{relation}", ablate_heads, model, head_map, relation, **kept)
+            arguments: dict[str, Any] = {"relations": of, "top": heads, "controls": []}
+            removed = steps(f"ablation_{relation}", ablate_heads, model, head_map, relation, **arguments)
             yield compare_ablation(removed, numbers[relation]["ablation"])
 
     def work(run: Run) -> Reproduction:
-        largest = sorted(relations, key=lambda one: -len(one.pairs))
-        some = [replace(one, pairs=one.pairs[:PRACTICE]) for one in largest]
-        items = sum(len(one.pairs) for one in relations)
+        largest = sorted(relations, key=lambda relation: -len(relation.pairs))
+        some = [replace(relation, pairs=relation.pairs[:PRACTICE]) for relation in largest]
+        items = sum(len(relation.pairs) for relation in relations)
         sizes = PRACTICE, 2 * PRACTICE
 
         def practise(trial: Steps, places: Sequence[int]) -> None:

@@ -66,22 +66,22 @@ def load_joined_texts(source: str | Path) -> pd.DataFrame:
     """
     path = checked_path("source", source)
     check_readable(path, "texts")
-    found = [
+    rows = [
         stretch for row, (where, fields) in enumerate(read_objects(path)) for stretch in _stretches(row, where, fields)
     ]
-    if not found:
+    if not rows:
         raise InputError(f"{path} holds no texts.")
-    return pd.DataFrame(found, columns=["row", "text", "start", "end", "member"])
+    return pd.DataFrame(rows, columns=["row", "text", "start", "end", "member"])
 
 
 def _stretches(row: int, where: str, fields: dict[str, object]) -> Iterator[tuple[int, str, int, int, bool]]:
-    text, given = fields.get("input"), fields.get("label")
-    labels = given.tolist() if hasattr(given, "tolist") else given
+    text, raw_labels = fields.get("input"), fields.get("label")
+    labels = raw_labels.tolist() if hasattr(raw_labels, "tolist") else raw_labels
     words = text.split(" ") if isinstance(text, str) else []
     if not words or not isinstance(labels, list) or len(labels) != len(words) // WORDS or set(labels) - {0, 1}:
         raise InputError(
             f"{where}: expected input, a text, and label, a list with 1 or 0 for every {WORDS} of its words "
-            f"({len(words) // WORDS}), found {str(given)[:60]}."
+            f"({len(words) // WORDS}), found {str(raw_labels)[:60]}."
         )
     assert isinstance(text, str)
     start = 0
@@ -95,18 +95,18 @@ def of_stretches(model: HookedModel, stats: TextStatistics, joined: pd.DataFrame
     """Return the statistics of every stretch, out of those of the whole texts."""
     by_text = dict(tuple(stats.table.groupby("text")))
     tables, texts = [], []
-    for number, one in enumerate(joined.to_dict("records")):
-        _, offsets = encode(model.tokenizer, one["text"], model.bos)  # type: ignore[arg-type]
+    for number, stretch in enumerate(joined.to_dict("records")):
+        _, offsets = encode(model.tokenizer, stretch["text"], model.bos)  # type: ignore[arg-type]
         if offsets is None:
             raise InputError("Texts put together need a fast tokenizer, which says the characters of each token.")
-        places = token_span(offsets, one["start"], one["end"])
-        is_first = one["start"] == 0 and bool(model.bos)
-        of_text = by_text.get(one["row"], stats.table.head(0))
-        own = of_text[of_text["position"].isin(places if is_first else places[1:])]
-        tables.append(own.assign(text=number))
-        content = one["text"][one["start"] : one["end"]]
-        sizes = {"zlib_bytes": len(zlib.compress(content.encode())), "tokens": len(places), "scored": len(own)}
-        texts.append({"text": number, "content": content, **sizes, "windows": 1, "note": "" if len(own) else "empty"})
+        places = token_span(offsets, stretch["start"], stretch["end"])
+        is_first = stretch["start"] == 0 and bool(model.bos)
+        of_text = by_text.get(stretch["row"], stats.table.head(0))
+        rows = of_text[of_text["position"].isin(places if is_first else places[1:])]
+        tables.append(rows.assign(text=number))
+        content = stretch["text"][stretch["start"] : stretch["end"]]
+        sizes = {"zlib_bytes": len(zlib.compress(content.encode())), "tokens": len(places), "scored": len(rows)}
+        texts.append({"text": number, "content": content, **sizes, "windows": 1, "note": "" if len(rows) else "empty"})
     return TextStatistics(pd.concat(tables, ignore_index=True), pd.DataFrame(texts), stats.run)
 
 
@@ -195,12 +195,12 @@ def _scored(
 ) -> _Scored:
     """Score the texts of one file."""
     below = f"file_{place}"
-    given = table["text"].tolist()
-    lowered = [text.lower() for text in given]
-    stats = token_statistics(model, given, out=run.below(f"{below}/texts"), **scoring)
+    texts = table["text"].tolist()
+    lowered = [text.lower() for text in texts]
+    stats = token_statistics(model, texts, out=run.below(f"{below}/texts"), **scoring)
     lowercased = token_statistics(model, lowered, out=run.below(f"{below}/lowercased"), **scoring)
     under = (
-        token_statistics(other, given, out=run.below(f"{below}/reference"), **scoring) if other is not None else None
+        token_statistics(other, texts, out=run.below(f"{below}/reference"), **scoring) if other is not None else None
     )
     return _wide(table, memorization_scores(stats, lowercased=lowercased, reference=under))
 
@@ -234,14 +234,14 @@ def compare_membership(scored: Sequence[_Scored], benchmark: str, numbers: Mappi
 
 def _measured(scored: Sequence[_Scored], columns: Sequence[str], measure: str) -> Interval:
     """Return a measure of a score, the best of several columns, averaged over files; NaN of a score there is not."""
-    each = [[_of_file(one, column, measure) for one in scored] for column in columns if column in scored[0].values]
+    each = [[_of_file(file, column, measure) for file in scored] for column in columns if column in scored[0].values]
     if not each:
         return NOTHING
-    means = [float(np.mean([one.value for one in row])) for row in each]
+    means = [float(np.mean([estimate.value for estimate in row])) for row in each]
     place = int(np.argmin(means) if measure == "fpr_at_95" else np.argmax(means))
     if len(scored) == 1:
         return each[place][0]
-    half = math.sqrt(sum(((one.high - one.low) / 2) ** 2 for one in each[place])) / len(scored)
+    half = math.sqrt(sum(((estimate.high - estimate.low) / 2) ** 2 for estimate in each[place])) / len(scored)
     return Interval(means[place], means[place] - half, means[place] + half)
 
 

@@ -134,11 +134,11 @@ def reproduce_pathways(
 
     numbers = reference.models[name] if name else {}
 
-    def detected(steps: Steps, asked: Questions, *, practice: bool = False) -> Detection:
+    def detected(steps: Steps, subset: Questions, *, practice: bool = False) -> Detection:
         """Make all parts, of some questions for practice; return the last."""
-        answered = steps("answers", answer, model, asked, **asking, batch_size=batch_size)
+        answered = steps("answers", answer, model, subset, **asking, batch_size=batch_size)
         if practice:
-            answered = _for_practice(answered, len(asked))
+            answered = _for_practice(answered, len(subset))
         traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
         deep = 3 * model.shape.n_layers // 4  # l* of few answers is any layer, and what is run ends there
         steps("saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
@@ -153,10 +153,10 @@ def reproduce_pathways(
         detected(trial, Questions(drawn.table.loc[usual[: len(places)]].reset_index(drop=True)), practice=True)
 
     def work(run: Run) -> Reproduction:
-        found = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
+        detection = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
         notes = [] if name else [no_numbers(model.name, reference)]
         notes += [not_kept(name)] if name and not numbers.keys() & {"detection", "mode"} else []
-        table = compared(compare_detection(found, numbers))
+        table = compared(compare_detection(detection, numbers))
         return Reproduction(table, name, reference.source, [*notes, NOT_STATED], run.record)
 
     whole = options | asking | probing

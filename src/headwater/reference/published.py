@@ -44,15 +44,15 @@ class Published:
     models: Mapping[str, Mapping[str, Any]]
     """By model: its shape (`layers`, `heads`) and its numbers."""
 
-    def name_of(self, model: str, shape: ModelShape, asked: str | None = None) -> str | None:
+    def name_of(self, model: str, shape: ModelShape, requested: str | None = None) -> str | None:
         """Return the published model that `model` is, or None; its shape must be the published one.
 
-        The last part of the name or folder decides, unless a published model to compare with is `asked` for.
+        The last part of the name or folder decides, unless a published model is `requested`.
         """
-        if asked is not None and asked not in self.models:
-            raise InputError(f"There are no published numbers of {asked!r}.{did_you_mean(asked, self.models)}")
+        if requested is not None and requested not in self.models:
+            raise InputError(f"There are no published numbers of {requested!r}.{did_you_mean(requested, self.models)}")
         short = {_short(name): name for name in self.models}
-        name = asked or short.get(_short(model))
+        name = requested or short.get(_short(model))
         if name is None:
             return None
         published = self.models[name]["layers"], self.models[name]["heads"]
@@ -181,14 +181,14 @@ class Steps:
         self.took: dict[str, float] = {}
         """Seconds, by piece."""
 
-    def __call__(self, name: str, function: Callable[..., R], *given: Any, **options: Any) -> R:
+    def __call__(self, name: str, function: Callable[..., R], *args: Any, **options: Any) -> R:
         """Return what a function makes, in the folder of this name."""
         begun = time.perf_counter()
-        made = function(*given, progress=self.run.progress, out=self.run.below(name), **options)
+        result = function(*args, progress=self.run.progress, out=self.run.below(name), **options)
         self.took[name] = time.perf_counter() - begun
         expected = f" of about {spelled_time(self.expected[name])}" if name in self.expected else ""
         say(self.run.progress, f"{name}: done in {spelled_time(self.took[name])}{expected}.")
-        return made
+        return result
 
 
 def timed_steps(

@@ -129,17 +129,17 @@ def _words(world: str | Path | Words | None) -> Words:
 
 
 def _distinct(rng: np.random.Generator, name: str, words: Words, count: int, held_out: bool) -> Iterator[Line]:
-    seen: set[str] = set()
+    prompts: set[str] = set()
     repeated = 0
-    while len(seen) < count:
+    while len(prompts) < count:
         line = TASKS[name].line(rng, words, held_out)
-        repeated = repeated + 1 if line.clean in seen else 0
+        repeated = repeated + 1 if line.clean in prompts else 0
         if not repeated:
-            seen.add(line.clean)
+            prompts.add(line.clean)
             yield line
         elif repeated > MOST_REPEATED:
             raise InputError(
-                f"The task {name!r} has fewer than {count:,} different prompts; ask for at most {len(seen):,}."
+                f"The task {name!r} has fewer than {count:,} different prompts; ask for at most {len(prompts):,}."
             )
 
 

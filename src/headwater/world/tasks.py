@@ -219,11 +219,11 @@ def agreement(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     """Draw a noun and, between it and its verb, another noun, most often of the other number."""
     noun = pick(rng, words.singular.of(held_out))
     near = pick(rng, words.singular.in_texts)
-    one = rng.random() < 0.5
+    is_singular = rng.random() < 0.5
     same = rng.random() < 0.3
-    forms = (noun, words.plural[noun]) if one else (words.plural[noun], noun)
-    attractor = near if one == same else words.plural[near]
-    verbs = ("is", "are") if one else ("are", "is")
+    forms = (noun, words.plural[noun]) if is_singular else (words.plural[noun], noun)
+    attractor = near if is_singular == same else words.plural[near]
+    verbs = ("is", "are") if is_singular else ("are", "is")
     text = f"The {{}} {pick(rng, NEAR)} the {attractor}"
     clean, corrupted = (text.format(form) for form in forms)
     rest = f" {pick(rng, STATES)}."
