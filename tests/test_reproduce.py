@@ -27,8 +27,10 @@ from headwater.reference import published as reproduction_steps
 from headwater.reference.maps import compare_correlations, compare_scores, ranked_heads, reproduce_maps
 from headwater.reference.published import KINDS, Published, Reproduction, published_numbers
 from headwater.runs.analysis import Run
+from headwater.runs.folder import RunFolder
 from headwater.runs.identity import describe
 from tests import chance
+from tests.made_up import record
 from tests.naive_heads import default_k, naive_scores
 from tests.tiny import WORDS, counted_runs, tiny_model, tiny_tokenizer
 
@@ -301,7 +303,7 @@ def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(em
         pathways.reproduce_pathways(embedded, "natural", methods=("question",))
 
 
-def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_call_does(monkeypatch, caplog):
+def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_call_does(monkeypatch, caplog, tmp_path):
     clock, run = [0.0], Run(None)
     monkeypatch.setattr(reproduction_steps.time, "perf_counter", lambda: clock[0])
 
@@ -322,10 +324,17 @@ def test_what_a_run_takes_is_what_an_item_and_a_set_take_without_what_a_first_ca
 
     assert reproduction_steps.timed_steps(run, make, 1000, "things", sets=4).expected == {"piece": 4 * 5 + 2 * 1000}
 
+    caplog.clear()
+    for _ in range(2):  # a call that continues knows what was timed
+        run = Run(None, RunFolder(tmp_path, record()))
+        assert reproduction_steps.timed_steps(run, make, 1000, "things").expected == {"piece": 5 + 2 * 1000}
+        del run
+    assert [message.split()[0] for message in caplog.messages] == ["timing", "1,000", "1,000"]
+
     def refuse(steps, places):
         raise InputError("Nothing can be timed.")
 
-    assert reproduction_steps.timed_steps(run, refuse, 1000, "things").expected == {}
+    assert reproduction_steps.timed_steps(Run(None), refuse, 1000, "things").expected == {}
     assert "is unknown: Nothing can be timed." in caplog.text
 
 

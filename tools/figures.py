@@ -119,12 +119,11 @@ def membership() -> hw.Membership:
 
 
 def permuted() -> hw.Pathways:
-    """Trace the pathways of 100 answers of SmolLM2 to HotpotQA, the labels dealt out again among them."""
-    questions = hw.load_questions(["hotpotqa_dev.json"], sample=100)
-    answers = hw.answer(hw.load("smollm2"), questions, extractor="rules")
+    """Trace the pathways of SmolLM2's answers to HotpotQA, the labels dealt out again among them."""
+    answers = hw.AnsweredQuestions.load("runs/smollm2/answers").select("hotpotqa")
     z = np.random.default_rng(0).permutation(answers.z)
     answers = replace(answers, table=answers.table.assign(z=z))
-    return hw.trace_pathways(hw.load("smollm2"), answers, seeds=1, controls=False)
+    return hw.trace_pathways(hw.load("smollm2"), answers, seeds=3, out="runs/smollm2/permuted")
 
 
 def steered() -> Axes:
@@ -187,7 +186,7 @@ FIGURES: dict[str, Callable] = {
     "detection": lambda: hw.detect(model(), answered(), token="before_answer", seeds=1),
     "memorization": lambda: hw.memorization(model(), hw.load_depth_graph(), controls=False),
     "membership": membership,
-    "real_heads": lambda: hw.classify_heads("smollm2"),
+    "real_heads": lambda: hw.figures.head_maps([hw.HeadMap.load(f"runs/{name}/heads") for name in REAL]),
     "real_permuted": permuted,
     "real_delta_p": lambda: hw.figures.delta_p([hw.Pathways.load(f"runs/{name}/pathways") for name in REAL]),
     "real_saliency": lambda: hw.figures.saliency(

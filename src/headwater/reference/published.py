@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
 from headwater.progress import say, spelled_time
@@ -207,21 +209,27 @@ def timed_steps(
     steps, (few, dozen) = Steps(run), sizes
     if not run.progress or items <= dozen:
         return steps
-    say(True, f"timing {dozen} of {items:,} {called} ...")
-    took = []
-    try:
+
+    def timed(_: int) -> dict[str, Tensor]:
+        """Return the seconds of each piece, made of few items and of a dozen."""
+        say(True, f"timing {dozen} of {items:,} {called} ...")
+        took = []
         for size in (few, *sizes):
             trial = Steps(replace(run, folder=None, progress=False))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 make(trial, np.linspace(0, items - 1, size).astype(int).tolist())
             took.append(trial.took)
+        return {name: torch.tensor([took[1].get(name, seconds), seconds]) for name, seconds in took[2].items()}
+
+    try:
+        times = next(run.pieces("timing", [0], timed))  # a piece: a call that continues does not time them again
     except InputError as error:
         say(True, f"how long {items:,} {called} take is unknown: {error}")
         return steps
-    for name, seconds in took[2].items():
-        each = max(seconds - took[1].get(name, seconds), 0.0) / (dozen - few)
-        steps.expected[name] = sets * max(seconds - dozen * each, 0.0) + items * each
+    for name, (little, much) in ((name, pair.tolist()) for name, pair in times.items()):
+        each = max(much - little, 0.0) / (dozen - few)
+        steps.expected[name] = sets * max(much - dozen * each, 0.0) + items * each
     listed = ", ".join(f"{name} {spelled_time(seconds)}" for name, seconds in steps.expected.items())
     total = spelled_time(sum(steps.expected.values()))
     kept = "; what the folder holds already is not made again" if run.folder is not None else ""
