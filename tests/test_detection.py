@@ -186,14 +186,18 @@ def test_reweighted_states_are_those_of_patterns_multiplied_edge_by_edge(checkpo
         torch.testing.assert_close(found[row], kept[0][0, lengths[row] - 1], atol=1e-5, rtol=1e-4)
 
 
-def test_rows_begun_once_have_the_states_and_slopes_of_whole_runs(checkpoint, family):
+@pytest.mark.parametrize("shared", [0, 20])
+def test_rows_begun_once_have_the_states_and_slopes_of_whole_runs(checkpoint, family, shared):
     model, rng = hw.load(checkpoint(family)), chance.rng()
     lengths, starts = (9, 6, 11, 9, 1), (7, 5, 7, 8, 0)
-    tokens = tuple(tuple(rng.integers(2, 60, length).tolist()) for length in lengths)
-    queries = tuple(tuple(range(start, length)) for start, length in zip(starts, lengths, strict=True))
+    prompt = rng.integers(2, 60, shared).tolist()
+    tokens = tuple((*prompt, *rng.integers(2, 60, length).tolist()) for length in lengths)
+    queries = tuple(tuple(range(shared + a, shared + b)) for a, b in zip(starts, lengths, strict=True))
     whole = Reweighted(model, tokens, queries, ((1, 2), (3,), (1, 4), (0,), ()), "mlp_out", 2, torch.rand(5).double())
     begun = whole.begin(batch_size=3)
-    assert dict(begun.begun.lengths) == {0: 7, 1: 5, 2: 7, 3: 8}
+    assert {row: begun.begun.length(row) for row in range(5)} == {i: shared + start for i, start in enumerate(starts)}
+    n_tokens = {len(keys) for keys, _ in begun.begun.keys_values.values()}
+    assert n_tokens == {shared + sum(starts)}, "what all rows begin with is kept once"
 
     def states_and_slopes(inputs):
         alpha = torch.full((2, 3, 4), 0.4, dtype=torch.float64, requires_grad=True)
@@ -216,7 +220,7 @@ def test_no_more_rows_are_begun_than_may_be_kept(model, answered, monkeypatch):
     begun = inputs.begin(8)
     held = [one for pair in begun.begun.keys_values.values() for one in pair]
     assert 500_000 < sum(one.numel() * 4 for one in held) <= 1_000_000
-    kept = set(begun.begun.lengths)
+    kept = set(begun.begun.places)
     batches = begun.batches(range(len(answered.table)), 8)
     assert sorted(row for batch in batches for row in batch) == list(range(len(answered.table)))
     assert all(len(batch) <= 8 or set(batch) <= kept for batch in batches)
@@ -228,7 +232,7 @@ def test_a_model_that_gives_another_state_in_two_runs_is_run_whole(model, answer
     inputs = Reweighted.of(
         model, answered, Probe("mlp_out", "answer_last", 1, torch.zeros(WIDTH), 0.0), torch.rand(500)
     )
-    assert len(inputs.begin(64).begun.lengths) == len(answered.table)
+    assert len(inputs.begin(64).begun.places) == len(answered.table)
     honest = Beginnings.of
 
     def wrong(self, rows):
@@ -236,7 +240,7 @@ def test_a_model_that_gives_another_state_in_two_runs_is_run_whole(model, answer
         return {layer: (keys + 0.1, values) for layer, (keys, values) in pairs.items()}, real
 
     monkeypatch.setattr(Beginnings, "of", wrong)
-    assert inputs.begin(64).begun.lengths == {}
+    assert inputs.begin(64).begun.places == {}
 
 
 def test_without_strength_the_reweighted_states_are_the_ordinary_ones_wherever_the_probe_reads(model, answered):

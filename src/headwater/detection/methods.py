@@ -144,7 +144,8 @@ class Detector:
     ) -> NDArray[np.float64]:
         """Return the scores of `pr`: a second run, its edges reweighted by the gate."""
         reads = self.probe("pr")
-        inputs = Reweighted.of(model, answered, reads, torch.sigmoid(self.probe("gate").logits(states)))
+        gate = torch.sigmoid(self.probe("gate").logits(states))
+        inputs = Reweighted.of(model, answered, reads, gate).begin(batch_size)  # the prompt that all begin with, once
         scores = torch.empty(len(states), dtype=torch.float64)
         for rows in inputs.batches(range(len(states)), batch_size):
             scores[rows] = torch.sigmoid(reads.logits(inputs.states(rows, self.alpha).cpu()))

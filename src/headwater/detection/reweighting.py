@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
 from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
-from headwater.models.forward import FixedPrefix, KeysValues, keys_values, takes_cache
+from headwater.models.forward import FixedPrefix, KeysValues, common_start, keys_values, takes_cache
 from headwater.models.gradients import refuse_cut_texts
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import available_memory, is_out_of_memory
@@ -46,8 +46,8 @@ from headwater.questions.states import probe_positions
 # Beginnings: the keys and values of the first tokens of rows that are run many times and change only later.
 #
 # What a causal model computes at a position hangs on no later one. Rows that are edited from some position on are run
-# up to it once, and as often as wanted from there on. Beginnings of several lengths lie in one tensor, each up against
-# its end, and go together in one run, whose mask says what is before a shorter one.
+# up to it once, and as often as wanted from there on. Beginnings of several lengths go together in one run, each up
+# against the end of the longest; the run's mask says what is before a shorter one.
 
 
 KEPT_SHARE = 1 / 4
@@ -56,68 +56,79 @@ KEPT_SHARE = 1 / 4
 
 @dataclass(frozen=True, eq=False)
 class Beginnings:
-    """The keys and values of some rows' first tokens."""
+    """The keys and values of some rows' first tokens; those of what all rows begin with are there once."""
 
-    place: Mapping[int, int] = field(default_factory=dict)
-    """By row, where it is in `keys_values`."""
-    lengths: Mapping[int, int] = field(default_factory=dict)
-    """By row, how many tokens were run."""
-    keys_values: KeysValues = field(default_factory=dict)
+    places: Mapping[int, Int[Tensor, " position"]] = field(default_factory=dict)
+    """By row, where in `keys_values` its tokens are."""
+    keys_values: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By layer, `token kv_head d_head`."""
 
     @property
-    def bytes_per_row(self) -> float:
-        """What the keys and values of one row take."""
+    def bytes_per_row(self) -> int:
+        """What the keys and values of the row of most tokens take in a run."""
         pairs = self.keys_values.values()
-        return sum(one.numel() * one.element_size() for pair in pairs for one in pair) / max(len(self.place), 1)
+        return self.longest(list(self.places)) * sum(o[0].numel() * o.element_size() for pair in pairs for o in pair)
+
+    def length(self, row: int) -> int:
+        """Return how many tokens of a row were run."""
+        return len(self.places.get(row, ()))
 
     def longest(self, rows: Sequence[int]) -> int:
         """Return how many tokens the longest beginning of some rows has."""
-        return max(self.lengths.get(row, 0) for row in rows)
+        return max(map(self.length, rows), default=0)
 
     def of(self, rows: Sequence[int]) -> tuple[KeysValues, Bool[Tensor, "row position"]]:
         """Return the keys and values of some rows, as many as the longest has, and which of them are real."""
         longest = self.longest(rows)
-        places = torch.tensor([self.place.get(row, 0) for row in rows])
-        pairs = {
-            layer: (
-                keys[:, :, keys.shape[2] - longest :].index_select(0, places.to(keys.device)),
-                values[:, :, values.shape[2] - longest :].index_select(0, places.to(values.device)),
-            )
-            for layer, (keys, values) in self.keys_values.items()
-        }
-        missing = torch.tensor([longest - self.lengths.get(row, 0) for row in rows])
-        return pairs, torch.arange(longest) >= missing[:, None]
+        places, real = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest).bool()
+        for number, row in enumerate(rows):
+            first = longest - self.length(row)
+            places[number, first:], real[number, first:] = self.places.get(row, places.new_empty(0)), True
+
+        def gathered(kept: Tensor) -> Tensor:
+            return rearrange(kept[places.to(kept.device)], "row token kv_head d_head -> row kv_head token d_head")
+
+        pairs = self.keys_values.items()
+        return {layer: (gathered(keys), gathered(values)) for layer, (keys, values) in pairs}, real
 
 
 def beginnings(
     model: HookedModel, tokens: Sequence[Sequence[int]], lengths: Sequence[int], n_layers: int, batch_size: int
 ) -> Beginnings:
-    """Run the first tokens of rows through the first layers, longest rows first, as far as they may be kept."""
-    room, longest = available_memory(model.device) * KEPT_SHARE, max(lengths, default=0)
-    parts: list[KeysValues] = []
-    begun: list[int] = []
-    # longest=float: a batch holds one length, so that no padding is kept. The longest spare most, and come first.
+    """Run the first tokens of rows through the first layers, longest rows first, as far as they may be kept.
+
+    What all rows begin with, such as a prompt's examples, is run once.
+    """
+    room = available_memory(model.device) * KEPT_SHARE
+    shared = common_start(torch.tensor([list(row[: min(lengths)]) for row in tokens], dtype=torch.long))
+    start = keys_values(model, torch.tensor([list(tokens[0][:shared])]), {}, n_layers)
+    places: dict[int, Tensor] = {}
+    parts, n_tokens = [_by_token(start, 0)] if shared else [], shared
+    # longest=float: a batch has one length, so that no padding is kept. The longest spare most, and come first.
     for rows in reversed(by_length(lengths, batch_size, longest=float)):
         if not (first := lengths[rows[0]]):
             break
-        made = keys_values(model, torch.tensor([list(tokens[row][:first]) for row in rows]), {}, n_layers)
-        padded = {
-            layer: (_padded_before(keys, longest), _padded_before(values, longest))
-            for layer, (keys, values) in made.items()
-        }
-        room -= sum(one.numel() * one.element_size() for pair in padded.values() for one in pair)
+        made = keys_values(model, torch.tensor([list(tokens[row][shared:first]) for row in rows]), start, n_layers)
+        part = _by_token(made, shared) if first > shared else {}
+        room -= sum(one.numel() * one.element_size() for pair in part.values() for one in pair)
         if room < 0:
             break
-        parts.append(padded)
-        begun += rows
+        parts += [part] if part else []
+        for row in rows:
+            places[row] = torch.cat([torch.arange(shared), torch.arange(n_tokens, n_tokens + first - shared)])
+            n_tokens += first - shared
     # pop: a layer's parts go as soon as they are joined, or all of it would be in memory twice.
     joined = {layer: _together([part.pop(layer) for part in parts]) for layer in (list(parts[0]) if parts else [])}
-    return Beginnings({row: i for i, row in enumerate(begun)}, {row: lengths[row] for row in begun}, joined)
+    return Beginnings(places, joined)
 
 
-def _padded_before(made: Tensor, longest: int) -> Tensor:
-    """Put zeros before keys or values, up to a length."""
-    return torch.nn.functional.pad(made, (0, 0, longest - made.shape[2], 0))
+def _by_token(made: KeysValues, first: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """Put the keys and values of all rows from a token on one after another."""
+    shape = "row kv_head token d_head -> (row token) kv_head d_head"
+    return {
+        layer: (rearrange(keys[:, :, first:], shape), rearrange(values[:, :, first:], shape))
+        for layer, (keys, values) in made.items()
+    }
 
 
 def _together(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -130,6 +141,8 @@ MOST_BEGUN = 8
 """Rows that were begun run together as so many times whole ones at most."""
 MOST_BYTES = 1 << 29
 """And with so many keys and values: slopes keep them once for each query head that reads them."""
+CHECKED = 8
+"""Rows that are run whole too, before what was begun is relied on."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +195,7 @@ class Reweighted:
 
     def states(self, rows: Sequence[int], alpha: Strength, *, grad: bool = False) -> Float[Tensor, "example d_model"]:
         """Run some rows, those begun from there on, and return the states read; with `grad`, slopes reach `alpha`."""
-        batch = self.model.tokenize([list(self.tokens[row][self.begun.lengths.get(row, 0) :]) for row in rows])
+        batch = self.model.tokenize([list(self.tokens[row][self.begun.length(row) :]) for row in rows])
         before = self.begun.longest(rows)
         options: dict[str, Any] = {}
         if before:
@@ -190,7 +203,7 @@ class Reweighted:
             mask = torch.cat([real, batch.mask], 1).long().to(self.model.device)
             options = {"past_key_values": FixedPrefix(pairs), "attention_mask": mask}
         columns = range(before + batch.tokens.shape[1])
-        shifts = [before - self.begun.lengths.get(row, 0) for row in rows]
+        shifts = [before - self.begun.length(row) for row in rows]
         queries = _marked([self.queries[row] for row in rows], shifts, columns)[:, before:].to(self.model.device)
         keys = _marked([self.keys[row] for row in rows], shifts, columns).to(self.model.device)
         gate = self.gate[list(rows)].to(alpha)[:, None, None]
@@ -208,12 +221,12 @@ class Reweighted:
         Rows that were begun go together in larger ones, of no more tokens than so many whole rows.
         """
         most_begun = min(MOST_BEGUN * batch_size, MOST_BYTES / max(self.begun.bytes_per_row, 1))
-        rest = {row: len(self.tokens[row]) - self.begun.lengths.get(row, 0) for row in rows}
+        rest = {row: len(self.tokens[row]) - self.begun.length(row) for row in rows}
         most = batch_size * max(map(len, self.tokens))
         batches: list[list[int]] = []
-        for row in sorted(rest, key=lambda row: (row not in self.begun.lengths, rest[row])):
+        for row in sorted(rest, key=lambda row: (row not in self.begun.places, rest[row])):
             batch = batches[-1] if batches else []
-            if row in self.begun.lengths:
+            if row in self.begun.places:
                 joins = len(batch) + 1 <= most_begun and (len(batch) + 1) * rest[row] <= most
             else:
                 joins = len(batch) < batch_size
@@ -235,16 +248,16 @@ class Reweighted:
         firsts = [min(queries) for queries in self.queries]
         try:
             begun = replace(self, begun=beginnings(model, self.tokens, firsts, self.layer + 1, batch_size))
-            return begun if self._is_as_in_one_run(begun, batch_size) else self
+            return begun if self._is_as_in_one_run(begun) else self
         except (ModelError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
             return self
 
-    def _is_as_in_one_run(self, begun: Reweighted, batch_size: int) -> bool:
+    def _is_as_in_one_run(self, begun: Reweighted) -> bool:
         """Whether rows of all lengths have the same states, edges reweighted by a half, in two runs as in one."""
         ordered = sorted(range(len(self.tokens)), key=lambda row: min(self.queries[row]))
-        rows = ordered[:: -(-len(ordered) // batch_size)]
+        rows = ordered[:: -(-len(ordered) // CHECKED)]
         half = torch.full((2, self.layer + 1, 1), 0.5, dtype=torch.float64)
         expected, found = (one.states(rows, half).float() for one in (self, begun))
         tolerance = rounding(self.model.dtype) * float(expected.abs().max())
