@@ -8,9 +8,9 @@ import transformers as tf
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwater as hw
-from headwater.circuits import pairs
 from headwater.circuits.circuit_walk import Outcome
 from headwater.errors import InputError
+from headwater.patching import sweep
 from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET
 from tests.test_path_patching import model_of
 from tests.tiny import tiny_tokenizer
@@ -55,26 +55,37 @@ CALLS = {
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_the_operations_are_half_to_twice_of_those_counted_while_it_runs(family, call, monkeypatch):
     model = wide(family)
-    monkeypatch.setattr(pairs, "rate", lambda model: 1.0)
+    monkeypatch.setattr(sweep, "rate", lambda model: 1.0)
     said = []
-    monkeypatch.setattr(pairs, "WORTH_TIMING", 0.0)
-    monkeypatch.setattr(pairs, "say", lambda progress, text: said.append(text))
-    monkeypatch.setattr(pairs, "spelled_time", lambda seconds: f"{seconds:.0f} seconds")
+    monkeypatch.setattr(sweep, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(sweep, "say", lambda progress, text: said.append(text))
+    monkeypatch.setattr(sweep, "spelled_time", lambda seconds: f"{seconds:.0f} seconds")
     with FlopCounterMode(display=False) as counter:
         CALLS[call](model, *prompts(), metric=DIFFERENCE)
     (seconds,) = [float(line.split(" take about ")[1].split()[0]) for line in said]
     assert 0.5 < counter.get_total_flops() / seconds < 2
 
 
+@pytest.mark.parametrize("options", [{"sites": "resid_pre"}, {"sites": "mlp_out", "layers": [2, 3]}, {"sites": "z"}])
+def test_the_operations_of_a_sweep_are_half_to_twice_of_those_counted_while_it_runs(options, monkeypatch):
+    model, said = wide("llama"), []
+    monkeypatch.setattr(sweep, "say_how_long", lambda model, what, tokens, *advice, progress: said.append(tokens))
+    with FlopCounterMode(display=False) as counter:
+        hw.patch(model, *prompts(), metric=DIFFERENCE, progress=False, **options)
+    blocks = sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    both_runs = 2 * sum(map(len, prompts()[0]))
+    assert 0.5 < counter.get_total_flops() / (2 * blocks * (said[0] + both_runs)) < 2
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(call, monkeypatch, capsys):
-    monkeypatch.setattr(pairs, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(sweep, "WORTH_TIMING", 0.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
     monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
     monkeypatch.setattr("headwater.progress.on_terminal", lambda: True)
     given = model_of("llama"), CLEAN, CORRUPTED
     for rate, progress, said in ((1.0, True, True), (1.0, False, False), (1e15, True, False)):
-        monkeypatch.setattr(pairs, "rate", lambda model, rate=rate: rate)
+        monkeypatch.setattr(sweep, "rate", lambda model, rate=rate: rate)
         with pytest.raises(TypeError):  # the first thing that is run is None
             CALLS[call](*given, metric=DIFFERENCE, progress=progress)
         printed = capsys.readouterr().err
@@ -84,7 +95,7 @@ def test_what_takes_over_a_minute_is_said_before_any_run_where_progress_is_seen(
 
 @pytest.mark.parametrize("call", ["exact", "screened", "eap", "a search"])
 def test_what_would_take_longer_than_is_allowed_is_refused_before_any_run(call, monkeypatch):
-    monkeypatch.setattr(pairs, "rate", lambda model: 1.0)
+    monkeypatch.setattr(sweep, "rate", lambda model: 1.0)
     monkeypatch.setattr("headwater.circuits.pairs.Pairs.baselines", None)
     monkeypatch.setattr("headwater.circuits.circuit_walk.CircuitRunner.measure", None)
     given = model_of("llama"), CLEAN, CORRUPTED
@@ -106,4 +117,4 @@ def test_the_runs_of_fewer_pairs_are_kept_where_each_is_large(monkeypatch):
 
 
 def test_the_rate_is_that_of_products_of_matrices():
-    assert 1e7 < pairs.rate(model_of("gpt2")) < 1e15
+    assert 1e7 < sweep.rate(model_of("gpt2")) < 1e15

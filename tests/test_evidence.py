@@ -10,11 +10,11 @@ from headwater.causes import weights_to_cause
 from headwater.causes.naming import BASELINES, NAMED, Choice, attention_to_source, head_effects, judged, names_of
 from headwater.causes.prompts import relation_prompts
 from headwater.causes.weights_to_cause import unrelated
-from headwater.circuits import pairs as edge_pairs
 from headwater.errors import InputError
 from headwater.heads.classify import head_margins, layer_margins
 from headwater.heads.relations import Relation, load_relations, tokenize_relations
 from headwater.models.loading import weights_of
+from headwater.patching import sweep as sweep_module
 from headwater.planted.circuits import build_tokenizer
 from headwater.planted.wiring import CERTAIN, Head, Layout, gpt2, word_token
 from tests.planted_relations import relation
@@ -282,12 +282,12 @@ def test_how_long_it_takes_is_said_before_where_that_is_over_a_minute(three_move
 
     def work(model, what, tokens, advice, **how):
         asked.append(tokens)
-        edge_pairs.say_how_long(model, what, tokens, advice, **how)
+        sweep_module.say_how_long(model, what, tokens, advice, **how)
 
     monkeypatch.setattr(weights_to_cause, "say_how_long", work)
-    monkeypatch.setattr(edge_pairs, "WORTH_TIMING", 0.0)
-    monkeypatch.setattr(edge_pairs, "say", lambda progress, text: said.append(text))
-    monkeypatch.setattr(edge_pairs, "rate", lambda model: 1e15)
+    monkeypatch.setattr(sweep_module, "WORTH_TIMING", 0.0)
+    monkeypatch.setattr(sweep_module, "say", lambda progress, text: said.append(text))
+    monkeypatch.setattr(sweep_module, "rate", lambda model: 1e15)
     handle = three_movers.raw.blocks[1].register_forward_pre_hook(counted)
     try:
         hw.evidence(three_movers, list(RELATIONS), **QUIET | {"progress": True})
@@ -295,7 +295,7 @@ def test_how_long_it_takes_is_said_before_where_that_is_over_a_minute(three_move
         handle.remove()
     assert said == []
     assert sum(seen) / 2 <= asked[0] <= 2 * sum(seen)
-    monkeypatch.setattr(edge_pairs, "rate", lambda model: 1.0)
+    monkeypatch.setattr(sweep_module, "rate", lambda model: 1.0)
     hw.evidence(three_movers, RELATIONS[0], **QUIET | {"progress": True})
     assert said[0].startswith("a and what it is compared with take about ")
     assert said[0].endswith("Fewer relations take less, and fewer pairs than 12.")

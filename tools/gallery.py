@@ -41,7 +41,7 @@ def write_gallery(page: Path, pages: dict[str, str]) -> None:
     views = "\n\n".join(_view(title, *row, page.parent) for title, row in VIEWS.items())
     page.write_text(
         "# Gallery\n\nAll is drawn from the model that comes with headwater, but for what loads SmolLM2. Below each is "
-        f"the code that makes it.\n\n## Figures\n\n{figures}\n\n## Views to look into\n\nEach begins with\n\n"
+        f"the code that makes it.\n\n## Figures\n\n{figures}\n\n## Interactive views\n\nEach begins with\n\n"
         f"```python\n{START}```\n\n{views}\n",
         encoding="utf-8",
     )

@@ -1,4 +1,4 @@
-"""headwater: find where an answer's water comes from.
+"""headwater: find which parts of a language model produce an answer.
 
 Classify attention heads from their parameters, write patching experiments, measure memorization; on TransformerLens.
 The names below load what they need on first use, so `import headwater` itself is quick.

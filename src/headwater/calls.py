@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from headwater.errors import InputError, Interrupted, did_you_mean
@@ -40,10 +40,8 @@ def checked_call(function: F) -> F:
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)
-        except Interrupted:
-            raise
-        except KeyboardInterrupt as error:
-            raise Interrupted(f"{called} was interrupted{f': {error}' if str(error) else ''}.") from None
+        except KeyboardInterrupt:  # also what a call inside this one raised: the reader made the outermost
+            raise Interrupted(f"{called} was interrupted.{_how_to_continue(known, options)}") from None
         except (RuntimeError, TypeError, ValueError):
             if misfit := _misfit(function, signature, args, options):
                 raise InputError(misfit) from None
@@ -54,6 +52,15 @@ def checked_call(function: F) -> F:
 
     call.is_checked = True  # type: ignore[attr-defined]
     return cast(F, call)
+
+
+def _how_to_continue(known: Sequence[str], options: Mapping[str, Any]) -> str:
+    """Say what an interrupted call left, where it takes a folder."""
+    if "out" not in known:
+        return ""
+    if options.get("out") is None:
+        return " Nothing was kept; with out=FOLDER a run can be continued."
+    return f" The same call with out={str(options['out'])!r} continues from what is kept there."
 
 
 def checked_calls(kind: C) -> C:

@@ -55,7 +55,6 @@ from headwater.causes.prompts import (
     measured_candidates,
 )
 from headwater.causes.results import Evidence, EvidenceSuite
-from headwater.circuits.pairs import say_how_long
 from headwater.errors import InputError, ModelError
 from headwater.heads.causal import matched_sets
 from headwater.heads.classify import classify_heads, layer_margins
@@ -68,6 +67,7 @@ from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import weights_of
 from headwater.options import checked_count, checked_seed
 from headwater.patching.activation_patching import patch
+from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.resample import Bootstrap, interval
 

@@ -402,11 +402,11 @@ def summarized(table: pd.DataFrame, shapes: pd.DataFrame, level: object, seed: o
 
 def beside_placebos(row: Mapping[Any, Any]) -> str:
     """Say what random circuits reach, in a sentence on a row of the summary; nothing where none were run."""
-    if not np.isfinite(row["placebo"]):
+    if not np.isfinite(row["placebo"]) or not row["edges"]:
         return ""
     return (
-        f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges, reach {row['placebo']:.2f} on "
-        f"average and {row['placebo_high']:.2f} at their 95 % quantile"
+        f"; random circuits of its shape, which share {row['overlap']:.0%} of its edges: mean {row['placebo']:.2f}, "
+        f"95th percentile {row['placebo_high']:.2f}"
     )
 
 

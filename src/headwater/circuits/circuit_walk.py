@@ -25,7 +25,7 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse_other_kinds
 from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers, refuse_heads_that_meet
 from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
-from headwater.circuits.pairs import changed_tokens, metrics_at_logits, say_how_long
+from headwater.circuits.pairs import changed_tokens, metrics_at_logits
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
 from headwater.models.hooked import HookedModel
@@ -38,6 +38,7 @@ from headwater.patching.metrics import Metric
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import PromptPair, Prompts, first_difference, prompt_options, read_pairs
 from headwater.patching.replacements import Replacement, Resample, build_replacement
+from headwater.patching.sweep import say_how_long
 
 KEPT_FLOATS = 1 << 29
 """About how many numbers the runs of pairs may hold that are kept between batches."""

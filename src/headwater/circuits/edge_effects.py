@@ -40,7 +40,6 @@ from headwater.circuits.pairs import (
     places_in,
     plan_of,
     runs_of,
-    say_how_long,
 )
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
@@ -53,6 +52,7 @@ from headwater.patching.metrics import Measures
 from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts
 from headwater.patching.replacements import Replacement, ValueName
+from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 
 QUADRATURES = ("midpoints", "published")

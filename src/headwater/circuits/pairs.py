@@ -8,24 +8,15 @@ Where senders' outputs are exchanged: at all positions together, at each by itse
 Roles are named as everywhere (`models.positions`): each prompt of a pair is resolved by itself. Pairs align token by
 token here, since what a sender adds at a position is exchanged for what it adds at the same position of the other run;
 a role must therefore be the same tokens of both.
-
-How long work takes, roughly, said before anything that takes over a minute:
-
-    seconds = 2 · parameters of the blocks · tokens / rate
-
-of so many tokens as whole runs of the model would have; a gradient counts as a run. The rate is that of one product of
-the size of an MLP's, measured on the model's device. An edge counts for half its receiver's layer and those after it, a
-circuit for all layers: half to twice of what is computed, and more of circuits that leave layers out.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -53,7 +44,6 @@ from headwater.patching.prompts import (
     side_by_side,
 )
 from headwater.patching.replacements import Replacement, build_replacement
-from headwater.progress import say, spelled_time
 from headwater.runs.analysis import Run
 
 
@@ -235,48 +225,3 @@ class Pairs:
                 floor = torch.maximum(exact.rounding(), floor)
             clean, corrupted = (base, other) if self.plan.pair.base_is_clean else (other, base)
         return {"baselines": torch.stack([clean, corrupted, floor], -1)}
-
-
-PATIENCE = 60.0
-"""Seconds from which on it is said how long a run takes."""
-WORTH_TIMING = 1e11
-"""Fewer operations than these are not timed: no device takes a minute for them."""
-ROWS = 1024
-
-
-def say_how_long(
-    model: HookedModel,
-    what: str,
-    tokens: SupportsFloat,
-    advice: str,
-    *,
-    hours: float | None = None,
-    progress: bool = True,
-) -> None:
-    """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
-
-    `tokens` are so many as whole runs of the model have that compute as much; `advice` says what would be less.
-    """
-    # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
-    work = 2.0 * float(tokens) * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
-    if hours is None and (work < WORTH_TIMING or not progress):
-        return
-    needed = work / rate(model)
-    if hours is not None and needed > 3600 * hours:
-        raise InputError(f"{what} would take about {spelled_time(needed)}; hours={hours:g} were allowed. {advice}")
-    if needed > PATIENCE:
-        say(progress, f"{what} take about {spelled_time(needed)}. {advice}")
-
-
-def rate(model: HookedModel) -> float:
-    """Return the multiplications and additions a second of a product of matrices on the model's device."""
-    width, inner = model.shape.d_model, model.shape.d_mlp
-    a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
-    best = 0.0
-    for _ in range(3):
-        begun = time.perf_counter()
-        # Read back: a GPU returns from the product before it is done.
-        float((a @ b)[0, 0])
-        # The best of three: the first includes loading the kernel.
-        best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
-    return best

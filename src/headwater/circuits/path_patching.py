@@ -48,7 +48,6 @@ from headwater.circuits.pairs import (
     places_in,
     plan_of,
     runs_of,
-    say_how_long,
 )
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
@@ -66,6 +65,7 @@ from headwater.patching.plan import Plan, check_call
 from headwater.patching.prompts import DirectionName, Prompts
 from headwater.patching.replacements import Replacement, ValueName
 from headwater.patching.summaries import edited_run, summarize
+from headwater.patching.sweep import say_how_long
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, table_html, whole_summary, with_interval

@@ -267,18 +267,20 @@ class CircuitSearch(Result):
                 f"The search began from {begun:,} edges ({which}), which alone have faithfulness {first:.2f}; the "
                 f"other {row['left_out']:,} were left out at once."
             )
-            if not first >= ENOUGH:
-                sentences.append("These hold no circuit: they do less than half of what all do. Give a larger budget=.")
+        runs = f"{row['runs']:,} run{'s' * (row['runs'] != 1)}"
         sentences += [
             f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
             f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
-            f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {row['runs']:,} runs of a pair."
+            f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {runs} of a pair."
         ]
         sentence = (
             f"Alone the circuit has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
             f"{row['examples']} pair{'s' * (row['examples'] != 1)}"
         )
         sentences.append(f"{sentence}{beside_placebos(row)}.")
+        if not row["faithfulness"] >= ENOUGH:
+            advice = "a smaller threshold= or a larger budget=" if row["left_out"] else "a smaller threshold="
+            sentences.append(f"This is not a circuit: it does less than half of what all edges do. Give {advice}.")
         sentences.append(
             "Another order leaves another circuit. It was chosen on these pairs: see Circuit.claim for others."
         )

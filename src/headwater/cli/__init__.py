@@ -33,8 +33,8 @@ app = App(
     name="headwater",
     version=f"headwater {__version__}",
     help=(
-        "Find where an answer's water comes from: what a model's attention heads do, whether its answers depend on "
-        "the question, which activations decide, what it memorized.\n\n"
+        "Find which parts of a language model produce an answer: what its attention heads do, whether its answers "
+        "depend on the question, which activations decide, what it memorized.\n\n"
         "Begin with `headwater demo`. MODEL is a checkpoint folder or a hub name; left out, it is the small model that "
         "comes with headwater."
     ),

@@ -119,7 +119,7 @@ class DirectAttribution(Result):
             part = f"head {row['head']}" if pd.notna(row["head"]) else str(row["component"])
             part += f" of layer {row['layer']}" if pd.notna(row["layer"]) else ""
             size = with_interval(row["mean"], row["low"], row["high"])
-            sentences.append(f"Most for the {what} token writes {part}: {size} logits.")
+            sentences.append(f"{part[0].upper()}{part[1:]} writes most for the {what} token: {size} logits.")
         if examples < 2:
             sentences.append("One prompt has no intervals, and says nothing of others.")
         return [*sentences, "What a part does through later parts counts as theirs: this is what each writes itself."]

@@ -355,7 +355,7 @@ class PromptPair:
                 for in_base, in_other in zip(query.base, query.other, strict=True):
                     if any((in_base < of) != (in_other < to) for of, to in zip(key.base, key.other, strict=True)):
                         raise InputError(
-                            f"The key {read!r} lies behind the query {reads!r} in one prompt of pair {i} and not in "
+                            f"The key {read!r} comes after the query {reads!r} in one prompt of pair {i} and not in "
                             "the other, where its weight is 0. Give pairs in which they have one order."
                         )
         return tuple(matched)

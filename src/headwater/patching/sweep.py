@@ -14,11 +14,12 @@ When memory runs out, half of a group's examples are taken at a time from then o
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 import numpy as np
 import pandas as pd
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
+from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching.attribution import AttributionRunner
@@ -52,7 +54,7 @@ from headwater.patching.summaries import (
     summarize,
     tokens_by_role,
 )
-from headwater.progress import progress_bar
+from headwater.progress import progress_bar, say, spelled_time
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
@@ -111,6 +113,9 @@ def run_sweep(
     def work(run: Run) -> Sweep:
         measured = Measured.empty(len(plan.cells), len(plan.metrics))
         planned, outcome = list(waves(plan)), NOT_WRITTEN
+        if runner is not AttributionRunner:  # whose runs are few, however many cells there are
+            what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less."
+            say_how_long(plan.model, what, _whole_tokens(plan), advice, progress=run.progress)
         with run.bar("cells", "cell", len(plan.cells)) as bar:
             pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))
             for (_, cells), piece in zip(planned, pieces, strict=True):
@@ -142,6 +147,68 @@ def run_sweep(
         return Sweep(tabulate(plan, measured), run.record, strings, measuring.runner.name)
 
     return run_or_resume(Sweep, analysis, plan.model, options, work, out=out, seed=seed, progress=progress)
+
+
+def _whole_tokens(plan: Plan) -> float:
+    """Return the tokens of whole runs that compute as much as the cells: from the edit on, in its layer and later."""
+    cells, n_layers = plan.cells, plan.model.shape.n_layers
+    depth = [1 - min((edit.layers.start for edit in one.edits), default=0) / n_layers for one in cells.templates]
+    lengths = np.array([len(prompt) for prompt in plan.pair.base])[cells.example]
+    return float((np.maximum(lengths - cells.first_position, 0) * np.array(depth)[cells.template]).sum())
+
+
+# How long work takes, roughly, said before anything that takes over a minute:
+#
+#     seconds = 2 · parameters of the blocks · tokens / rate
+#
+# of so many tokens as whole runs of the model would have; a gradient counts as a run. The rate is that of one product
+# of the size of an MLP's, measured on the model's device. An edge counts for half its receiver's layer and those after
+# it, a circuit for all layers: half to twice of what is computed, and more of circuits that leave layers out.
+
+
+PATIENCE = 60.0
+"""Seconds from which on it is said how long a run takes."""
+WORTH_TIMING = 1e11
+"""Fewer operations than these are not timed: no device takes a minute for them."""
+ROWS = 1024
+
+
+def say_how_long(
+    model: HookedModel,
+    what: str,
+    tokens: SupportsFloat,
+    advice: str,
+    *,
+    hours: float | None = None,
+    progress: bool = True,
+) -> None:
+    """Say how long work takes, if it is over a minute, or refuse what takes longer than the caller allows.
+
+    `tokens` are so many as whole runs of the model have that compute as much; `advice` says what would be less.
+    """
+    # Blocks alone: embeddings are looked up, and sweeps unembed few positions.
+    work = 2.0 * float(tokens) * sum(parameter.numel() for parameter in model.raw.blocks.parameters())
+    if hours is None and (work < WORTH_TIMING or not progress):
+        return
+    needed = work / rate(model)
+    if hours is not None and needed > 3600 * hours:
+        raise InputError(f"{what} would take about {spelled_time(needed)}; hours={hours:g} were allowed. {advice}")
+    if needed > PATIENCE:
+        say(progress, f"{what} take about {spelled_time(needed)}. {advice}")
+
+
+def rate(model: HookedModel) -> float:
+    """Return the multiplications and additions a second of a product of matrices on the model's device."""
+    width, inner = model.shape.d_model, model.shape.d_mlp
+    a, b = (torch.zeros(*size, dtype=model.dtype, device=model.device) for size in ((ROWS, width), (width, inner)))
+    best = 0.0
+    for _ in range(3):
+        begun = time.perf_counter()
+        # Read back: a GPU returns from the product before it is done.
+        float((a @ b)[0, 0])
+        # The best of three: the first includes loading the kernel.
+        best = max(best, 2.0 * ROWS * width * inner / (time.perf_counter() - begun))
+    return best
 
 
 def collect_states(plan: Plan, progress: bool = True) -> Iterator[tuple[range, Measured]]:

@@ -123,7 +123,7 @@ class ProbeFit(Result):
 
     table: pd.DataFrame
     """A row per layer: `layer, rows, groups`, `auc`, `accuracy`, `selectivity` with `..._low` and `..._high`,
-    `majority` (the accuracy of always saying the commoner label), `control_auc` and `control_accuracy` (means over
+    `majority` (the accuracy of the majority class), `control_auc` and `control_accuracy` (means over
     draws)."""
     predictions: pd.DataFrame
     """A row per layer and row: `layer, row, group, label, fold, logit` (of label 1, from a probe that saw neither the
@@ -166,8 +166,8 @@ class ProbeFit(Result):
         auc_text = with_interval(row["auc"], row["auc_low"], row["auc_high"], places=3)
         accuracy = with_interval(row["accuracy"], row["accuracy_low"], row["accuracy_high"], places=3)
         sentences = [
-            f"Layer {row['layer']:.0f} is read best: AUC {auc_text}, accuracy {accuracy} where the commoner label "
-            f"alone has {row['majority']:.3f}, over {row['rows']:.0f} rows of {row['groups']:.0f} groups left out in "
+            f"Layer {row['layer']:.0f} is read best: AUC {auc_text}, accuracy {accuracy} against {row['majority']:.3f} "
+            f"of the majority class, over {row['rows']:.0f} rows of {row['groups']:.0f} groups left out in "
             "turn."
         ]
         if layers > 1:
@@ -188,7 +188,7 @@ class ProbeFit(Result):
                 f"{selectivity}."
             )
             if not row["selectivity_low"] > 0:
-                sentences.append("The probe reads no more here than it could learn of any labels.")
+                sentences.append("The probe does no better than on random labels.")
         sentences.append("That a probe reads something does not say that the model does.")
         return sentences
 

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.errors import Interrupted
 from headwater.options import checked_flag
 from headwater.progress import Bar, progress_bar
 from headwater.runs.folder import Compute, RunFolder
@@ -137,7 +136,6 @@ def run_or_resume(
 
     Raises:
         InputError: with `out`, an option cannot be distinguished from another.
-        Interrupted: the call was interrupted; the message says how to continue.
         RunFolderError: `out` holds another run, or another process writes to it.
     """
     progress = checked_flag("progress", progress)
@@ -146,12 +144,7 @@ def run_or_resume(
     folder = None if out is None else RunFolder(out, record, result_class)
     if folder is not None and folder.finished:
         return result_class.load(folder.path)
-    try:
-        result = compute(Run(record if folder is None else folder.run, folder, progress))
-    except KeyboardInterrupt:
-        kept = f"The same call with out={str(out)!r} continues from what is kept there."
-        nothing = "Nothing was kept; with out=FOLDER a run can be continued."
-        raise Interrupted(f"{analysis} was interrupted. {nothing if folder is None else kept}") from None
+    result = compute(Run(record if folder is None else folder.run, folder, progress))
     if folder is not None:
         folder.finish(result)
     return result

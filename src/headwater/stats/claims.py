@@ -210,13 +210,13 @@ def _measured(what: str, row: dict[str, Any], counts: tuple[int, int, int], leve
     sentence += f" over {n:,} prompt{'s' * (n != 1)}"
     if n_placebos:
         sentence += (
-            f"; {n_placebos:,} random sets like it reach {row['placebo']:.2g} on average and {row['placebo_high']:.2g} "
-            f"at their 95 % quantile (p = {row['p_value']:.2g})"
+            f"; {n_placebos:,} matched random sets: mean {row['placebo']:.2g}, 95th percentile "
+            f"{row['placebo_high']:.2g} (p = {row['p_value']:.2g})"
         )
     if not np.isnan(row["other_ablation"]):
         sentence += f"; {row['other_ablation']:.3g} under the other ablation"
     if not np.isnan(row["split_half"]):
-        sentence += f"; halves of the prompts rank all cells alike with {row['split_half']:.2f}"
+        sentence += f"; split-half rank correlation of all cells {row['split_half']:.2f}"
     if not np.isnan(row["held_out"]):
         sentence += f"; {row['held_out']:.3g} on {n_held_out:,} held-out prompt{'s' * (n_held_out != 1)}"
     return f"{sentence}."
