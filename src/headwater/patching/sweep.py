@@ -150,11 +150,12 @@ def run_sweep(
 
 
 def _whole_tokens(plan: Plan) -> float:
-    """Return the tokens of whole runs that compute as much as the cells: from the edit on, in its layer and later."""
+    """Return the tokens of whole runs that compute as much as the cells: from the edit and half its layer on."""
     cells, n_layers = plan.cells, plan.model.shape.n_layers
-    depth = [1 - min((edit.layers.start for edit in one.edits), default=0) / n_layers for one in cells.templates]
+    first = [min((edit.layers.start for edit in template.edits), default=0) for template in cells.templates]
+    depth = 1 - (np.array(first) + 0.5) / n_layers
     lengths = np.array([len(prompt) for prompt in plan.pair.base])[cells.example]
-    return float((np.maximum(lengths - cells.first_position, 0) * np.array(depth)[cells.template]).sum())
+    return float((np.maximum(lengths - cells.first_position, 0) * depth[cells.template]).sum())
 
 
 # How long work takes, roughly, said before anything that takes over a minute:
