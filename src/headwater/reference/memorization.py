@@ -37,6 +37,7 @@ from headwater.reference.published import (
     not_kept,
     published_numbers,
     timed_steps,
+    usual_first,
 )
 from headwater.runs.analysis import Run, run_or_resume
 
@@ -93,7 +94,12 @@ def reproduce_memorization(
         return steps("profile", memorization, model, of, controls=False, batch_size=batch_size, **asking)
 
     def work(run: Run) -> Reproduction:
-        steps = timed_steps(run, lambda trial, places: profiled(trial, _alone(graph, places)), len(graph), "questions")
+        usual = usual_first(graph.table["question"].str.len() + graph.table["answers"].str[0].str.len())
+
+        def practise(trial: Steps, places: Sequence[int]) -> None:
+            profiled(trial, _alone(graph, usual[: len(places)]))
+
+        steps = timed_steps(run, practise, len(graph), "questions")
         profile = profiled(steps, graph)
         notes = [] if name else [no_numbers(model.name, reference)]
         notes += [OWN_SCORES] if graph.table["score"].isna().all() else []

@@ -44,6 +44,7 @@ from headwater.reference.published import (
     not_kept,
     published_numbers,
     timed_steps,
+    usual_first,
 )
 from headwater.runs.analysis import Run, run_or_resume
 
@@ -145,12 +146,10 @@ def reproduce_pathways(
         steps("refusals", refusals, model, answered, traced, batch_size=batch_size)
         return steps("detection", detect, model, answered, methods=methods, **probing)
 
-    # One batch of long and short questions would be padded more than those of a run, which are sorted by length.
-    lengths = drawn.table["question"].str.len()
-    usual = (lengths - lengths.mean()).abs().sort_values(kind="stable").index
+    usual = usual_first(drawn.table["question"].str.len())
 
     def practise(trial: Steps, places: Sequence[int]) -> None:
-        detected(trial, Questions(drawn.table.loc[usual[: len(places)]].reset_index(drop=True)), practice=True)
+        detected(trial, Questions(drawn.table.iloc[usual[: len(places)]].reset_index(drop=True)), practice=True)
 
     def work(run: Run) -> Reproduction:
         detection = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
