@@ -445,9 +445,9 @@ def _from_outside(circuit: Circuit, n: int, generator: np.random.Generator) -> l
     """Draw edges from outside, each with the kinds and layers of one of the circuit's, where there are such."""
     outside = (~circuit).edges
     strata = circuit.graph.stratum
+    alike = outside[np.isin(strata[outside], strata[circuit.edges])]
     edges = []
     for like in generator.choice(strata[circuit.edges], n if len(outside) else 0):
         pool = outside[strata[outside] == like]
-        alike = outside[np.isin(strata[outside], strata[circuit.edges])]
         edges.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
     return edges

@@ -201,7 +201,7 @@ def is_the_same_in_one_pass(model: Model) -> bool:
 def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
     tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
     expected = model.run(tokens, keep="last")[:, -1]
-    return same_but_for_rounding(bare.last_logits(tokens), expected)
+    return same_but_for_rounding(expected, bare.last_logits(tokens))
 
 
 # The residual stream after layers of a model that nobody edits, for results that are compared with no other run.
