@@ -189,6 +189,9 @@ FIGURES: dict[str, Callable] = {
     "real_heads": lambda: hw.figures.head_maps([hw.HeadMap.load(f"runs/{name}/heads") for name in REAL]),
     "real_permuted": permuted,
     "real_delta_p": lambda: hw.figures.delta_p([hw.Pathways.load(f"runs/{name}/pathways") for name in REAL]),
+    "real_depth": lambda: hw.figures.depth_profiles(
+        [hw.DepthProfile.load(f"runs/{name}/depth/profile") for name in REAL]
+    ),
     "real_saliency": lambda: hw.figures.saliency(
         [hw.Saliency.load(f"runs/{name}/saliency") for name in REAL], target="logit"
     ),
