@@ -40,8 +40,9 @@ def checked_call(function: F) -> F:
                 raise InputError(f"{here}: {hint}." if hint else f"{here}.{did_you_mean(name, known)}")
         try:
             return function(*args, **options)
-        except KeyboardInterrupt:  # also what a call inside this one raised: the reader made the outermost
-            raise Interrupted(f"{called} was interrupted.{_how_to_continue(known, options)}") from None
+        except KeyboardInterrupt as error:  # also what a call inside this one raised: the reader made the outermost
+            reason = "" if isinstance(error, Interrupted) or not str(error) else f": {error}"
+            raise Interrupted(f"{called} was interrupted{reason}.{_how_to_continue(known, options)}") from None
         except (RuntimeError, TypeError, ValueError):
             if misfit := _misfit(function, signature, args, options):
                 raise InputError(misfit) from None
