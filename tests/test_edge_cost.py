@@ -71,7 +71,7 @@ def test_the_operations_of_a_sweep_are_half_to_twice_of_those_counted_while_it_r
     model, said = wide("llama"), []
     monkeypatch.setattr(sweep, "say_how_long", lambda model, what, tokens, *advice, progress: said.append(tokens))
     with FlopCounterMode(display=False) as counter:
-        hw.patch(model, *prompts(), metric=DIFFERENCE, progress=False, **options)
+        hw.patch(model, *prompts(), metric=DIFFERENCE, **options)
     blocks = sum(parameter.numel() for parameter in model.raw.blocks.parameters())
     both_runs = 2 * sum(map(len, prompts()[0]))
     assert 0.5 < counter.get_total_flops() / (2 * blocks * (said[0] + both_runs)) < 2

@@ -113,7 +113,8 @@ def run_sweep(
     def work(run: Run) -> Sweep:
         measured = Measured.empty(len(plan.cells), len(plan.metrics))
         planned, outcome = list(waves(plan)), NOT_WRITTEN
-        if runner is not AttributionRunner:  # whose runs are few, however many cells there are
+        # Attribution makes few runs, however many cells there are.
+        if run.progress and runner is not AttributionRunner:
             what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less."
             say_how_long(plan.model, what, _whole_tokens(plan), advice, progress=run.progress)
         with run.bar("cells", "cell", len(plan.cells)) as bar:
