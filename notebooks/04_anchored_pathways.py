@@ -3,14 +3,14 @@
 #
 # In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** A linear probe can tell from the model's states, better than chance, whether its answer is wrong. Does
+# **Question.** A linear probe of the model's states can predict, better than chance, whether its answer is wrong. Does
 # that signal flow from the question's exact tokens, or is it in the answer itself?
 #
-# **Method.** Probes are fitted at every layer on half of the answers and read on the other half. Then, in all layers
-# up to the probe's, nothing may attend to the subject and property of the question (E_Q), and the probe is read again:
-# ΔP is the change of its probability, and an answer whose prediction flips is called Q-anchored (Luo et al., ACL
-# 2026). Since such a split always *looks* like two groups, the same is done with as many random question tokens, and
-# one mode within each relation is tested against two.
+# **Method.** Probes are fitted at every layer on half of the answers and read on the other half. Then attention to the
+# question's subject and property (E_Q) is blocked in all layers up to the probe's, and the probe is read again. ΔP is
+# the change of its probability. An answer whose prediction flips is called Q-anchored (Luo et al., ACL 2026). Such a
+# split always *looks* like two groups. So the same is done with as many random question tokens, and one mode within
+# each relation is tested against two.
 
 # %%
 import headwater as hw
@@ -20,7 +20,7 @@ questions = hw.load_questions(sample=400)
 answered = hw.answer(model, questions)
 _ = answered.plot()
 # %% [markdown]
-# Each row knows where its exact tokens are: E_Q in the question, E_A in the answer.
+# Each row has the positions of its exact tokens: E_Q in the question, E_A in the answer.
 
 # %%
 row = answered.table.iloc[0]
@@ -38,7 +38,7 @@ print("E_A:", [tokens[i] for i in row["exact_answer_tokens"]])
 pathways = hw.trace_pathways(model, answered, token="before_answer", seeds=2)
 
 # %% [markdown]
-# What counts is how the knockout of the exact tokens compares with the controls.
+# The question is how the knockout of the exact tokens compares with the controls.
 
 # %%
 pathways.auc.query("best").groupby("dataset")[["auc", "auc_after_knockout", "auc_after_random"]].mean().round(3)
@@ -51,14 +51,14 @@ pathways.controls_at_best.query("group == 'all'").round(3).head(5)
 # predict the mode?
 #
 # One population or two? A split by a threshold makes two groups of any population, and relations of different
-# difficulty make peaks of their own. So one mode is tested *within* each relation and prediction (dip test, combined
-# over these groups, false discovery over the sets); the other rows describe the peaks of everything together. The
-# numbers are in `pathways.baselines` and `pathways.components`.
+# difficulty create separate peaks. So one mode is tested *within* each relation and prediction (dip test, combined over
+# these groups, false discovery over the sets); the other rows describe the pooled peaks. The numbers are in
+# `pathways.baselines` and `pathways.components`.
 
 # %% [markdown]
 # ## Can the modes be put to use?
-# A detector with an expert per mode, beside a single probe and beside `question`, which knows only relation, popularity
-# and depth of the question.
+# A detector with an expert per mode, compared with a single probe and with `question`, which knows only relation,
+# popularity and depth of the question.
 
 # %%
 detection = hw.detect(
@@ -74,7 +74,7 @@ print("\n".join(detection.report()))
 
 # %% [markdown]
 # ## Result
-# Sentences made of the numbers:
+# Sentences generated from the numbers:
 
 # %%
 for sentence in pathways.report():
@@ -87,10 +87,9 @@ for sentence in pathways.report():
 figure = pathways.plot()
 
 # %% [markdown]
-# **What would change one's mind.** Two pathways would be worth believing in where one mode is rejected within
-# relations, where as many random question tokens do much less than E_Q, and where the mode is predicted better
-# than by −|logit|. Where these fail, ΔP by mode is what any single population would show: that modes keep their
-# distance under another fit's probe is not evidence, since both probes read the same states. The dip test is
-# strict; with few answers to a relation it finds two modes only when they lie far apart. The embedded model
-# answers in one or two words and is small; on a large model run the same cells with
-# `token="exact_answer_last"`.
+# **What would change one's mind.** Evidence for two pathways needs three things: one mode is rejected within relations,
+# random question tokens have a much smaller effect than E_Q, and the mode is predicted better than by −|logit|.
+# Otherwise ΔP by mode is what any single population would show. That modes stay apart under another fit's probe is not
+# evidence, since both probes read the same states. The dip test is strict; with few answers per relation it finds two
+# modes only if they lie far apart. The embedded model answers in one or two words and is small; on a large model run
+# the same cells with `token="exact_answer_last"`.

@@ -3,14 +3,14 @@
 #
 # In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** Along which attention edges does what the probe reads reach the answer: from the question's exact tokens
-# to the answer's (E_Q→E_A), or to anything else that may carry it on (E_Q→*)?
+# **Question.** Along which attention edges does the information that the probe reads flow: from the question's exact
+# tokens to the answer's (E_Q→E_A), or to other tokens that may pass it on (E_Q→*)?
 #
 # **Method.** The saliency of an edge is |A · ∂L/∂A|, attention times the gradient of the probe's loss, averaged over
-# heads and over the layers up to the probe's (Luo et al., ACL 2026, Eq. 1). It is measured with the published loss
-# (the probe's cross-entropy) and with the probe's logit, whose gradient does not vanish where the probe is sure and
-# right. Every answer is measured with coefficients of the probe that were not fitted on its question: a probe is surer
-# of what it has seen, which makes a peak near 0 out of nothing. The density over examples is the figure.
+# heads and over the layers up to the probe's (Luo et al., ACL 2026, Eq. 1). It is measured with the published loss (the
+# probe's cross-entropy) and with the probe's logit, whose gradient does not vanish where the probe is confident and
+# right. Every answer is measured with probe coefficients not fitted on its question: a probe is more confident on its
+# training data, which creates a spurious peak near 0. The figure shows the density over examples.
 
 # %%
 import headwater as hw
@@ -23,16 +23,15 @@ left_out = pathways.auc.query("best")["auc"].mean()
 print(f"probe of layer {probe.layer} at {probe.token}: AUC {left_out:.2f} on answers left out, mean over sets")
 
 # %% [markdown]
-# The probe reads the answer's last token here, so that edges into the answer can matter; a probe that reads before the
-# answer cannot depend on them.
+# Here the probe reads the answer's last token, so edges into the answer can matter; a probe before the answer cannot
+# depend on them.
 
 # %%
 saliency = hw.saliency(model, answered, probe)
 # %% [markdown]
 # ## Is a saliency near 0 an absence of flow?
-# The figure, at the end, has a peak near 0.
-# For a confident and right probe the cross-entropy has no gradient whatever flows. Then the same example has a small
-# saliency under `cross_entropy` and an ordinary one under `logit`.
+# The figure, at the end, has a peak near 0. If the probe is confident and right, the cross-entropy has no gradient,
+# whatever flows. Then the same example has a small saliency under `cross_entropy` and an ordinary one under `logit`.
 
 # %%
 wide = saliency.table.pivot(index="example", columns="target", values="saliency_all")
@@ -50,7 +49,7 @@ layers.groupby("layer")[["saliency_exact_answer", "saliency_all"]].median()
 
 # %% [markdown]
 # ## Does saliency agree with knockout?
-# A gradient says what a small change would do, knockout what removal does. Per example: the saliency of E_Q→* and the
+# A gradient shows what a small change would do, knockout what removal does. Per example: the saliency of E_Q→* and the
 # size of the logit change when E_Q is knocked out.
 
 # %%
@@ -81,8 +80,8 @@ print(f"elsewhere; the logit's, {wide.groupby(sure)['logit'].median().pipe(lambd
 _ = saliency.plot()
 
 # %% [markdown]
-# **What would change one's mind.** A probe can be explained only as far as it knows something: its AUC is at the
-# top. If the peak near 0 stays under the `logit` target, saturation is not its reason. Where saliency and knockout do
-# not agree in rank, as here, one of the two measures something other than flow, and neither may be read as the other.
-# The averages over heads (`heads="abs_mean"`) and over pairs (`pairs="mean"`) are choices: a picture that depends on
-# them is not about the model.
+# **What would change one's mind.** A probe can be explained only as far as it is accurate: its AUC is at the top. If
+# the peak near 0 remains under the `logit` target, saturation does not explain it. Where the ranks of saliency and
+# knockout disagree, as here, one of the two measures something other than flow, and neither can replace the other. The
+# averages over heads (`heads="abs_mean"`) and over pairs (`pairs="mean"`) are choices: a result that depends on them is
+# not about the model.

@@ -3,13 +3,13 @@
 #
 # In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** Deeper questions join facts that shallower ones ask for one by one. Is what they ask less likely to have
-# been seen in training, and do answers fail for that reason?
+# **Question.** Deeper questions combine facts that shallower ones ask for singly. Were they less likely seen in
+# training, and do answers fail for that reason?
 #
-# **Method.** Min-K% is the mean log-probability of the least likely 20 % of tokens (Shi et al., ICLR 2024), here of
-# the accepted answer given the question, averaged over each graph's questions of a depth. Answers are scored 1 to 5,
-# and discrepancies between neighbouring depths follow DepthQA (Ko et al., EMNLP 2024). Lengths, shuffled words and,
-# since the corpus of this model is known, the true number of times a fact is in the corpus, serve as controls.
+# **Method.** Min-K% is the mean log-probability of the least likely 20 % of tokens (Shi et al., ICLR 2024), here of the
+# accepted answer given the question, averaged over each graph's questions of a depth. Answers are scored 1 to 5, and
+# discrepancies between neighbouring depths follow DepthQA (Ko et al., EMNLP 2024). Controls are lengths, shuffled words
+# and, since this model's corpus is known, the true count of each fact in the corpus.
 
 # %%
 import headwater as hw
@@ -33,7 +33,7 @@ profile.judged.round(3).head(6)
 profile.comparisons.round(3).head(8)
 
 # %% [markdown]
-# ## Which tokens make the score?
+# ## Which tokens determine the score?
 # The lowest 20 % are framed; darker is less likely.
 
 # %%
@@ -63,21 +63,21 @@ for score in ("loss", "min_k_0.2", "min_k++_0.2"):
 
 # %% [markdown]
 # ## Result
-# Sentences made of the numbers:
+# Sentences generated from the numbers:
 
 # %%
 print("\n".join(profile.report()))
 
 # %% [markdown]
-# Boxes of minus Min-K%, higher = less likely seen, a value per graph and depth; beside them the density of the gap
-# between the score of a deepest question and of those it builds on, for the quarter of questions with the lowest and
-# the highest minus Min-K%.
+# Boxes show minus Min-K% (higher = less likely seen), one value per graph and depth. Beside them is the density of the
+# gap between a deepest question's score and that of the questions it builds on, for the quarters with the lowest and
+# highest minus Min-K%.
 
 # %%
 _ = profile.plot()
 
 # %% [markdown]
-# **What would change one's mind.** If the difference between depths went away among questions of the same length, or
-# were the same with shuffled words, it would be about form, not memory. If Min-K% did not follow the number of times a
-# fact is in this corpus, which is known, there would be no reason to read it so elsewhere. And a likelihood given the
-# question (`span="answer"`) is also how surely the model answers: `span="question"` asks about the question itself.
+# **What would change one's mind.** If the difference between depths vanished among questions of the same length, or
+# were the same with shuffled words, it would reflect form, not memory. If Min-K% did not follow the known count of a
+# fact in this corpus, there would be no reason to interpret it so elsewhere. And a likelihood given the question
+# (`span="answer"`) also measures how confident the model's answer is; `span="question"` scores the question itself.

@@ -3,12 +3,12 @@
 #
 # In [Colab](https://colab.research.google.com/#upload=true), first: `%pip install -q headwater-0.2.0-py3-none-any.whl`.
 #
-# **Question.** A model that read facts in one direction may not know them in the other. The embedded model has
-# heads for *country to capital*: does it have heads for *capital to country*, and can it answer such questions?
+# **Question.** A model trained on facts in one direction may not know them in the other. The embedded model has heads
+# for *country to capital*: does it have heads for *capital to country*, and can it answer such questions?
 #
-# **Method.** We bring everything ourselves: a relation (a JSON file), a table of questions, a metric, and a second
-# model from a folder, the same architecture with random weights, as a control. The relation is scored on both
-# models; the questions are asked of the first; the metric is swept over layers.
+# **Method.** We supply everything: a relation (a JSON file), a table of questions, a metric, and, as control, a second
+# model from a folder: the same architecture with random weights. The relation is scored on both models, the questions
+# are answered by the first, and the metric is swept over layers.
 
 # %%
 import json
@@ -43,8 +43,8 @@ relations = [capitals, *hw.load_relations(folder / "relations")]
 
 # %% [markdown]
 # ## A model folder of one's own
-# Any folder with a transformers checkpoint will do; its tokenizer is in it, or is given. This one has the embedded
-# model's shape and random weights: what it scores is what an untrained model scores.
+# Any folder with a transformers checkpoint works; the tokenizer is in it, or is given. This model has the embedded
+# model's shape and random weights: its scores are those of an untrained model.
 
 # %%
 import transformers
@@ -100,8 +100,8 @@ answered.table.groupby("dataset")["z"].agg(questions="size", wrong="mean").round
 
 # %% [markdown]
 # ## A metric of one's own
-# A metric is a function of what a run leaves at the positions it reads: `row kept width`, one number per row. This one
-# asks how far the right answer is ahead of the *best* of all other capitals, rather than of one chosen foil.
+# A metric is a function of a run's output at the positions it reads, `row kept width`; it returns one number per row.
+# This one measures how far the right answer is above the *best* of all other capitals, not one chosen foil.
 
 # %%
 import torch
@@ -133,9 +133,9 @@ sweep = hw.knockout(
 )
 # %% [markdown]
 # ## An intervention of one's own
-# What an edit writes may be any function of rows: here what attention adds is turned away from the direction of its
-# prompt's right answer, and everything else of it stays. The sweep checks what the function returns (shape, numbers,
-# and that no row depends on another), and gives each layer its interval. The control takes a random direction out.
+# An edit may be any function of rows. Here the direction of the prompt's right answer is projected out of the attention
+# output. The sweep checks the function's result (shape, numbers, and that no row depends on another) and gives an
+# interval per layer. The control projects out a random direction.
 
 # %%
 W_U = model.raw.original_model.get_output_embeddings().weight.detach()
@@ -172,7 +172,7 @@ again = hw.AnsweredQuestions.load(folder / "answered")
 print(again, again.run.analysis, again.run.options["max_new_tokens"])
 
 # %% [markdown]
-# Errors say what was asked, what was found and what to do, in one line:
+# Errors state in one line what was given, what was found and what to do:
 
 # %%
 misspelt: Any = "publish"  # written into the call, a type checker finds it
@@ -196,6 +196,6 @@ figure = sweep.plot()
 
 # %% [markdown]
 # **What would change one's mind.** The corpus of this model asks for capitals in its own wording; questions in the
-# other direction may fail for their wording rather than for the fact. Ask them as statements, with examples in
-# the prompt (`prompt=`), or of a model trained on both directions, before speaking of a reversal. And where the
-# untrained model shows as many heads, the classes mean nothing.
+# other direction may fail for their wording rather than for the fact. Test statements, with examples in the prompt
+# (`prompt=`), or a model trained on both directions, before claiming a reversal. If the untrained model shows as many
+# heads, the classes mean nothing.

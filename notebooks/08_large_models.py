@@ -68,7 +68,7 @@ memory.round(1)
 # hw.figures.save_figure(hw.figures.head_maps(maps), "runs/figure_1")
 # ```
 #
-# Patch and sever (a GPU helps; the batch is halved by itself when memory runs out):
+# Patching and knockout (a GPU helps; the batch is halved automatically when memory runs out):
 #
 # ```
 # headwater patch gpt2-xl --clean "The capital of France is" --corrupted "The capital of Italy is" \
@@ -105,7 +105,7 @@ memory.round(1)
 # ## Time
 # Measured on two cores of an x86-64 machine, with random weights of GPT-2 XL's shape, 18 relations of 2,245 pairs, and
 # every second head implementing a relation: the published rule takes 57.5 s, the default rule with its null model 87.7
-# s (`python -m benchmarks heads`). The work grows as heads × sources × (d_model × d_head + candidates), about the same
+# s (`python -m benchmarks heads`). The cost grows as heads × sources × (d_model × d_head + candidates), about the same
 # per head in all these models:
 
 # %%
@@ -120,7 +120,7 @@ pd.DataFrame(
 # Reading a checkpoint from disk comes on top: 141 GB for Llama-3.1-70B in bfloat16. `--rule published`
 # leaves out the null model of the default rule.
 #
-# Running a model is computed, not measured. `headwater pathways` on 4,000 questions: ten forward passes of 48 tokens
+# Running times are computed, not measured. `headwater pathways` on 4,000 questions: ten forward passes of 48 tokens
 # each, and 32 new tokens for batches of 64. Assumed are an H100 that reaches 40 % of 989e12 operations/s and 60 % of
 # 3.35e12 bytes/s, and two cores at 193e9 operations/s. Hooks, probes and loading are left out.
 

