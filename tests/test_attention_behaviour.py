@@ -262,7 +262,7 @@ def test_without_a_tokenizer_tokens_of_a_kind_are_not_seen_and_the_rest_is():
     assert unknown[["score", "p_value", "q_value"]].isna().all(axis=None)
     assert not unknown["called"].any()
     assert result.table.loc[result.table["behaviour"] == "induction", "score"].notna().all()
-    assert "On random tokens, there is nothing to see of delimiter, successor." in result.report()
+    assert "On random tokens, delimiter, successor cannot be measured." in result.report()
 
 
 def test_a_single_text_has_scores_and_nothing_is_called_on_it():

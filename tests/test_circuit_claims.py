@@ -49,9 +49,9 @@ def test_the_planted_edges_are_the_strongest_and_hold_on_other_prompts(method):
     assert row["p_value"] == pytest.approx(1 / 21)
     assert row["held_out"] == pytest.approx(row["effect"])
     assert row["effect"] > row["placebo_high"]
-    assert "share on average" in claim.sentence
+    assert "of them on average)" in claim.sentence
     again = circuit.claim(planted(), clean, corrupted, metric=metric, other=None, placebos=20, progress=False)
-    assert "1 of the prompts chose the circuit" in again.sentence
+    assert "1 prompt used to select the circuit" in again.sentence
     assert not again.holds
     by_hand = hw.Circuit.of(WIRED, planted())
     assert np.isnan(

@@ -212,7 +212,7 @@ def test_all_splits_at_once_have_the_mean_of_spearman_of_each():
         ({"layer": [0, 1, 2]}, {}, "These are all cells"),
         ({"layer": 1.5}, {}, "names no cells"),
         ({"layer": 1}, {"match": "head"}, "match"),
-        ({"layer": 1}, {}, "no other set like this one"),
+        ({"layer": 1}, {}, "No comparable random set exists"),
         ({"layer": 1}, {"metric": "rank"}, "has no metric 'rank'"),
         ({"layer": 1}, {"other": 3}, "hw.patch"),
         ({"layer": 1}, {"value": "normalized_effect"}, "not a column"),

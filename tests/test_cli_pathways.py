@@ -87,7 +87,7 @@ def test_without_a_folder_nothing_is_written(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, printed, _ = run("detect", *SMALL, "--seeds", 1, "--method", "logit_mean")
     assert code == 0
-    assert "logit mean tells them apart best" in printed
+    assert "logit mean has the highest AUC" in printed
     assert not list(tmp_path.iterdir())
 
 

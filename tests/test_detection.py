@@ -491,7 +491,7 @@ def test_the_report_and_the_figure_say_what_was_measured(detection):
     assert len(said) == 2
     for dataset, paragraph in zip(detection.datasets, said, strict=True):
         part = detection.table[detection.table["dataset"] == dataset].set_index("method")
-        assert f"{NAMES[part['auc'].idxmax()]} tells them apart best (AUC {part['auc'].max():.3f}" in paragraph
+        assert f"{NAMES[part['auc'].idxmax()]} has the highest AUC ({part['auc'].max():.3f}" in paragraph
         gain = part.loc["pr"]
         better, worse = gain["gain_low"] > 0, gain["gain_high"] < 0
         verdict = "does better than" if better else "does worse than" if worse else "is indistinguishable from"

@@ -42,7 +42,7 @@ def test_the_heads_that_were_wired_matter_and_others_of_their_layers_do_not():
     assert row["effect"] == pytest.approx(-10, abs=0.01)
     assert row["held_out"] == pytest.approx(-10, abs=0.01)
     assert row["p_value"] == pytest.approx(1 / 25)
-    assert "2 of the prompts chose the heads and are not held out (0, 1)" in found.sentence
+    assert "2 prompts used to select the heads, and so not held out (0, 1)" in found.sentence
     idle = [(0, 0), (1, 2), (2, 1)]
     assert not claim(planted(), told, idle, **asked).holds
 

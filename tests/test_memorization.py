@@ -139,7 +139,7 @@ def test_the_report_says_how_much_of_min_k_comes_from_first_tokens(model, graph)
         first += rows[0]["log_probability"] if rows[0]["lowest"] else 0.0
         whole += len(rows)
     share, of_all = first / lowest, profile.tokens["id"].nunique() / whole
-    said = f"Of Min-K%, {share:.0%} comes from the first scored tokens, which are {of_all:.0%} of all."
+    said = f"The first scored tokens ({of_all:.0%} of all) account for {share:.0%} of Min-K%."
     assert said in " ".join(profile.report())
     assert 0 < share < 1
 

@@ -106,7 +106,7 @@ def test_a_probe_that_may_read_the_label_off_the_spans_is_not_praised(model, coi
     first, *others = pathways.report()
     (second,) = (said for said in others if "where it is right" in said)
     assert "detects the wrong ones with AUC 0.99" in first
-    assert "does not show that the states know which answer is wrong" in first
+    assert "does not show that the states encode which answer is wrong" in first
     assert "100% of the answer, where it is wrong" in second
     assert "does not differ clearly from this" in second or "the probe is worse" in second
     assert not SetAtBest(pathways, "popqa").survives

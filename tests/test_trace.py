@@ -71,7 +71,7 @@ def test_a_shift_of_every_example_to_one_side_is_not_reported_as_two_modes(by_qu
     assert verdicts["exact question tokens", "within relations"] == "too few examples"
     assert not SetAtBest(by_question, "lookup").survives
     report = " ".join(by_question.report())
-    assert "Flips go one way" in report
+    assert "The knockout shifts predictions in one direction" in report
     assert "the two peaks are those of the two predictions" in report
     assert report.endswith(
         "Two modes survive the controls on none of the question sets (tested on none; lookup: too few examples)."

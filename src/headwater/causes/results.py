@@ -137,7 +137,7 @@ class EvidenceSuite(Result):
         found = summary[summary["q_value"] <= LARGEST_P]
         sentences.append(
             f"Against shuffled targets {len(found)} of {len(summary)} families pass a false-discovery rate of 5 %; "
-            f"{int(self.table['holds'].sum())} of {n} relations also beat every baseline by themselves."
+            f"{int(self.table['holds'].sum())} of {n} relations individually exceed every baseline."
         )
         return sentences
 
@@ -222,8 +222,8 @@ class Evidence(Result):
         if not ours["p_value"] <= LARGEST_P:
             why.append(f"shuffled targets do as well (p = {ours['p_value']:.2f})")
         return (
-            f"That the weights name the cause is not shown: head {head} has {_share(ours)} of the largest effect, but "
-            f"{', and '.join(why)}."
+            f"It is not shown that the weights name the cause: head {head} has {_share(ours)} of the largest effect, "
+            f"but {', and '.join(why)}."
         )
 
     def report(self) -> list[str]:
@@ -232,24 +232,24 @@ class Evidence(Result):
             return [self.verdict]
         can = self.can.iloc[0]
         sentences = [
-            f"{self.run.model} on {self.relation}, asked by a {can['prompt']} prompt: the logit difference between two "
+            f"{self.run.model} on {self.relation}, with a {can['prompt']} prompt: the logit difference between two "
             f"sources changes by {can['gap']:.1f} ({can['gap_low']:.1f} to {can['gap_high']:.1f}; n = {can['pairs']} "
-            f"pairs that chose nothing); a right word is first in {can['accuracy']:.0%}."
+            f"held-out pairs); a correct word is the top prediction in {can['accuracy']:.0%}."
         ]
         tried = self.templates.set_index("kind")["difference"]
         if can["prompt"] != "chat" and "chat" in tried:
             sentences.append(
-                f"That prompt is without the chat template, with which the difference was smaller ({tried['chat']:.1f} "
-                f"in place of {tried[can['prompt']].max():.1f}, first half): a chat may do otherwise."
+                f"This prompt does not use the chat template, where the difference was smaller ({tried['chat']:.1f} "
+                f"in place of {tried[can['prompt']].max():.1f}, first half): results in a chat may differ."
             )
         if self.passes is not None:
-            sentences.append(f"From layer {self.passes} on half of that or more is carried by the last position.")
+            sentences.append(f"From layer {self.passes} on, the last position carries at least half of this change.")
         top = self.table.dropna(subset=["effect"]).nlargest(3, "effect").to_dict("records")
         moved = ", ".join(f"{_head(row)} {row['effect']:.2f} ({row['low']:.2f} to {row['high']:.2f})" for row in top)
         sentences.append(f"Share of the gap moved by single heads at the last position: {moved}.")
         sentences.append(f"Most attention to the source: {self._largest('attention')}.")
         if self.table["direct"].notna().any():
-            sentences.append(f"Most of the gap written directly: {self._largest('direct')}.")
+            sentences.append(f"Largest direct effects (share of the gap): {self._largest('direct')}.")
         for row in self.ways.dropna(subset=["share"]).to_dict("records"):
             head = f"head {_head(row)}" if pd.notna(row["layer"]) else f"{row['heads']} heads, mean"
             sentences.append(f"Named by {row['way']}: {head}, {_share(row)} of the largest effect.")

@@ -99,7 +99,7 @@ class CircuitRuns(ByMetric, Result):
             rank = f" (p = {row['p_value']:.2g})" if np.isfinite(row["p_value"]) else ""
             sentences.append(f"{sentence}{beside_placebos(row)}{rank}.".replace("_", " "))
         sentences += [*gap_sentences(self.table), *discovery_sentences(self.run)]
-        sentences.append("A circuit has to be tested on other prompts than those it was chosen on: see Circuit.claim.")
+        sentences.append("Test a circuit on prompts that were not used to select it: see Circuit.claim.")
         return sentences
 
     def claim(
@@ -148,7 +148,7 @@ class CircuitRuns(ByMetric, Result):
         what = f"The circuit {plain_text(name)} of {int(table.loc[table['circuit'] == name, 'edges'].iloc[0]):,} edges"
         if len(drawn):
             shares = self.shapes[(self.shapes["circuit"] == name) & self.shapes["placebo"].notna()]["overlap"]
-            what += f", {shares.mean():.0%} of which its random circuits share on average,"
+            what += f" (random circuits share {shares.mean():.0%} of them on average)"
         what = f"{what} on {metric}".replace("_", " ")
         judged = claim_of(evidence, what=what, margin=margin, level=level, seed=seed, notes=notes)
         return Claim.of(judged, self.run, options | {"other": None if other is None else other.run})

@@ -200,7 +200,7 @@ class PathEffects(ByMetric, Result):
             sentences.append(
                 f"Of {len(means):,} paths the largest effect on {metric.replace('_', ' ')} is {row['sender']} -> "
                 f"{row['receiver']}{where}: {with_interval(row['mean'], row['low'], row['high'])}, over {n} "
-                f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} are beyond what rounding makes ({floor:.1e})."
+                f"pair{'s' * (n != 1)}; {int((means > floor).sum()):,} exceed the rounding error ({floor:.1e})."
             )
         sentences += edited_run(self.run.options)
         sentences.append(f"Senders reach receivers {WAYS[self.through]}.")

@@ -195,7 +195,7 @@ class EdgeEffects(ByMetric, Result):
             sentence = (
                 f"Of {int((~np.isnan(means)).sum()):,} edges the largest {what} on {metric} is {edge}: "
                 f"{with_interval(row['mean'], row['low'], row['high'])}, over {n} pair{'s' * (n != 1)}; "
-                f"{beyond:,} are beyond what rounding makes ({floor:.1e})."
+                f"{beyond:,} exceed the rounding error ({floor:.1e})."
             )
             sentences.append(sentence.replace("_", " "))
             sentences += self._sentences_on_the_rest(m, metric)
@@ -382,10 +382,9 @@ class EdgeEffects(ByMetric, Result):
         hits, bar = int((drawn > ranked[0]).sum()), ranked[0]
         most = most_of_a_share(hits, len(drawn))
         sentence = (
-            f"{len(ranked):,} edges were recomputed for their estimate on {metric}; of the {rest:,} others "
-            f"{len(drawn):,} were drawn at random: the largest of these has {drawn.max():.3g}, and {hits} are beyond "
-            f"{bar:.3g}, the least of the recomputed, so that at most {most:.1%} of the others ({int(most * rest):,} "
-            "edges, which may have been missed) are (95 %)."
+            f"The {len(ranked):,} edges with the largest estimates on {metric} were computed exactly; the least has "
+            f"{bar:.3g}. Of {len(drawn):,} of the {rest:,} others, drawn at random, {hits} exceed it (the largest: "
+            f"{drawn.max():.3g}); with 95 % confidence at most {most:.1%} of all ({int(most * rest):,} edges) do."
         )
         return [self._sentence_on_estimates(exact, estimates, metric), sentence.replace("_", " ")]
 
@@ -397,10 +396,9 @@ class EdgeEffects(ByMetric, Result):
         wrong = np.sum(np.sign(exact) * np.sign(estimates) < 0, where=np.abs(exact) > 0.01 * np.nanmax(np.abs(exact)))
         edge = self.graph.name(int(self._edges(np.array([best]))[0]))
         return (
-            f"Over the {count:,} recomputed edges the estimates have rank correlation {ranks:.2f} with the effects on "
-            f"{metric}, and the wrong sign for {int(wrong):,} of those beyond 1 % of the largest; the strongest, "
-            f"{edge}, has effect {exact[best]:.3g} and was estimated at {estimates[best]:.3g}, rank {rank:,} of "
-            f"{len(estimates):,}."
+            f"For {count:,} exact edges, estimates and effects on {metric} have rank correlation {ranks:.2f}; the sign "
+            f"is wrong for {int(wrong):,} of those above 1 % of the largest. The strongest, {edge}, has effect "
+            f"{exact[best]:.3g}; its estimate is {estimates[best]:.3g}, rank {rank:,} of {len(estimates):,}."
         ).replace("_", " ")
 
 

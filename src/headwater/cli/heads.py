@@ -118,7 +118,8 @@ def heads(
 
 def compare(
     models: Annotated[
-        list[str], Parameter(help="Two or more checkpoint folders, GGUF files or hub names, the first before.")
+        list[str],
+        Parameter(help="Two or more checkpoint folders, GGUF files or hub names, the first is the reference."),
     ],
     /,
     *,

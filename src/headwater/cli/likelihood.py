@@ -39,7 +39,7 @@ Predecessors = Annotated[
 Judge = Annotated[
     str | None,
     Parameter(
-        help="What scores answers, whatever scores the data hold: label, for label match, 5 or 1; or "
+        help="How answers are judged, in place of the data's scores: label, for label match, 5 or 1; or "
         f"{ENDPOINT}. Default: the scores of the data."
     ),
 ]

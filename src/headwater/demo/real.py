@@ -99,8 +99,8 @@ REAL_STEPS = {
         "other capitals, times how much it attends to the country, is largest. On the other half the output of each "
         "head is exchanged for that of a prompt about another country. A head's share is its effect divided by that of "
         "the head that moves most.",
-        "What weights write, who looks at the country, who moves the answer, when it passes to the last token, what "
-        "ablating costs. The ring is the head that weights and attention name.",
+        "What weights write, which heads attend to the country, which move the answer, when it passes to the last "
+        "token, what ablating costs. The ring is the head that weights and attention name.",
         lambda demo, options: hw.evidence(demo.real, "country_to_capital", pairs=8, draws=50, **options),
         number=of.cause,
         table=lambda found: found.summary(),
@@ -117,7 +117,7 @@ REAL_STEPS = {
     ),
     "circuit": Step(
         "A circuit for the indirect object",
-        f"The {EDGES} strongest edges alone, on twelve pairs in a wording that chose nothing; all other edges carry "
+        f"The {EDGES} strongest edges alone, on twelve held-out pairs in another wording; all other edges carry "
         "the other prompt. Random circuits have as many edges between the same layers.",
         "Faithfulness: the share of the logit difference that the circuit keeps.",
         _circuit,

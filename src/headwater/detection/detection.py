@@ -381,7 +381,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     many = f"of {len(measured)} methods " if len(measured) > 1 else ""
     sentences = [
         f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
-        f"{NAMES[best['method']]} tells them apart best ({_auc(best)}{f'; {chance}' if chance else ''})."
+        f"{NAMES[best['method']]} has the highest AUC ({_auc(best)[4:]}{f'; {chance}' if chance else ''})."
     ]
     rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # What is short for a method keeps its letters as the first word of a sentence.
@@ -393,7 +393,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     if "question" in rows and "probe" in rows:
         alone = rows["question"]
         sentences.append(
-            f"Relation and popularity alone ({_auc(alone)}): this {_verdict(alone)} the probe ({_signed(alone)})."
+            f"The baseline of relation and popularity ({_auc(alone)}) {_verdict(alone)} the probe ({_signed(alone)})."
         )
     notes = table[table["note"] != ""]
     sentences += [f"Note on {NAMES[row['method']]}: {row['note'].rstrip('.')}." for row in notes.to_dict("records")]

@@ -83,19 +83,19 @@ class HeadAblation(Result):
         sentences = []
         if untouched is not None and without is not None:
             sentences.append(
-                f"{self.relation}: of the items {untouched['accuracy']:.0%} are answered rightly, and "
-                f"{without['accuracy']:.0%} without its {heads}; the logit difference is "
+                f"{self.relation}: accuracy {untouched['accuracy']:.0%}, and {without['accuracy']:.0%} without its "
+                f"{heads}; the logit difference is "
                 f"{untouched['logit_difference']:.2f} before and {without['logit_difference']:.2f} after."
             )
         sentences.append(
-            "No other heads of these layers were left to remove instead: there is no random control."
+            "These layers have no other heads to ablate: there is no random control."
             if random is None
-            else f"Without as many random heads of the same layers {random['accuracy']:.0%} are answered rightly "
-            f"(mean of the draws), at a logit difference of {random['logit_difference']:.2f}."
+            else f"Without as many random heads of the same layers: accuracy {random['accuracy']:.0%}, logit "
+            f"difference {random['logit_difference']:.2f} (means over draws)."
         )
         if control is None:
             sentences.append(
-                "No other relation serves as a control: whether the loss is this relation's own is not known."
+                "No other relation serves as a control: it is unknown whether the loss is specific to this relation."
             )
         else:
             before = rows[("control", "none", 0)]
@@ -193,7 +193,7 @@ def ablate_heads(
         if accuracy[relation] == 0:
             warnings.warn(
                 f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} rightly when "
-                f"asked {template!r} after {shots} examples: no accuracy is left to lose. Give a template= that it "
+                f"asked {template!r} after {shots} examples: accuracy is already 0. Give a template= that it "
                 "understands.",
                 stacklevel=6,
             )

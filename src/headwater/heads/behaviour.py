@@ -124,10 +124,10 @@ class AttentionBehaviour(Result):
                 )
         unseen = self.table[self.table["score"].isna()].groupby("on", sort=False)["behaviour"].unique()
         sentences += [
-            f"{_where(on)}, there is nothing to see of {', '.join(map(words, names))}." for on, names in unseen.items()
+            f"{_where(on)}, {', '.join(map(words, names))} cannot be measured." for on, names in unseen.items()
         ]
         if (self.table["sequences"] == 1).any():
-            sentences.append("Of a single sequence there is no interval and no p-value, so nothing is called on it.")
+            sentences.append("A single sequence has no interval and no p-value, so no behaviour is called on it.")
         if self.heads["copying"].notna().any():
             above = int((self.heads["copying"] > self.heads["copying_high"]).sum())
             below = int((self.heads["copying"] < self.heads["copying_low"]).sum())

@@ -224,7 +224,7 @@ def compare_heads(
         if ours != theirs:
             raise InputError(
                 f"{name} has {theirs}, {first_name} has {ours}: their heads do not correspond. Compare models of "
-                "one shape; classify_heads scores each by itself."
+                "one shape, or use classify_heads for each."
             )
     loaded = load_relations(relations)
     shared = shared_relations(loaded, [weights.tokenizer for weights in compared.values()], multi_token=multi_token)

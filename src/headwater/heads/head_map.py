@@ -443,7 +443,7 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     called = [row for row in findings["relations"] if row["heads"]]
     if called:
         best = max(called, key=lambda row: row["best_score"] if row["best_excess"] is None else row["best_excess"])
-        by_habit = "" if best["best_excess"] is None else f", where its habits would give {best['best_expected']:.0%}"
+        by_habit = "" if best["best_excess"] is None else f", {best['best_expected']:.0%} with shuffled targets"
         ends = "largest" if best["best_sign"] == "implements" else "smallest"
         sentences.append(
             f"{len(called)} of {len(findings['relations'])} relations are implemented or suppressed by some head. The "
@@ -456,17 +456,17 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
         sentences.append(f"The highest score of any head is {best['best_score']:.0%}: {where}.")
     if several := [name for name, count in findings["in_category"].items() if count > labels.get(name, 0)]:
         counts = ", ".join(f"{findings['in_category'][name]} {name}" for name in several)
-        sentences.append(f"With the heads of several categories counted in each of theirs: {counts}.")
+        sentences.append(f"Counting heads of several categories in each: {counts}.")
     if vetoed := sum(row["copying"] for row in findings["relations"]):
         sentences.append(
-            f"{vetoed} more pairs of a head and a relation reach the threshold and are not called, because the head "
-            "copies: it puts the source itself above most of these targets."
+            f"{vetoed} more pairs of a head and a relation reach the threshold but are rejected as copying: the head "
+            "ranks the source itself above most of these targets."
         )
     sentences += findings["embedding"]
     if findings["rule"] == "published":
         sentences.append(
-            "The published rule looks at the score alone: a head that writes the same few tokens whatever it reads "
-            "scores too, and nothing here says by how much."
+            "The published rule uses only the score: a head that writes the same few tokens for every source can pass "
+            "too, and no control measures this."
         )
     missing = [row["relation"] for row in findings["relations"] if not row["heads"]]
     if missing:

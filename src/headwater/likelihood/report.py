@@ -61,8 +61,8 @@ def _what(profile: Profiled) -> str:
         lines.append(f"{int((~scored).sum()):,} questions have nothing to score and are left out.")
     if short:
         lines.append(
-            f"For {short:,} of them K · T is below 1 (T scored tokens): Min-K% is the least likely token there, where "
-            "published code gives no value."
+            f"For {short:,} of them K · T is below 1 (T scored tokens): for these Min-K% is the log-probability of the "
+            "least likely token, where published code gives no value."
         )
     lines += [f"Of the graph: {note}." for note in options["notes"]]
     return " ".join(lines)
@@ -76,7 +76,7 @@ def _by_depth(profile: Profiled) -> str:
     lines = [f"Min-K%, median over {unit}: {listed}."]
     if len(medians) > 1:
         lines.append(
-            f"The medians {'rise' if rises else 'do not rise'} at every step; those of the published figures do."
+            f"The medians {'rise' if rises else 'do not rise'} at every step; in the published figures they rise."
         )
     lines += _first_tokens(profile.tokens)
     rows = _rows(profile, "depth", profile.main, "all nodes")
@@ -93,7 +93,7 @@ def _first_tokens(tokens: pd.DataFrame) -> list[str]:
     is_first = tokens["position"] == tokens.groupby("id")["position"].transform("min")
     lowest = tokens["log_probability"].where(tokens["lowest"], 0)
     share = lowest[is_first].sum() / lowest.sum()
-    return [f"Of Min-K%, {share:.0%} comes from the first scored tokens, which are {is_first.mean():.0%} of all."]
+    return [f"The first scored tokens ({is_first.mean():.0%} of all) account for {share:.0%} of Min-K%."]
 
 
 def _controls(profile: Profiled) -> str:
@@ -105,7 +105,7 @@ def _controls(profile: Profiled) -> str:
             (profile.main, "same length", "Among answers of equal length, the difference {} (depth {})."),
             (plus, "all nodes", "Min-K%++, which calibrates each token, {} (depth {})."),
             (profile.main, "shuffled", "With the words shuffled, Min-K% {} (depth {})."),
-            (profile.main, "minus shuffled", "Less what shuffled words give, it {} (depth {})."),
+            (profile.main, "minus shuffled", "After subtracting the change for shuffled words, Min-K% {} (depth {})."),
         ):
             words = words if profile.run.options["span"] != "question" else words.replace("answers", "questions")
             for row in _rows(profile, "depth", score, control):
@@ -154,7 +154,7 @@ def _popularity(profile: Profiled) -> str:
     rows = _rows(profile, f"spearman with {POPULARITY}", profile.main)
     listed = ", ".join(f"{_plain(row)} at depth {row['depths']}" for row in rows if not math.isnan(row["value"]))
     return (
-        f"How often the training data tell a fact is known here; its rank correlation with the score (higher = more "
+        f"The frequency of each fact in the training data is known; its rank correlation with the score (higher = more "
         f"likely seen) is {listed}."
         if listed
         else ""

@@ -53,8 +53,7 @@ def report_of(pathways: Traced) -> list[str]:
     sentences = [f"{row['dataset']} was left out: {row['cause']}." for row in pathways.dropped.to_dict("records")]
     if pathways.run.options["token"] in BEFORE:
         sentences.append(
-            "The probe reads a token before the answer: nothing there can come from the answer, so A-anchored means "
-            "no more here than that no prediction flips."
+            "The probe reads a token before the answer: A-anchored means here only that the prediction does not flip."
         )
     views = [SetAtBest(pathways, dataset) for dataset in pathways.datasets]
     for view in views:
@@ -73,8 +72,8 @@ def _conclusion(views: Sequence[SetAtBest]) -> str:
     tested_on = f"tested within each relation on {', '.join(tested)}" if tested else "tested on none"
     unknown = [name for name, verdict in verdicts.items() if verdict == NO_RELATIONS]
     note = (
-        f" {', '.join(unknown)}: the questions have no relations, so two peaks may be two kinds of question; two modes "
-        "can neither be tested nor claimed there."
+        f" {', '.join(unknown)}: the questions have no relations, so two peaks may be two kinds of question: two modes "
+        "cannot be tested there."
         if unknown
         else ""
     )
@@ -84,11 +83,11 @@ def _conclusion(views: Sequence[SetAtBest]) -> str:
 def _probe(view: SetAtBest) -> Iterator[str]:
     auc = view.baseline(WRONG_ANSWER, PROBE)
     chance = against_chance(*auc[1:])
-    at_chance = f" This is {chance}, and nothing below says much." if chance else ""
+    at_chance = f" This is {chance}: the results below are not informative." if chance else ""
     if view.explained_by_spans:
         at_chance = (
-            " Length and place of the exact answer alone find them as well: this does not show that the states know "
-            "which answer is wrong, and nothing below says much."
+            " Length and place of the exact answer alone find them as well: this does not show that the states "
+            "encode which answer is wrong, and the results below are not informative."
         )
     yield (
         f"of {view.n_examples:,} answers, the probe at l* ({view.layers}) detects the wrong ones with AUC "
@@ -134,9 +133,9 @@ def _knockout(view: SetAtBest) -> Iterator[str]:
             yield "no question has as many other tokens as exact ones: there is no random control."
         return
     yield (
-        f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; on "
-        f"these it is {_interval(matched)} after the knockout of the exact ones, {_interval(random)} after that of the "
-        "others."
+        f"{view.controlled:,} of {view.n_examples:,} examples have as many other question tokens as exact ones; for "
+        f"these, AUC is {_interval(matched)} after knockout of the exact tokens, {_interval(random)} after knockout of "
+        "random ones."
     )
     exact, other = (view.control(name, ALL, "flip_rate") for name in (EXACT_ON_RANDOM_ROWS, RANDOM))
     more = "more often than" if exact[1] > other[2] else "not clearly more often than"
@@ -158,16 +157,16 @@ def _modes(view: SetAtBest) -> Iterator[str]:
             yield f"only {members} examples are {mode} at l*: too few for a 95 % band."
     q, a = (view.curve(CROSSED, mode) for mode in MODES)
     if np.isfinite(q[0]) and np.isfinite(a[0]):
-        holds = "the two stay apart" if q[2] < a[1] else "the two do not differ clearly"
+        holds = "the two groups differ" if q[2] < a[1] else "the two groups do not differ clearly"
         yield (
-            f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}, which one "
-            "population does as well, since both probes read the same states."
+            f"with modes taken from another seed's probe it is {_points(q)} and {_points(a)}: {holds}. A single "
+            "population would look the same, since both probes read the same states."
         )
     null = view.curve(RANDOM_SPLIT, MODES[0])
     if np.isfinite(null[0]):
         yield (
-            f"those that random question tokens flip have ΔP {_points(null)}: a gap of this size comes from splitting "
-            "by the flip itself."
+            f"for examples flipped by random question tokens ΔP is {_points(null)}: a gap of this size comes from "
+            "splitting by the flip itself."
         )
 
 
@@ -175,7 +174,7 @@ def _shape(view: SetAtBest) -> Iterator[str]:
     verdicts = [view.verdict(name) for name in ("all", "predicted right", "predicted wrong")]
     yield (
         f"all relations together, the changes of the probe's logit have {verdicts[0]} over all examples, "
-        f"{verdicts[1]} where it said right, {verdicts[2]} where it said wrong."
+        f"{verdicts[1]} for predictions 'right', {verdicts[2]} for predictions 'wrong'."
     )
     if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
@@ -208,13 +207,16 @@ def _direction(view: SetAtBest) -> Iterator[str]:
     note = ""
     if max(right[0], wrong[0]) > 3 * min(right[0], wrong[0]) + 0.02:
         note = (
-            " Flips go one way: where a knockout moves every example to one side, the rule of hard flips calls those "
-            "already there A-anchored, whatever they depend on."
+            " The knockout shifts predictions in one direction: examples already on that side cannot flip and count as "
+            "A-anchored, whatever they depend on."
         )
     yield (
         f"{_percent(right)} of the predictions 'right' flip and {_percent(wrong)} of the predictions 'wrong' "
         f"({(~rows['predicted_wrong']).sum():,} and {rows['predicted_wrong'].sum():,}, over seeds).{note}"
     )
+
+
+AWARENESS = ("predict the mode better", "predict the mode less well", "do not predict the mode better")
 
 
 def _awareness(view: SetAtBest) -> Iterator[str]:
@@ -224,8 +226,7 @@ def _awareness(view: SetAtBest) -> Iterator[str]:
         yield (
             f"a probe on untouched states detects Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
             f"of the truth probe with {_interval(margin)}, its logit and |logit| with {_interval(logit)}: the states "
-            f"{_against_zero(difference, 'know more', 'know less', 'do not know more')} about the mode than the truth "
-            "probe's own output."
+            f"{_against_zero(difference, *(f'{words} than' for words in AWARENESS))} the truth probe's own output."
         )
 
 

@@ -189,7 +189,7 @@ class ProbeFit(Result):
             )
             if not row["selectivity_low"] > 0:
                 sentences.append("The probe does no better than on random labels.")
-        sentences.append("That a probe reads something does not say that the model does.")
+        sentences.append("That a probe can decode a label does not show that the model uses it.")
         return sentences
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes:

@@ -115,7 +115,7 @@ def claim_of(
     # The size of each one's mean effect; those that no prompt has fall out.
     placebos = _known(np.abs(means_of(evidence.placebos.T))) if evidence.placebos.size else np.zeros(0)
     if not len(placebos) and margin is None:
-        raise InputError("There is no other set like this one to compare it with: give margin=, or draw from more.")
+        raise InputError("No comparable random set exists: give margin=, or sample from more cells.")
     effect, low, high = interval(Bootstrap.of(range(len(effects)), draws=RESAMPLES, seed=seed).mean(effects), level)
     quantile = float(np.quantile(placebos, PLACEBO_QUANTILE)) if len(placebos) else np.nan
     row: dict[str, Any] = {
@@ -151,7 +151,11 @@ def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = 
 def notes_of_seen(seen: Sequence[int], what: str) -> list[str]:
     """Say which prompts, by number, chose what is claimed, and so are not held out; nothing where none did."""
     some = ", ".join(map(str, seen[:8]))
-    return [f"{len(seen)} of the prompts chose the {what} and are not held out ({some})"] if len(seen) else []
+    return (
+        [f"{len(seen)} prompt{'s' * (len(seen) != 1)} used to select the {what}, and so not held out ({some})"]
+        if len(seen)
+        else []
+    )
 
 
 def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
@@ -191,9 +195,9 @@ def _failures(row: dict[str, Any], evidence: ClaimEffects) -> list[str]:
     if np.isnan(near):
         failed.append("one prompt has no interval")
     elif not near > row["margin"]:
-        failed.append("the interval does not lie beyond the margin")
+        failed.append("the interval includes values within the margin")
     if not row["p_value"] <= LARGEST_P:
-        failed.append(f"random sets do as much (p = {row['p_value']:.2g})")
+        failed.append(f"random sets have an effect as large (p = {row['p_value']:.2g})")
     if evidence.other_ablation is not None and not sign * row["other_ablation"] > 0:
         failed.append("the other ablation does not have the same sign")
     if evidence.held_out is not None and not sign * row["held_out"] > row["margin"]:
