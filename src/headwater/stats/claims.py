@@ -151,11 +151,8 @@ def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = 
 def notes_of_seen(seen: Sequence[int], what: str) -> list[str]:
     """Say which prompts, by number, chose what is claimed, and so are not held out; nothing where none did."""
     some = ", ".join(map(str, seen[:8]))
-    return (
-        [f"{len(seen)} prompt{'s' * (len(seen) != 1)} used to select the {what}, and so not held out ({some})"]
-        if len(seen)
-        else []
-    )
+    what = f"prompt{'s' * (len(seen) != 1)} used to select the {what}, and so not held out"
+    return [f"{len(seen)} {what} ({some})"] if len(seen) else []
 
 
 def split_half(parts: Float[ndarray, "example part"], seed: int) -> float:
