@@ -384,7 +384,7 @@ class EdgeEffects(ByMetric, Result):
         sentence = (
             f"The {len(ranked):,} edges with the largest estimates on {metric} were computed exactly; the least has "
             f"{bar:.3g}. Of {len(drawn):,} of the {rest:,} others, drawn at random, {hits} exceed it (the largest: "
-            f"{drawn.max():.3g}); with 95 % confidence at most {most:.1%} of the others ({int(most * rest):,} edges) do."
+            f"{drawn.max():.3g}); at 95 % confidence at most {most:.1%} of the others ({int(most * rest):,} edges) do."
         )
         return [self._sentence_on_estimates(exact, estimates, metric), sentence.replace("_", " ")]
 
