@@ -24,7 +24,7 @@ from benchmarks.edge_task import LENGTH, METRIC, QUICK, Task, measured, model_wi
 from benchmarks.machine import Machine, Work, seconds
 from benchmarks.models import Chosen, block_weights, chosen_model, titled
 from benchmarks.report import Row
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import circuit_from_edges
 
 BATCHES = (8, 32)
 STRONGEST = 26
@@ -119,7 +119,7 @@ def halves(task: Task, n_circuits: int) -> list[hw.Circuit]:
     """Return circuits of half of all edges, each drawn by lot."""
     graph, generator = task.graph, torch.Generator().manual_seed(0)
     drawn = (torch.randperm(graph.n_edges, generator=generator) for _ in range(n_circuits))
-    return [made(graph, order[: graph.n_edges // 2].tolist()) for order in drawn]
+    return [circuit_from_edges(graph, order[: graph.n_edges // 2].tolist()) for order in drawn]
 
 
 def together(task: Task, some: list[hw.Circuit]) -> hw.CircuitRuns:
@@ -129,7 +129,7 @@ def together(task: Task, some: list[hw.Circuit]) -> hw.CircuitRuns:
 
 def _alone_and_whole_agree(task: Task, some: list[hw.Circuit]) -> bool:
     """Whether circuits are at once what they are one by one, and the circuit of all edges is a plain run."""
-    at_once = together(task, [*some, ~made(task.graph, [])]).table["value"].to_numpy()
+    at_once = together(task, [*some, ~circuit_from_edges(task.graph, [])]).table["value"].to_numpy()
     alone = [together(task, [one]).table["value"].iloc[0] for one in some[:2]]
     plain = float(measured(task.model.raw(task.tokens[0])))
     pairs = [*zip(at_once[:2], alone, strict=True), (at_once[-1], plain)]

@@ -165,7 +165,7 @@ def by_cell(products, cells, first):
     for i, (example, template) in enumerate(cells):
         for edit in template.edits:
             for layer in edit.layers:
-                product = products[edit.site.name, layer, edit.source_of(layer), edit.sample][example - first]
+                product = products[edit.site.name, layer, edit.source_layer_of(layer), edit.sample][example - first]
                 if edit.site.has_keys:
                     product = (product if edit.keys is None else product[..., list(edit.keys)]).sum(-1).T
                 if edit.positions is not None:

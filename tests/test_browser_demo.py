@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import headwater as hw
-from headwater.demo.steps import STEPS, Seen
+from headwater.demo.steps import STEPS, Demo
 from headwater.demo.tour import Tour
 from tests.looking import fits
 from tests.viewed import answered, controlled, profiled, swept, traced
@@ -20,7 +20,7 @@ VIEWS = ("heads", "pathways", "memorization", "patching", "patching")  # the las
 def tour(tmp_path_factory):
     """The tour over results that the tests of views have made already, without their further figures."""
     few = {name: replace(STEPS[name], run=lambda *_, of=make: of(), companions=()) for name, make in MADE.items()}
-    found = Tour(Seen(hw.load(), 100), few, tmp_path_factory.mktemp("demo"), progress=False)
+    found = Tour(Demo(hw.load(), 100), few, tmp_path_factory.mktemp("demo"), progress=False)
     for name, step in few.items():
         found.take(name, step)
     found.page()

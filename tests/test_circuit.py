@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import headwater as hw
-from headwater.circuits.circuit import checked_circuits, made
+from headwater.circuits.circuit import checked_circuits, circuit_from_edges
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError, RunFolderError
 from tests import chance
@@ -18,7 +18,7 @@ QUIET = {"metric": hw.logit_difference(5, 9), "progress": False}
 
 
 def drawn(graph: Graph, share: float = 0.4) -> hw.Circuit:
-    return made(graph, np.flatnonzero(chance.rng().random(graph.n_edges) < share))
+    return circuit_from_edges(graph, np.flatnonzero(chance.rng().random(graph.n_edges) < share))
 
 
 def paths(graph: Graph, edges: set[int]) -> set[int]:
@@ -56,8 +56,8 @@ def test_the_operations_are_those_of_sets(graph):
     everything = set(range(graph.n_edges))
     for made_of, expected in ((a | b, one | other), (a & b, one & other), (a - b, one - other), (~a, everything - one)):
         assert made_of.edges.tolist() == sorted(expected)
-    assert a == made(graph, reversed(a.edges.tolist()))
-    assert hash(a) == hash(made(graph, a.edges))
+    assert a == circuit_from_edges(graph, reversed(a.edges.tolist()))
+    assert hash(a) == hash(circuit_from_edges(graph, a.edges))
     assert a != ~a
     assert a != "a circuit"
     assert a.names[0] in a

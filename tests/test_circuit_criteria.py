@@ -6,7 +6,7 @@ import pytest
 
 import headwater as hw
 from headwater.circuits import completeness, minimality
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import circuit_from_edges
 from headwater.errors import InputError
 from headwater.planted import circuits
 from tests import chance
@@ -36,7 +36,7 @@ def planted() -> hw.HookedModel:
 
 def drawn(model: hw.HookedModel, n: int) -> hw.Circuit:
     full = ~hw.Circuit.of([], model)
-    return made(full.graph, chance.rng().choice(full.edges, n, replace=False))
+    return circuit_from_edges(full.graph, chance.rng().choice(full.edges, n, replace=False))
 
 
 def alone(model: hw.HookedModel, circuit: hw.Circuit, **options) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import circuit_from_edges
 from headwater.circuits.graph import Graph
 from headwater.errors import InputError, ModelError, NumericsError, RunFolderError
 from tests import chance
@@ -37,7 +37,7 @@ def difference(logits: torch.Tensor) -> float:
 
 def drawn(graph: Graph, shares: tuple[float, ...] = (0.9, 0.5, 0.2, 0.05)) -> dict[str, hw.Circuit]:
     rng = chance.rng()
-    return {f"{x}": made(graph, np.flatnonzero(rng.random(graph.n_edges) < x)) for x in shares}
+    return {f"{x}": circuit_from_edges(graph, np.flatnonzero(rng.random(graph.n_edges) < x)) for x in shares}
 
 
 def values_of(runs: hw.CircuitRuns) -> dict[str, float]:
@@ -103,7 +103,7 @@ def test_the_full_circuit_less_one_edge_is_that_edges_effect_under_other_values_
     given = {"values": values, "seed": 1, "dataset": None if values == "zero" else PROMPTS, **QUIET}
     edges = hw.edges(model, PROMPTS[:2], **given).effects[:, 0, :, 0].numpy()
     some = full.edges[:: 13 if family == "gemma2" else 29]
-    less = {full.graph.name(edge): full - made(full.graph, np.array([edge])) for edge in some}
+    less = {full.graph.name(edge): full - circuit_from_edges(full.graph, np.array([edge])) for edge in some}
     runs = hw.run_circuits(model, PROMPTS[:2], circuits=less, **given).table
     found = (runs["value"] - runs["clean"]).to_numpy().reshape(2, -1)
     assert found == pytest.approx(edges[:, some], abs=1e-5)
@@ -119,7 +119,9 @@ def test_the_full_circuit_less_all_edges_out_of_a_head_is_patching_its_output(fa
     table = full.table
     less = {
         f"{layer}.{head}": full
-        - made(full.graph, full.edges[(table["sender_layer"].eq(layer) & table["sender_head"].eq(head)).fillna(False)])
+        - circuit_from_edges(
+            full.graph, full.edges[(table["sender_layer"].eq(layer) & table["sender_head"].eq(head)).fillna(False)]
+        )
         for layer, head in heads
     }
     runs = hw.run_circuits(model, CLEAN, CORRUPTED, less, **QUIET)
@@ -170,7 +172,10 @@ def test_where_weights_do_not_show_the_projections_the_models_own_are_used(monke
 @cache
 def ran() -> hw.CircuitRuns:
     graph = Graph.of(loaded("gpt2").shape)
-    circuits = {"small": made(graph, range(0, 260, 20)), "large": made(graph, range(0, 260, 3))}
+    circuits = {
+        "small": circuit_from_edges(graph, range(0, 260, 20)),
+        "large": circuit_from_edges(graph, range(0, 260, 3)),
+    }
     clean, corrupted = [CLEAN, " Paris is in A", " one two A"], [CORRUPTED, " Rome is in A", " one three A"]
     return hw.run_circuits(loaded("gpt2"), clean, corrupted, circuits, placebos=5, **QUIET)
 

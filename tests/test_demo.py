@@ -18,8 +18,8 @@ from headwater.demo import steps as cli_demo
 from headwater.demo import tour as tour_module
 from headwater.demo.page import Section, leading, write_index, write_report
 from headwater.demo.real import REAL_STEPS
-from headwater.demo.steps import STEPS, Seen, prompt_pairs
-from headwater.demo.tour import MODELS, Beside, Tour
+from headwater.demo.steps import STEPS, Demo, prompt_pairs
+from headwater.demo.tour import MODELS, HelperProcess, Tour
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
@@ -256,7 +256,7 @@ def test_beside_the_patched_pairs_stands_what_each_token_of_the_first_reads(tmp_
     pair = "Q: What is the capital of France?\nA:", "Q: What is the capital of Italy?\nA:"
     sweep = hw.patch(model, *pair, sites="resid_pre", layers=[1], metric=metric, progress=False)
     title, looked_at = STEPS["patching"].beside
-    view = looked_at(Seen(model, 4), sweep)
+    view = looked_at(Demo(model, 4), sweep)
     texts = spec_in(view)["texts"]
     assert [[country in "".join(one["tokens"]) for country in ("France", "Italy")] for one in texts] == [[1, 0], [0, 1]]
     assert all("norms" in one for one in texts)
@@ -267,13 +267,13 @@ def test_beside_the_patched_pairs_stands_what_each_token_of_the_first_reads(tmp_
 def test_what_a_process_beside_it_ran_the_tour_reads(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
-    beside = Beside(("answers",), 4, tmp_path)
+    beside = HelperProcess(("answers",), 4, tmp_path)
     assert torch.get_num_threads() == 1
     beside.before("answers")
     assert torch.get_num_threads() == 2
     torch.set_num_threads(threads)
     written = (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns
-    tour = Tour(Seen(hw.load(), 4), STEPS, tmp_path, progress=False)
+    tour = Tour(Demo(hw.load(), 4), STEPS, tmp_path, progress=False)
     tour.take("answers", STEPS["answers"])
     assert not tour.failed
     assert (tmp_path / "answers" / "table.parquet").stat().st_mtime_ns == written
@@ -289,7 +289,7 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     monkeypatch.setattr(real, "THEN", ("answers",))
     begun = []
     beside = SimpleNamespace(before=begun.append)
-    monkeypatch.setattr(tour_module, "Beside", lambda *given: begun.append(given) or beside)
+    monkeypatch.setattr(tour_module, "HelperProcess", lambda *given: begun.append(given) or beside)
     monkeypatch.setattr(cli_demo, "STEPS", {"answers": dataclasses.replace(STEPS["answers"], **found)})
     code, printed, noise = run("demo", "--questions", 4, "--out", tmp_path / "out", "--json")
     assert code == 0, noise
@@ -341,7 +341,7 @@ def test_the_head_that_the_weights_name_is_shown_beside_what_names_one_without_t
 @pytest.mark.real
 def test_smollm2_passes_a_capital_on_in_a_chat():
     """Its other step on a capital is `hw.evidence`, which the README's example runs on SmolLM2 in full."""
-    seen = Seen(hw.load(), 4, loaded=hw.load(real.MODEL))
+    seen = Demo(hw.load(), 4, loaded=hw.load(real.MODEL))
     said = REAL_STEPS["chat"].number(REAL_STEPS["chat"].run(seen, {"progress": False}))
     assert "at the country up to layer 23 (" in said.found
     assert "at the last token from layer 24 on (" in said.found

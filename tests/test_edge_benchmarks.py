@@ -8,7 +8,7 @@ from benchmarks.edge_task import Task, model_with_gradients
 from benchmarks.machine import Machine
 from benchmarks.models import random_gpt2
 
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import circuit_from_edges
 
 MACHINE = Machine("test", 1, 1e11, 1e10)
 
@@ -59,7 +59,7 @@ def test_the_least_arithmetic_of_estimates_and_of_some_edges_is_what_was_counted
     into_mlp = [task.graph.edge_named(f"{sender} -> mlp 1") for sender in ("embed", "head 0.1")]
     assert edges.least_operations(task, into_mlp) == 2 * 16**2 * 2 * 8
     names = ["embed -> q 0.1", "head 0.1 -> mlp 1", "mlp 1 -> logits"]
-    circuit = made(task.graph, [task.graph.edge_named(name) for name in names])
+    circuit = circuit_from_edges(task.graph, [task.graph.edge_named(name) for name in names])
     assert circuits.least_of_nodes(task, circuit).operations == 2 * 16**2 * (4 / 2 * 10 + 8 * 1)
 
 

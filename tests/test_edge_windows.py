@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headwater as hw
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import circuit_from_edges
 from headwater.circuits.graph import Graph
 from tests import chance
 from tests.circuit_reference import CircuitReference
@@ -82,7 +82,7 @@ def test_paths_equal_three_hooked_runs(family, through):
 @pytest.mark.parametrize("family", WINDOWED)
 def test_circuits_equal_runs_put_together_by_hand(family):
     graph, rng, naive = Graph.of(model_of(family).shape), chance.rng(), naive_of(family)
-    circuits = {f"{x}": made(graph, np.flatnonzero(rng.random(graph.n_edges) < x)) for x in (0.9, 0.4)}
+    circuits = {f"{x}": circuit_from_edges(graph, np.flatnonzero(rng.random(graph.n_edges) < x)) for x in (0.9, 0.4)}
     circuits |= {"full": ~hw.Circuit.of([], graph)}
     runs = hw.run_circuits(model_of(family), CLEAN, CORRUPTED, circuits, **ASKED)
     expected = {name: float(difference(naive.alone(circuit.names))) for name, circuit in circuits.items()}

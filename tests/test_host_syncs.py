@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 import headwater as hw
-from headwater.circuits.circuit import made
+from headwater.circuits.circuit import circuit_from_edges
 from headwater.circuits.graph import Graph
 from headwater.kernels import devices
 from headwater.models import fingerprint
@@ -52,7 +52,7 @@ def circuit_of(model):
     """Half of all edges, by lot."""
     graph = Graph.of(model.shape)
     order = torch.randperm(graph.n_edges, generator=torch.Generator().manual_seed(0))
-    return made(graph, order[: graph.n_edges // 2].tolist())
+    return circuit_from_edges(graph, order[: graph.n_edges // 2].tolist())
 
 
 NODES = [{"site": "z", "layer": 0, "head": 1}, {"site": "mlp_out", "layer": 1, "position": 2}]

@@ -92,9 +92,12 @@ def test_a_run_is_a_no_op_where_all_it_writes_is_the_same_at_its_example_and_no_
     variants = Variants(tuple(changes), which, np.tile([0, 1], len(changes)), np.full(len(which), -1))
     expected = [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert noop_runs(variants, {("z", 1): same}).astype(int).tolist() == expected
-    trunk = np.full(len(which), -1)
-    trunk[1] = 0
-    assert noop_runs(replace(variants, trunk=trunk), {("z", 1): same}).astype(int).tolist() == [0, *expected[1:]]
+    nested_in = np.full(len(which), -1)
+    nested_in[1] = 0
+    assert noop_runs(replace(variants, nested_in=nested_in), {("z", 1): same}).astype(int).tolist() == [
+        0,
+        *expected[1:],
+    ]
     assert not noop_runs(variants, {}).any()
 
 

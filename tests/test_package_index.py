@@ -29,7 +29,7 @@ def test_every_link_that_an_index_shows_leads_somewhere_from_there():
 def test_what_an_index_shows_keeps_the_words_of_the_links_and_the_code():
     text = shown()
     assert "hw.classify_heads(model, " in text
-    assert "attention heads, and which of them changed" in text
+    assert "whether the running model uses" in text
     assert "![" not in text
 
 

@@ -215,7 +215,7 @@ def write_one(held, stretch, example, columns, values, site, layer):
     for head in range(held.shape[0]) if edit.heads is None else edit.heads:
         for position in stretch.positions.tolist():
             standing = held[head, position - stretch.start].clone()
-            weights = values.by_site[site.name, edit.source_of(layer)][example, head, position]
+            weights = values.by_site[site.name, edit.source_layer_of(layer)][example, head, position]
             if values.change is not None:
                 ordered = torch.zeros(1, length)
                 ordered[:, columns[known]] = standing[known]

@@ -100,7 +100,7 @@ class Circuit:
         found: set[int] = set()
         for name in edges:
             found |= set(graph.edges_named(name).tolist())
-        return made(graph, found, model=name_of(model))
+        return circuit_from_edges(graph, found, model=model_name(model))
 
     @property
     def names(self) -> list[str]:
@@ -143,7 +143,7 @@ class Circuit:
         # A circuit that fills all its strata has no other of its shape: then it is drawn itself.
         spare = any(len(pool) > count for pool, count in pools)
         drawn = [_drawn(pools, generator, self.edges if spare else None) for _ in range(n)]
-        return [made(self.graph, edges, model=self.model) for edges in drawn]
+        return [circuit_from_edges(self.graph, edges, model=self.model) for edges in drawn]
 
     def save(self, path: str | Path) -> Path:
         """Write the edges into one parquet file, with the graph and the prompts of their choice.
@@ -174,7 +174,9 @@ class Circuit:
             edges = [graph.edge_named(name) for name in table["edge"].to_pylist()]
             seen = tuple(tuple(int(i) for i in ids) for ids in about["seen"])
             effects = np.asarray(table["effect"].to_numpy(), dtype=np.float64)
-            loaded = made(graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen, str(about["model"]))
+            loaded = circuit_from_edges(
+                graph, edges, dict(zip(edges, effects.tolist(), strict=True)), seen, str(about["model"])
+            )
             if about[SEAL] != loaded._hash():
                 raise ValueError("it was changed since it was written")
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, InputError) as error:
@@ -285,7 +287,7 @@ class Circuit:
 
     def __invert__(self) -> Circuit:
         rest = np.setdiff1d(np.arange(self.graph.n_edges), self.edges, assume_unique=True)
-        return made(self.graph, rest, seen=self.seen, model=self.model)
+        return circuit_from_edges(self.graph, rest, seen=self.seen, model=self.model)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self.graph.edge_named(name) in self._effect_of
@@ -336,7 +338,7 @@ class Circuit:
         known = other._effect_of | {edge: effect for edge, effect in self._effect_of.items() if not np.isnan(effect)}
         model = self.model if other.model in ("", self.model) else "" if self.model else other.model
         seen = tuple(dict.fromkeys((*self.seen, *other.seen)))
-        return made(self.graph, how(self.edges, other.edges), known, seen, model)
+        return circuit_from_edges(self.graph, how(self.edges, other.edges), known, seen, model)
 
 
 def strength_order(effects: NDArray[np.float64]) -> Indices:
@@ -344,7 +346,7 @@ def strength_order(effects: NDArray[np.float64]) -> Indices:
     return np.argsort(-np.nan_to_num(np.abs(effects), nan=-1.0), kind="stable")
 
 
-def made(
+def circuit_from_edges(
     graph: Graph,
     edges: Iterable[int] | Indices,
     effects: dict[int, float] | None = None,
@@ -365,7 +367,7 @@ def graph_of(model: Any) -> Graph:
     return Graph.of(model.shape)
 
 
-def name_of(model: HookedModel | Graph) -> str:
+def model_name(model: HookedModel | Graph) -> str:
     """Return the name of a model; nothing, of a graph."""
     return "" if isinstance(model, Graph) else model.name
 
@@ -481,7 +483,7 @@ def read_graph_file(
             'groups="any" to take it, or groups="all" to leave it out.'
         )
     kept = [edge for edge, inside in inside_of.items() if inside == {True} or (groups == "any" and True in inside)]
-    return made(graph, kept, scores, model=name_of(model))
+    return circuit_from_edges(graph, kept, scores, model=model_name(model))
 
 
 @checked_call

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
-from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, graph_of, made
+from headwater.circuits.circuit import CLAIMS, Circuit, checked_circuits, circuit_from_edges, graph_of
 from headwater.circuits.circuit_walk import CircuitRunner, Outcome
 from headwater.circuits.graph import Graph
 from headwater.circuits.result import ByMetric
@@ -68,7 +68,9 @@ class CircuitRuns(ByMetric, Result):
         edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
         chosen_on = self.run.options.get("discovery", {})
         return {
-            name: made(graph, edges, seen=tuple(tuple(ids) for ids in chosen_on.get(name, ())), model=self.run.model)
+            name: circuit_from_edges(
+                graph, edges, seen=tuple(tuple(ids) for ids in chosen_on.get(name, ())), model=self.run.model
+            )
             for name, edges in edges_of.items()
         }
 

@@ -447,10 +447,10 @@ class _Batch:
         return states
 
     def _heads(self, layer: int) -> None:
-        """Let a layer's heads read and write, in the circuits where one of them is heard."""
+        """Let a layer's heads read and write, in the circuits where one of them reaches the output."""
         first = self.graph.first_head(layer)
-        heard = self.sends[:, first : first + self.graph.n_heads]
-        rows = np.flatnonzero(heard.any(1))
+        used = self.sends[:, first : first + self.graph.n_heads]
+        rows = np.flatnonzero(used.any(1))
         if not len(rows):
             return
         projection = self.walk.projection(layer)
@@ -468,13 +468,13 @@ class _Batch:
         z = projection.receivers.heads_of(by_kind)
         shares = self.walk.shares[layer]
         changes = shares.of(shares.outputs(z)) - self.outside.heads[layer]
-        self._write(rows, heard[rows], first, changes.movedim(2, 1))
+        self._write(rows, used[rows], first, changes.movedim(2, 1))
 
     def _mlp(self, layer: int) -> None:
-        """Let a layer's MLP read and write, in the circuits where it is heard."""
+        """Let a layer's MLP read and write, in the circuits where it reaches the output."""
         sender = self.graph.first_head(layer) + self.graph.n_heads
-        heard = self.sends[:, [sender]]
-        rows = np.flatnonzero(heard.any(1))
+        used = self.sends[:, [sender]]
+        rows = np.flatnonzero(used.any(1))
         if not len(rows):
             return
         outside, positions = self.outside.middle[layer], self.walk.rows.leaving(layer)
@@ -485,7 +485,7 @@ class _Batch:
         # In the last layer the MLP ran where it is read; elsewhere nobody asks for its change.
         if not isinstance(positions, slice):
             changes = changes.new_zeros(len(rows), *outside.shape).index_copy_(1, positions, changes)
-        self._write(rows, heard[rows], sender, changes[:, None])
+        self._write(rows, used[rows], sender, changes[:, None])
 
     def _reading(self, layer: int) -> range:
         """The receivers of a layer: q, k and v of its heads, then its MLP."""
@@ -530,9 +530,9 @@ class _Batch:
         is_new = np.diff(receiver, prepend=-1) > 0
         return receiver[is_new], np.cumsum(is_new) - 1, self.slot[self.sender[bounds[0] : bounds[1]]]
 
-    def _write(self, rows: Indices, heard: Bool[np.ndarray, "row sender"], first: int, changes: Tensor) -> None:
-        """Keep what senders from a first one on write now, less what they write outside, where they are heard."""
-        row, sender = np.nonzero(heard)
+    def _write(self, rows: Indices, used: Bool[np.ndarray, "row sender"], first: int, changes: Tensor) -> None:
+        """Keep what senders from a first one on write now, less what they write outside, where they are used."""
+        row, sender = np.nonzero(used)
         into, slot, row_there, sender_there = (
             to_device(one, self.now.device) for one in (rows[row], self.slot[first + sender], row, sender)
         )

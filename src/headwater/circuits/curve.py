@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
-from headwater.circuits.circuit import Circuit, describe_graph, graph_of, made
+from headwater.circuits.circuit import Circuit, circuit_from_edges, describe_graph, graph_of
 from headwater.circuits.circuit_runs import (
     MOST_PLACEBOS,
     Lineup,
@@ -316,7 +316,7 @@ def completeness(
     circuit, sets, placebos, seed = _checked(circuit, sets, placebos, seed)
     generator = np.random.default_rng(seed)
     removed = _sets(len(circuit), sets, generator)
-    full = ~made(circuit.graph, [])
+    full = ~circuit_from_edges(circuit.graph, [])
     named: dict[str, Circuit] = {}
     for draw, each in enumerate([circuit, *(circuit.placebos(placebos, seed) if placebos else [])]):
         for number, which in enumerate(removed):
@@ -381,8 +381,8 @@ def minimality(
     drawn = _from_outside(circuit, placebos, generator)
     named = {f"{number}": one for number, one in enumerate(reduced)}
     for number, one in enumerate(reduced):
-        named |= {f"{number} less {edge}": one - made(graph, [edge]) for edge in one.edges.tolist()}
-        named |= {f"{number} and {edge}": one | made(graph, [edge]) for edge in drawn}
+        named |= {f"{number} less {edge}": one - circuit_from_edges(graph, [edge]) for edge in one.edges.tolist()}
+        named |= {f"{number} and {edge}": one | circuit_from_edges(graph, [edge]) for edge in drawn}
     tables = []
     for name, values, _ in _means(model, clean, corrupted, named, metric, run):
         largest = [_largest(values, " less ", len(reduced), edge) for edge in circuit.edges.tolist()]

@@ -12,7 +12,7 @@ layers, H query heads, K key-value heads and S = L + (H + 1) L (L - 1) / 2 there
 32,491 in GPT-2. Senders are numbered layer by layer, heads before the MLP, so that the senders before a receiver are
 the first so many; edges are numbered by receiver, and of one receiver by sender. Nothing here holds an object per edge.
 
-What of a set of edges can carry anything: which senders hear of the prompt, and which are heard at the logits.
+What of a set of edges can carry anything: which senders the prompt reaches, and which reach the logits.
 
 An edge is on a path where, by edges of the set alone, its sender is reached from the embedding and its receiver leads
 to the logits. What a receiver reads comes out at the sender that it is a part of: q of its own head, k and v of every
@@ -299,14 +299,14 @@ def reached(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.nda
 
 def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
     """Return which of some edges, ascending, end in a receiver from which some of them lead to the logits."""
-    heard = np.zeros(len(graph.senders), dtype=bool)
+    reaches_output = np.zeros(len(graph.senders), dtype=bool)
     leads = []
     for mine, first, senders, drives in reversed(list(_by_node(graph, edges, together))):
         # The logits are what is to be reached; they drive no sender.
-        useful = drives @ heard[senders] if drives.size else np.ones(1, dtype=bool)
+        useful = drives @ reaches_output[senders] if drives.size else np.ones(1, dtype=bool)
         kept = useful[graph.receiver[mine] - first]
         leads.append(kept)
-        heard[graph.sender[mine[kept]]] = True
+        reaches_output[graph.sender[mine[kept]]] = True
     return np.concatenate(leads[::-1])
 
 

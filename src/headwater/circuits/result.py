@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.circuits.circuit import Circuit, made, strength_order
+from headwater.circuits.circuit import Circuit, circuit_from_edges, strength_order
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
 from headwater.models.memory import refuse_too_large
@@ -241,7 +241,7 @@ class EdgeEffects(ByMetric, Result):
         edges = self.chosen.numpy()[order]
         seen = tuple(tuple(ids) for ids in (self.run.options.get("prompts") or [[]])[0])
         known = dict(zip(edges.tolist(), means[order].tolist(), strict=True))
-        return made(self.graph, edges, known, seen, self.run.model)
+        return circuit_from_edges(self.graph, edges, known, seen, self.run.model)
 
     def agreement(self, exact: EdgeEffects) -> pd.DataFrame:
         """Compare with exact effects: these estimates (or effects, where the method gives them), edge by edge.

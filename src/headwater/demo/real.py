@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import headwater as hw
 from headwater.demo import steps as of
-from headwater.demo.steps import Seen, Step
+from headwater.demo.steps import Demo, Step
 
 if TYPE_CHECKING:
     from headwater.patching.metrics import Metric
@@ -43,30 +43,30 @@ def _gift_prompts(templates: tuple[str, ...], shift: int) -> tuple[list[str], li
     return clean, corrupted, hw.logit_difference([f" {a}" for a, _ in pairs], [f" {b}" for _, b in pairs])
 
 
-def _edges(demo: Seen, options: dict[str, Any]) -> Result:
+def _edges(demo: Demo, options: dict[str, Any]) -> Result:
     clean, corrupted, metric = _gift_prompts(GIFTS, shift=3)
     return hw.edges(demo.real, clean, corrupted, metric=metric, method="eap-ig", **options)
 
 
-def _circuit(demo: Seen, options: dict[str, Any]) -> Result:
+def _circuit(demo: Demo, options: dict[str, Any]) -> Result:
     clean, corrupted, metric = _gift_prompts((HELD_OUT,), shift=5)
     circuits = {f"the {EDGES} strongest edges": demo.found["indirect_object"].circuit(EDGES)}
     return hw.run_circuits(demo.real, clean, corrupted, circuits, metric=metric, placebos=8, **options)
 
 
-def _shown_circuit(demo: Seen, runs: Any) -> View:
+def _shown_circuit(demo: Demo, runs: Any) -> View:
     edges = demo.found["indirect_object"]
     shown: View = edges.circuit(EDGES).view(n=100, edges=edges)
     return shown
 
 
-def _repeated(demo: Seen, behaviour: Any) -> View:
+def _repeated(demo: Demo, behaviour: Any) -> View:
     """The attention on a sentence that is said twice."""
     cache = demo.real.cache([REPEATED], sites=["pattern"], progress=False)
     return cache.view(values=demo.real)
 
 
-def _chat(demo: Seen, options: dict[str, Any]) -> Result:
+def _chat(demo: Demo, options: dict[str, Any]) -> Result:
     """Patch the residual stream at the country, at another word of the question, and where the capital follows."""
 
     def question_about(name: str) -> list[dict[str, str]]:

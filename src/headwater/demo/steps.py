@@ -266,7 +266,7 @@ PAIRS = 16
 
 
 @dataclass
-class Seen:
+class Demo:
     """The models, and what was found of them so far."""
 
     model: HookedModel
@@ -291,7 +291,7 @@ class Step:
     title: str
     asks: str
     caption: str
-    run: Callable[[Seen, dict[str, Any]], Result]
+    run: Callable[[Demo, dict[str, Any]], Result]
     needs: Sequence[str] = ()
     companions: Sequence[tuple[str, Callable[[Any], Figure | Axes], str]] = ()
     """Further figures: file name, what draws it, caption."""
@@ -303,24 +303,24 @@ class Step:
     """Whether the last sentence is the one to begin with."""
     is_on_top: bool = True
     """Whether its number is among the five lines on top of the page; the others are folded below them."""
-    view: Callable[[Seen, Any], View | None] | None = None
+    view: Callable[[Demo, Any], View | None] | None = None
     """What can be looked into, in place of the result's own view; the figure where that is None."""
-    beside: tuple[str, Callable[[Seen, Any], View]] | None = None
+    beside: tuple[str, Callable[[Demo, Any], View]] | None = None
     """What else can be looked into, under its title."""
 
 
-def _pathways(token: TokenName) -> Callable[[Seen, dict[str, Any]], Result]:
+def _pathways(token: TokenName) -> Callable[[Demo, dict[str, Any]], Result]:
     return lambda demo, options: hw.trace_pathways(demo.model, demo.found["answers"], token=token, **options)
 
 
-def _patching(demo: Seen, options: dict[str, Any]) -> Result:
+def _patching(demo: Demo, options: dict[str, Any]) -> Result:
     pairs = prompt_pairs(demo.found["answers"].table)
     clean, corrupted, right, wrong = (list(column) for column in zip(*pairs, strict=True))
     metric = hw.logit_difference(right, wrong)
     return hw.patch(demo.model, clean, corrupted, sites=["resid_pre", "z"], metric=metric, **options)
 
 
-def _attention(demo: Seen, sweep: Any) -> View:
+def _attention(demo: Demo, sweep: Any) -> View:
     """The attention in both prompts of the first pair that was patched, dated as the sweep: pages stay equal."""
     clean, corrupted, *_ = sweep.run.options["prompts"]
     cache = demo.model.cache([list(clean[0]), list(corrupted[0])], sites=["pattern"], progress=False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headwater.demo.page import Section, leading, write, write_figure, write_index
-from headwater.demo.steps import STEPS, Seen, Step
+from headwater.demo.steps import STEPS, Demo, Step
 from headwater.errors import HeadwaterError, RunFolderError
 from headwater.models.loading import load
 
@@ -28,7 +28,7 @@ MODELS = (
 """What the page says of its two models."""
 
 
-class Beside:
+class HelperProcess:
     """Analyses of the embedded model in a process beside this one; the tour then reads what they wrote.
 
     Their matrices are too small for a second thread. As long as they take, one thread less works here.
@@ -55,7 +55,7 @@ def _run(names: Sequence[str], questions: int, out: Path) -> None:
     """Run analyses of the embedded model, each into its folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exit leaves nothing to warn of
     torch.set_num_threads(1)
-    demo = Seen(load(), questions)
+    demo = Demo(load(), questions)
     with suppress(Exception):  # the tour runs what is missing once more, and says why it fails
         for name in names:
             demo.found[name] = STEPS[name].run(demo, {"progress": False, "out": out / name})
@@ -65,7 +65,7 @@ def _run(names: Sequence[str], questions: int, out: Path) -> None:
 class Tour:
     """The results so far, and what of them was written."""
 
-    seen: Seen
+    seen: Demo
     steps: Mapping[str, Step]
     out: Path
     progress: bool

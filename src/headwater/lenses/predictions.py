@@ -176,7 +176,7 @@ def lens(
     n_layers = model.shape.n_layers
     opened, read = opened_lens(lens, n_layers), read_prompts(model, prompts)
     # The last layer always, as KL and the check against the model's own logits need it.
-    chosen = sorted({*chosen_layers(layers, n_layers), n_layers - 1})
+    chosen = sorted({*resolve_layers(layers, n_layers), n_layers - 1})
     transform = reader(opened, chosen, n_layers)
     top_k = checked_count("top_k", top_k, most=model.shape.d_vocab)
     batch_size = checked_count("batch_size", batch_size)
@@ -405,7 +405,7 @@ Layers: TypeAlias = str | int | Sequence[int]
 """The final layer, all of them ("all"), one or several."""
 
 
-def chosen_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
+def resolve_layers(layers: Layers, n_layers: int) -> tuple[int, ...]:
     """Return the layers requested, in order."""
     if isinstance(layers, str):
         if layers not in ("final", "all"):

@@ -126,6 +126,7 @@ def min_k(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
 
 def min_k_plus_plus(text: TextTokens, shares: Sequence[float]) -> Float[ndarray, " k"]:
     """Return Min-K%++: the mean of the lowest log-probabilities, each measured from its mean in its deviations."""
+    # The mean of log p under p is minus the entropy, hence the plus.
     return lowest_means((text.log_probability + text.entropy) / text.sigma, shares)
 
 

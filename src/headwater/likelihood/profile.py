@@ -27,7 +27,7 @@ import pandas as pd
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.lenses.predictions import Layers, Lens, chosen_layers, lens_named, opened_lens
+from headwater.lenses.predictions import Layers, Lens, lens_named, opened_lens, resolve_layers
 from headwater.likelihood.framed import (
     MODEL,
     NONE,
@@ -234,7 +234,7 @@ def memorization(
     checked_count("max_new_tokens", max_new_tokens, most=model.shape.n_ctx - 1 if asks else None)
     shares, lens = checked_shares(k), opened_lens(lens, model.shape.n_layers)
     # The final layer always: table and figure are of it.
-    read = sorted({*chosen_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
+    read = sorted({*resolve_layers(layers, model.shape.n_layers), model.shape.n_layers - 1})
     after = predecessor_prompt
     options = {
         "graph": graph.name, "nodes": graph.table, "span": span, "context": context, "frame": list(wording.alone[:3]),

@@ -500,7 +500,7 @@ def dequantized(
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
 )  # fmt: skip
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 """Files that may lie beside these, and are read where they do."""
 
 
@@ -522,7 +522,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             f"The folder {folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES[:4])}). Pass tokenizer=, "
             "or copy the tokenizer files into the folder."
         )
-    for name in (*TOKENIZER_FILES, *BESIDE):
+    for name in (*TOKENIZER_FILES, *TOKENIZER_EXTRAS):
         refuse_pointer(folder / name)
     with panics_are_errors(ModelError, f"The tokenizer of {source} cannot be read"):
         return _faithful(where, trust_remote_code)

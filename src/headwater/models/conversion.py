@@ -51,6 +51,7 @@ class Conversion:
 
     def __init__(self, config: Any):
         config = text_config(config)
+        # Names and shapes are needed here, and no memory for numbers.
         with torch.device("meta"), SkipWeightInit():
             self.model = AutoModelForCausalLM.from_config(config)
         self._prefix = f"{self.model.base_model_prefix}."
@@ -77,6 +78,7 @@ class Conversion:
 
 def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[TensorGroup]:
     """Put what is stored otherwise than as a parameter each together, block by block."""
+    # By block, so that converting needs the memory of one block, not of the model.
     groups: dict[str, TensorGroup] = {}
     others = {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
     for kind, here, there in (("parameters", parameters, stored), ("tensors", stored, parameters)):
@@ -125,6 +127,7 @@ def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
 
 def split_heads(joined: Tensor, fused: FusedQKV, shape: ModelShape) -> list[Tensor]:
     """Return queries, keys and values, each by head: `head d_model d_head`, of a bias `head d_head`."""
+    # GPT-2's Conv1D keeps weights as (input, output), a linear map as (output, input).
     if joined.ndim == 2 and fused.d_model_first:
         joined = joined.T
     if fused.order == "parts":

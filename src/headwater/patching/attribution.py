@@ -110,7 +110,7 @@ class AttributionRunner(Runner):
             current = recorded[sites[site].hook_name(layer)].detach()
             slope = torch.zeros_like(current) if slope is None else slope
             here = [edit for edit in self.group.writes if edit.site.name == site and layer in edit.layers]
-            for source, sample in sorted({(edit.source_of(layer), edit.sample) for edit in here}):
+            for source, sample in sorted({(edit.source_layer_of(layer), edit.sample) for edit in here}):
                 row = sites[site]
                 value = self._written(row.inner, layer, source, sample, row.read(current))
                 product = row.first_order(current, slope, value)
@@ -156,7 +156,7 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
         for edit in cells.templates[number].edits:
             size = tuple(None if at is None else len(at) for at in _covered(edit))
             for layer in edit.layers:
-                drawn = (edit.site.name, layer, edit.source_of(layer), edit.sample)
+                drawn = (edit.site.name, layer, edit.source_layer_of(layer), edit.sample)
                 groups.setdefault((turn, drawn, size), []).append((cells_of_template, edit))
                 turn += 1
     total = torch.zeros(len(cells), dtype=torch.float64, device=next(iter(products.values())).device)

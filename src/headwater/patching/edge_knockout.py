@@ -161,6 +161,7 @@ def knockout(
     of_layers = [tuple(numbers) for numbers, _ in where]
     options = {
         "block": [" ".join(labels.values()) for labels, _ in named],
+        # The edges themselves, not their description: other words can name the same tokens, and the same words others.
         "matrices": [torch.nonzero(matrix).tolist() for of_example in matrices for matrix in of_example],
         "heads": [resolve_indices(heads, model.shape.n_heads, "head") for _, heads in where],
         "layers": of_layers[0] if len(set(of_layers)) == 1 else of_layers,
@@ -252,6 +253,7 @@ def _states_named(sites: str | Sequence[str], model: HookedModel) -> tuple[str, 
     (pattern,), read = sites_named("pattern", model), sites_named(sites, model)
     if other := [site.name for site in read if site.name not in STATES]:
         raise InputError(f"{other[0]} is not a state of the residual stream. Valid: {', '.join(STATES)}.")
+    # For its error: every layer must have these sites and attention.
     for site, layer in product((pattern, *read), range(model.shape.n_layers)):
         site.among([layer], model)
     return tuple(site.name for site in read)

@@ -46,7 +46,7 @@ class EditHook(PromptHook):
 
     site: Site
     layer: int
-    recipe: ReplacementSpec
+    spec: ReplacementSpec
     positions: Where
     heads: Heads
     keys: Where
@@ -55,12 +55,12 @@ class EditHook(PromptHook):
         where = f"positions={shown(self.positions)}"
         where += "" if self.heads is None else f", heads={self.heads}"
         where += "" if is_all(self.keys) else f", keys={shown(self.keys)}"
-        return f"hw.edit({self.site.name!r}, {self.layer}, {self.recipe.kind}, {where})"
+        return f"hw.edit({self.site.name!r}, {self.layer}, {self.spec.kind}, {where})"
 
     @property
     def identity(self) -> str:
         """What tells it from other edits, in the record of a run."""
-        described = [self.site.described, self.layer, self.recipe.kind, dict(self.recipe.arguments), self.positions]
+        described = [self.site.described, self.layer, self.spec.kind, dict(self.spec.arguments), self.positions]
         described += [self.heads] if is_all(self.keys) else [self.heads, self.keys]
         return f"{self.site.name} {self.layer} {digest(described)}"
 
@@ -80,7 +80,7 @@ class EditHook(PromptHook):
             new = (Prompt(tuple(ids[:length]), ()) for ids, length in rows)
             prompts = tuple(new) if goes_on else read_prompts(model, batch)
             return site.hook_name(layer), replace_hook(_Writes(self, self._writer(model, site, layer, prompts)))
-        if not everywhere or VALUES[self.recipe.kind].of_prompts or site.leaves_out:
+        if not everywhere or VALUES[self.spec.kind].of_prompts or site.leaves_out:
             raise InputError(
                 f"{self!r} needs the prompts; give it to model.run(prompts, hooks=[...]) in place of model.hooks."
             )
@@ -109,9 +109,7 @@ class EditHook(PromptHook):
             # None, not all positions: in generation the tokens that follow are meant too.
             write = Edit(site, range(layer, layer + 1), None if every else at, heads, of, units)
             edits.append((write, example))
-        replacement = build_replacement(
-            model, self.recipe, None, PromptPair(prompts), (site,), positions=self.positions
-        )
+        replacement = build_replacement(model, self.spec, None, PromptPair(prompts), (site,), positions=self.positions)
         lengths = [len(prompt) for prompt in prompts]
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})
         # A tensor made in inference mode could not be part of a graph that the caller is building.
@@ -171,11 +169,12 @@ def edit(
         raise InputError(f"heads={shown(heads)} was given, but {row.name} has no heads.")
     if not (row.has_keys or is_all(keys)):
         raise InputError(f"keys={shown(keys)} was given, but {row.name} has no keys.")
-    recipe = replacement_spec(values)
-    if recipe.kind == "other run":
+    spec = replacement_spec(values)
+    if spec.kind == "other run":
         raise InputError("hw.edit has no other run; give what it left in a cache, as a tensor.")
-    if recipe.arguments.get("samples", 1) != 1:
+    if spec.arguments.get("samples", 1) != 1:
         raise InputError("hw.edit is one edit: give hw.noise(..., samples=1), and other seeds for other draws.")
+    # Only the site of a dictionary has a layer of its own.
     edited_layer = getattr(row, "layer", None)
     if edited_layer is None:
         if isinstance(layer, list | tuple | range):
@@ -185,4 +184,4 @@ def edit(
         raise InputError(
             f"layer={layer} was given, but {row.name} is a dictionary of layer {edited_layer}: give layer=None."
         )
-    return EditHook(row, int(edited_layer), recipe, positions, materialize(heads), keys)
+    return EditHook(row, int(edited_layer), spec, positions, materialize(heads), keys)

@@ -94,7 +94,7 @@ class Edit:
         assert self.severed is not None
         return self.severed
 
-    def source_of(self, layer: int) -> int:
+    def source_layer_of(self, layer: int) -> int:
         """Return the layer whose values are written at a layer."""
         return layer if self.source_layer is None else self.source_layer
 
@@ -248,7 +248,7 @@ class Variants:
     """By run: which of the changes."""
     example: Indices
     """By run: which example of the group."""
-    trunk: Indices
+    nested_in: Indices
     """By run: another that has these edits and, in later layers, more of them; -1 where it follows none."""
     noop: Bool[np.ndarray, " _"] | None = None
     """By run: whether it is known to be as if nothing were edited."""
@@ -370,7 +370,7 @@ def write_tokens(
     for stretch in stretches:
         edit = stretch.edit
         # Where all heads are written the index has no heads: the two cannot be one scatter.
-        groups.setdefault((edit.source_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
+        groups.setdefault((edit.source_layer_of(layer), edit.heads is None, edit.units is None), []).append(stretch)
     for (source, _, whole), group in groups.items():
         tokens, *at = _indices(group, activation.device)
         if not len(tokens):
@@ -444,7 +444,7 @@ def write_patterns(
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
     for stretch in stretches:
-        source, row = stretch.edit.source_of(layer), int(stretch.offset[0])
+        source, row = stretch.edit.source_layer_of(layer), int(stretch.offset[0])
         # A change is given rows of one number of keys, those of the prompt, without padding.
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
             part = stretch if example is None else stretch.part(stretch.example == example)

@@ -186,7 +186,7 @@ class Group:
         """By name, where edits write."""
         self.places = {(edit.site.name, layer) for edit in self.writes for layer in edit.layers}
         """Where edits write."""
-        self.sources = {(edit.site.name, edit.source_of(layer)) for edit in self.writes for layer in edit.layers}
+        self.sources = {(edit.site.name, edit.source_layer_of(layer)) for edit in self.writes for layer in edit.layers}
         """Where the values are taken that edits write."""
         self.value_names: dict[Place, str] = {}
         """By place, the activations of the other run that values are made of, by hook name."""
@@ -299,7 +299,7 @@ def _cut(cells: CellTable, tokens: Int[np.ndarray, " cell"]) -> Iterator[range]:
     keys = {key: number for number, key in enumerate(dict.fromkeys(template.nested for template in cells.used))}
     by_template = [-1 if one.nested is None else keys.get(one.nested, -1) for one in cells.templates]
     key = np.array(by_template, dtype=np.int64)[cells.template]
-    # A wave may begin at a cell that is not nested in the one before it: a trunk and what follows it stay together.
+    # A wave may begin at a cell that is not nested in the one before it: what is nested stays together.
     begins = 1 + np.flatnonzero((key[1:] < 0) | (key[1:] != key[:-1]))
     start, before = 0, 0
     while start < len(cells):

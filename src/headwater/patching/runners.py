@@ -300,7 +300,10 @@ def noop_runs(
         places = [(edit, layer) for edit in change.edits for layer in edit.layers] if same else []
         # Every edit writes the values of its own layers, at places where some are the same.
         if places and all(
-            edit.writes and edit.units is None and edit.source_of(layer) == layer and (edit.site.name, layer) in same
+            edit.writes
+            and edit.units is None
+            and edit.source_layer_of(layer) == layer
+            and (edit.site.name, layer) in same
             for edit, layer in places
         ):
             for number, (edit, layer) in enumerate(places):
@@ -309,10 +312,10 @@ def noop_runs(
                 there = there if edit.heads is None else there[:, :, list(edit.heads)]
                 is_same = there[variants.example[runs]].reshape(len(runs), -1).all(1)
                 is_noop[runs] = is_same if number == 0 else is_noop[runs] & is_same
-    follows = variants.trunk >= 0
-    # Nested cells share their trunk's run: neither it nor what follows it can be left out by itself.
+    follows = variants.nested_in >= 0
+    # Nested cells share a run: neither it nor what follows it can be left out by itself.
     is_noop[follows] = False
-    is_noop[variants.trunk[follows]] = False
+    is_noop[variants.nested_in[follows]] = False
     return is_noop
 
 

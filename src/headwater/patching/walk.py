@@ -8,7 +8,7 @@ position on. Below, all of them go on together.
    on the way stays in the cache, and a tile that runs out of memory can start again.
 2. A row that joins after attention (an edited head output, say) takes the recorded attention output, and one that joins
    after the MLP takes that too.
-3. A variant with a trunk (cumulative windows) follows its trunk and leaves it at the layer where its own edits end.
+3. A variant nested in another (cumulative windows) follows that one and leaves it at the layer where its edits end.
 4. In the last layer only the positions that are read ask, are written to by heads, and go through the MLP.
 
 Which tensors pass through a block is said by stage, and a site's row says at which stage it lies: between attention and
@@ -260,8 +260,8 @@ class FoldedRows:
 
 
 def rows_of(variants: Variants) -> RowTable:
-    """Return the rows of a walk in the order in which they join; a variant that never leaves its trunk has none."""
-    followed, felt = variants.trunk, variants.can_change_output
+    """Return the rows of a walk in the order in which they join; a nested variant has one if it leaves the other."""
+    followed, felt = variants.nested_in, variants.can_change_output
     numbers = []
     for change in variants.changes:
         joins = (change.first_layer, int(change.stage)) if change.can_change_output else (0, 0)
@@ -271,7 +271,7 @@ def rows_of(variants: Variants) -> RowTable:
         stop_position = change.kept[-1] + 1 if change.whole is None else change.whole
         numbers.append((*joins, after_last_edit, deepest_read, change.first_position, stop_position))
     layer, stage, leave, read, start, end = np.array(numbers, dtype=np.int64).reshape(-1, 6)[variants.which].T
-    # A variant that reads nothing after its last edit never needs a row: its trunk has what it reads.
+    # A variant that reads nothing after its last edit never needs a row: the one it is nested in has what it reads.
     leaves = (followed >= 0) & (leave < leave[followed]) & (read >= leave)
     index = np.flatnonzero(felt & ((followed < 0) | leaves))
     alone = followed[index] < 0
@@ -499,14 +499,14 @@ class Walk:
         self._check_that_every_edit_was_made()
 
     def _join(self, layer: int) -> None:
-        """Take in the rows that start here: from the recorded residual stream, or from the trunk they leave."""
+        """Take in the rows that start here: from the recorded residual stream, or from the row they leave."""
         # `joining` is in the order of layers, so that rows which have joined are always one slice.
         begin, end = np.searchsorted(self.joining.layer, [layer, layer + 1])
-        joining, followed = self.joining[begin:end], self.variants.trunk[self.joining.variant[begin:end]]
+        joining, followed = self.joining[begin:end], self.variants.nested_in[self.joining.variant[begin:end]]
         if len(alone := joining[followed < 0]):
             tile = Tile(alone, self.residual.device)
             self.residual[tile.places] = tile.recorded(self._recorded(Stage.BLOCK_INPUT, layer))
-        # A row that leaves its trunk had the same edits until here: it begins with a copy of the trunk's state.
+        # A nested row had the same edits as the other until here: it begins with a copy of that one's state.
         if len(leaving := joining[followed >= 0]):
             trunks = replace(leaving, offset=self.joining.offset[self._row[followed[followed >= 0]]])
             left, at = (Tile(rows, self.residual.device).places for rows in (trunks, leaving))
@@ -549,7 +549,7 @@ class Walk:
             z = tile.recorded(self._recorded(Stage.HEAD_OUTPUT, layer))
             for site in self.sites.values():
                 if site.stage == Stage.HEAD_OUTPUT and (site.name, layer) in self.writers:
-                    write_tokens(z, self._stretches(site, layer, tile), self.values, site, layer)
+                    write_tokens(z, self._span_edits(site, layer, tile), self.values, site, layer)
             return self.blocks.project_heads(layer, z)
         # Called with the arguments that the model's own call had, but for rows, positions, mask and cache.
         rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
@@ -615,8 +615,8 @@ class Walk:
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
         sites: dict[Place, Site] = {}
-        # A variant on a trunk has edits that its trunk has too, in more layers.
-        for number in np.unique(self.variants.which[self.variants.trunk < 0]):
+        # A nested variant has edits that the other has too, in more layers.
+        for number in np.unique(self.variants.which[self.variants.nested_in < 0]):
             change = self.variants.changes[number]
             recorded = self._taken(change.stage) if change.can_change_output else ()
             for edit in change.edits if change.can_change_output else ():
@@ -642,14 +642,14 @@ class Walk:
             # A copy, since the block may use its own tensor again; contiguous, so that flatten is a view to write into.
             edited = activation.clone(memory_format=torch.contiguous_format)
             if site.has_keys:
-                stretches = self._stretches(site, layer, tile, 1)
+                stretches = self._span_edits(site, layer, tile, 1)
                 write_patterns(edited, stretches, tile.key_positions, self.values, site, layer)
                 if (severed := self._masks.severed(layer, tile, zero=True)) is not None:
                     edited.masked_fill_(severed, 0.0)
             else:
                 # Attention takes padded rows, an MLP tokens end to end.
                 width = edited.shape[1] if site.within == "attention" else None
-                write_tokens(edited.flatten(0, 1), self._stretches(site, layer, tile, width), self.values, site, layer)
+                write_tokens(edited.flatten(0, 1), self._span_edits(site, layer, tile, width), self.values, site, layer)
             return edited
 
         return replace_hook(edit)
@@ -659,19 +659,19 @@ class Walk:
         for site in self._busy.get((stage, layer), ()):
             # Edits first: what is read at a site is what the edited run has there.
             if (site.name, layer) in self.writers:
-                write_tokens(activation, self._stretches(site, layer, tile), self.values, site, layer)
+                write_tokens(activation, self._span_edits(site, layer, tile), self.values, site, layer)
             if (site.name, layer) in self.readers:
                 self._read((site.name, layer), tile, activation)
         return activation
 
-    def _stretches(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[TokenSpanEdit]:
+    def _span_edits(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[TokenSpanEdit]:
         """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it.
 
-        A row that left its trunk had its edits made there.
+        A row that left another had its edits made there.
         """
         spans, rows = [], tile.rows
         offset = tile.begins if width is None else np.arange(len(rows)) * width
-        edited_here = (self.variants.trunk[rows.variant] < 0) | (layer < rows.layer)
+        edited_here = (self.variants.nested_in[rows.variant] < 0) | (layer < rows.layer)
         for number in sorted(self.writers.get((site.name, layer), ())):
             if not len(rows_of_change := np.flatnonzero(edited_here & (rows.which == number))):
                 continue
@@ -688,7 +688,7 @@ class Walk:
         return self.recording.activations[main_site(stage).hook_name(layer)]
 
     def _read(self, reading: Reading, tile: Tile, activation: Tensor) -> None:
-        """Deliver what is read at a site of a layer, from each variant's own row or its trunk's."""
+        """Deliver what is read at a site of a layer, from each variant's own row or that of the one it follows."""
         # One more at the end: index -1, of variants without a row, finds -1 there.
         place = np.full(len(self.variants) + 1, -1)
         place[self._row[tile.rows.variant]] = np.arange(len(tile.rows))
@@ -705,9 +705,9 @@ class Walk:
         return np.flatnonzero(np.isin(self.variants.which, list(self.readers.get(reading, ()))))
 
     def _rows_of(self, index: Indices) -> Indices:
-        """The rows that hold variants: their own, or their trunk's for as long as they follow it; -1 without one."""
-        own, trunk = self._row[index], self.variants.trunk[index]
-        return np.where(own >= 0, own, np.where(trunk >= 0, self._row[trunk], -1))
+        """The rows that hold variants: their own, or that of the one that they still follow; -1 without one."""
+        own, other = self._row[index], self.variants.nested_in[index]
+        return np.where(own >= 0, own, np.where(other >= 0, self._row[other], -1))
 
     def _by_count(self, index: Indices) -> Iterator[tuple[Indices, Indices]]:
         """Yield variants of which as many positions are read: which of those given, and the positions of each."""
@@ -765,7 +765,7 @@ class Walk:
         self._applied.setdefault((id(edit), layer), []).append(variants)
 
     def _check_that_every_edit_was_made(self) -> None:
-        alone = self.rows.variant[self.variants.trunk[self.rows.variant] < 0]
+        alone = self.rows.variant[self.variants.nested_in[self.rows.variant] < 0]
         for number in np.unique(self.variants.which[alone]):
             expected = alone[self.variants.which[alone] == number]
             for edit in self.variants.changes[number].edits:
