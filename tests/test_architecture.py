@@ -156,6 +156,11 @@ def test_only_the_models_room_imports_model_libraries():
         assert not found, f"{module} imports {found}; go through headwater.models"
 
 
+def test_what_transformers_calls_by_name_is_in_one_file():
+    found = {module for module, file in FILES.items() for name in imported(file) if name.startswith("transformers.")}
+    assert found == {"models.transformers_names"}
+
+
 def test_only_the_stats_room_takes_tests_ranks_and_aucs_from_scipy_and_scikit_learn():
     drawn = {"scipy.stats.gaussian_kde"}  # a density in a figure
     for module, file in FILES.items():
@@ -260,3 +265,8 @@ def test_the_map_of_the_house_names_every_room_and_says_of_it_what_it_says_of_it
 def test_a_mistyped_module_of_a_room_is_told_the_near_one():
     with pytest.raises(AttributeError, match="Did you mean 'sites'"):
         _ = headwater.models.site
+
+
+def test_what_tests_share_is_in_helper_files():
+    files = Path(__file__).parent.glob("test_*.py")
+    assert not [(file.name, name) for file in files for name in imported(file) if name.startswith("tests.test_")]

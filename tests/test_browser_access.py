@@ -9,10 +9,9 @@ import pytest
 from PIL import Image
 
 from tests import chance
+from tests.color_vision import lab
 from tests.looking import Look
-from tests.test_browser_colours import lab
-from tests.test_browser_heads import of_shape
-from tests.viewed import SHOWN, swept, viewed
+from tests.viewed import SHOWN, of_shape, swept, viewed
 
 pytestmark = pytest.mark.browser
 

@@ -1,14 +1,10 @@
 """Head maps in a real browser: cards, filters, rings, maps that are linked, and a thousand heads at once."""
 
-from dataclasses import replace
-
-import pandas as pd
 import pytest
 
 import headwater as hw
-from tests import chance
 from tests.looking import Look, alone, announce
-from tests.viewed import controlled, mapped, viewed
+from tests.viewed import controlled, mapped, of_shape, viewed
 
 pytestmark = pytest.mark.browser
 
@@ -123,18 +119,6 @@ def test_maps_side_by_side_are_pointed_at_kept_and_filtered_together(browser, tm
     look.page.locator("[data-label='unclassified']").click()
     assert other.screenshot() != before
     look.is_well()
-
-
-def of_shape(layers, heads):
-    """The view of a map of so many heads, with 62 relations."""
-    small, rng = controlled(), chance.rng()
-    places = pd.MultiIndex.from_product([range(layers), range(heads)], names=["layer", "head"]).to_frame(index=False)
-    first = small.table.query("layer == 0 and head == 0").drop(columns=["layer", "head"])
-    more = [first.assign(relation=first["relation"] + str(i)) for i in range(62 // len(first) + 1)]
-    table = places.merge(pd.concat(more).head(62), how="cross")[small.table.columns]
-    table["score"] = rng.integers(0, 120, len(table)) / 120
-    categories = places.assign(label="unclassified", categories=[()] * len(places))
-    return replace(small, table=table, categories=categories).view()
 
 
 def test_a_thousand_heads_of_sixty_relations_are_ready_within_a_second(browser, tmp_path, capsys):

@@ -18,8 +18,8 @@ from headwater.heads.categories import labels
 from headwater.heads.patterns import BEHAVIOURS
 from headwater.questions.sources import WORLD_SETS
 from headwater.runs.record import RunRecord
+from tests.color_vision import SEEN, lab
 from tests.made_up import made_up_saliency
-from tests.test_browser_colours import SEEN, lab
 
 RUN = RunRecord("detect", "tiny", "0", "float32", "cpu", {})
 

@@ -11,8 +11,7 @@ import headwater as hw
 from headwater.circuits.circuit_walk import Outcome
 from headwater.errors import InputError
 from headwater.patching import sweep
-from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET
-from tests.test_path_patching import model_of
+from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, model_of
 from tests.tiny import tiny_tokenizer
 
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 6, "hidden_size": 96, "max_position_embeddings": 64}

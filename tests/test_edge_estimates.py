@@ -11,8 +11,8 @@ import headwater as hw
 from headwater.circuits.estimates import strongest_and_drawn
 from headwater.errors import InputError
 from headwater.stats.significance import most_of_a_share
+from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, loaded, pair_of
 from tests.edge_reference import Reference
-from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, loaded, pair_of
 from tests.tiny import tiny_model
 
 STEP = 3e-3

@@ -9,9 +9,8 @@ import torch
 import headwater as hw
 from headwater.circuits import pairs
 from headwater.errors import InputError
+from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, model_of, reference
 from tests.edge_reference import Reference
-from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference
-from tests.test_path_patching import model_of, reference
 from tests.tiny import tiny_model
 
 

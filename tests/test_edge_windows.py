@@ -11,8 +11,7 @@ from headwater.circuits.circuit import circuit_from_edges
 from headwater.circuits.graph import Graph
 from tests import chance
 from tests.circuit_reference import CircuitReference
-from tests.test_edges import DIFFERENCE, QUIET, difference, pair_of
-from tests.test_path_patching import by_three_forwards
+from tests.edge_pairs import DIFFERENCE, QUIET, by_three_forwards, difference, pair_of
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLEAN = " the capital of France is in A one two three of the big cat"

@@ -6,25 +6,10 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, ModelError, RunFolderError
+from tests.edge_pairs import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, loaded, pair_of
 from tests.edge_reference import Reference
 from tests.random_models import random_model
 from tests.tiny import FAMILIES, tiny_model, tiny_tokenizer
-
-CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
-QUIET = {"progress": False}
-DIFFERENCE = hw.logit_difference(5, 9)
-
-
-def loaded(family: str) -> hw.HookedModel:
-    return hw.load(tiny_model(family), tokenizer=tiny_tokenizer())
-
-
-def pair_of(model: hw.HookedModel, clean: str = CLEAN, corrupted: str = CORRUPTED) -> list[list[int]]:
-    return [model.tokenize(text).tokens[0].tolist() for text in (clean, corrupted)]
-
-
-def difference(logits: torch.Tensor, at: int = -1) -> torch.Tensor:
-    return logits[at, 5] - logits[at, 9]
 
 
 @pytest.mark.diagonal

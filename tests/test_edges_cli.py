@@ -5,7 +5,7 @@ import json
 import pytest
 
 import headwater as hw
-from tests.test_sweep_cli import run
+from tests.commands import run
 
 PAIR = ("--clean", "The capital of France is", "--corrupted", "The capital of Italy is")
 ANSWERS = ("--tokens", " Paris", " Rome")

@@ -19,7 +19,7 @@ from tests.tiny import CONFIGS, WORDS, tiny_tokenizer
 
 LISTED = (
     "bloom", "cohere", "cohere2", "falcon", "falcon-2", "falcon-new-decoder",
-    "falcon-rw", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj", "granite",
+    "falcon-rw", "flex_olmo", "gemma1", "gemma3-with-vision", "gpt-neo", "gpt-oss", "gptj", "granite",
     "granite-moe", "internlm3", "iquestcoder", "llava", "mixtral", "mpt", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "phi3", "qwen2-moe", "qwen3-moe", "smollm3", "stablelm", "stablelm-parallel",
 )  # fmt: skip

@@ -1,12 +1,14 @@
 """What a function is annotated to take by name is what there is."""
 
 import inspect
+import re
 from typing import Literal, get_args, get_origin
 
 import pytest
 
 import headwater as hw
 from headwater.circuits import both_runs, edge_effects, exact, result
+from headwater.cli import patching as commands
 from headwater.figures import published
 from headwater.heads import relations
 from headwater.heads.categories import RULES
@@ -14,7 +16,7 @@ from headwater.kernels.likelihood import PRECISIONS
 from headwater.lenses import direct_attribution
 from headwater.likelihood import framed, profile, statistics
 from headwater.models.effective_embedding import KINDS
-from headwater.models.sites import SITES
+from headwater.models.sites import SITES, SiteName
 from headwater.patching import activation_patching, edits, metrics, prompts, replacements, summaries
 from headwater.patching.edge_knockout import VARIANTS
 from headwater.pathways import attention_saliency, interventions, modes
@@ -119,3 +121,9 @@ def test_a_kind_of_values_that_can_be_asked_for_by_name_alone_is_one_of_the_type
         else:
             alone.append(name)
     assert set(alone) == set(get_args(replacements.ValueName))
+
+
+@pytest.mark.parametrize("function", [hw.patch, commands.patch], ids=["function", "command"])
+def test_the_help_of_a_sweep_names_every_site(function):
+    (listed,) = re.findall(r"sites: one or more of (.*?)\.?(?:,\s+or\s+features|\n +over)", function.__doc__, re.S | re.I)
+    assert set(re.findall(r"\w+", listed)) == set(SITES) == set(get_args(SiteName))

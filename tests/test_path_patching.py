@@ -1,7 +1,5 @@
 """Paths equal three hooked forwards of the Hugging Face model: the two runs, and one with the senders exchanged."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,19 @@ import torch
 import headwater as hw
 from headwater.circuits import path_patching
 from headwater.errors import InputError, NumericsError, RunFolderError
-from tests.edge_reference import Reference
-from tests.test_edges import CLEAN, CORRUPTED, DIFFERENCE, QUIET, difference, loaded, pair_of
-from tests.tiny import FAMILIES, tiny_model
+from tests.edge_pairs import (
+    CLEAN,
+    CORRUPTED,
+    DIFFERENCE,
+    QUIET,
+    by_three_forwards,
+    difference,
+    loaded,
+    model_of,
+    pair_of,
+    reference,
+)
+from tests.tiny import FAMILIES
 
 SENDERS = {"embed": ["embed"], "head 0.1": ["head 0.1"], "mlp 0": ["mlp 0"], "head 1.2": ["head 1.2"]}
 SENDERS["three"] = ["head 0.0", "mlp 1", "head 1.3"]
@@ -19,47 +27,9 @@ RECEIVERS = {"q 1.1": ["q 1.1"], "mlp 1": ["mlp 1"], "logits": ["logits"], "v 2.
 RECEIVERS["several"] = ["k 1.0", "q 2.3", "v 2.1", "mlp 2"]
 
 
-@cache
-def model_of(family: str) -> hw.HookedModel:
-    return loaded(family)
-
-
 def given(sets: dict[str, list[str]]) -> list:
     """Sets as an option: one node by itself by its name, several in a list."""
     return [names[0] if len(names) == 1 else names for names in sets.values()]
-
-
-@cache
-def reference(family: str, direction: str) -> Reference:
-    clean, corrupted = pair_of(model_of(family))
-    return Reference(tiny_model(family), *((clean, corrupted) if direction == "noise" else (corrupted, clean)))
-
-
-def order(naive: Reference, name: str) -> tuple[float, ...]:
-    """When a node reads or writes."""
-    kind, _, place = name.partition(" ")
-    if not place:
-        return (-1.0,) if kind == "embed" else (99.0,)
-    behind = 0.5 if kind == "mlp" and not naive.parallel else 0.0
-    return (int(place.split(".")[0]) + behind,)
-
-
-def reaches(naive: Reference, sender: str, receiver: str) -> bool:
-    wrote = order(naive, sender)[0] + (0.25 if sender.startswith("head") else 0.0)
-    return wrote < order(naive, receiver)[0]
-
-
-def by_three_forwards(naive: Reference, senders: list[str], receivers: list[str], through: str) -> torch.Tensor | None:
-    if not any(reaches(naive, s, r) for s in senders for r in receivers):
-        return None
-    whole = naive.through_mlps(senders) if through == "mlps" else {}
-    changes = []
-    for receiver in receivers:
-        if through == "mlps":
-            changes.append((receiver, whole[receiver.split(".")[0]]))
-        elif before := [naive.change[s] for s in senders if reaches(naive, s, receiver)]:
-            changes.append((receiver, sum(before)))
-    return difference(naive.with_changes(changes)) - difference(naive.base_logits)
 
 
 def patched(model: hw.HookedModel, senders, receivers, **options) -> hw.PathEffects:

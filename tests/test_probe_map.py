@@ -13,21 +13,31 @@ from headwater.probes.linear import fit_linear
 from headwater.questions.states import MAP_TOKENS, PROBE_TOKENS, probe_positions, states_at
 from headwater.stats.discrimination import auc
 from tests import chance
-from tests.test_span_baseline import SAID, answered, coin_flips, model, name_of  # noqa: F401
+from tests.coin_flips import SAID, answered, flip_model, flip_questions, name_of
 from tests.tiny import embedded
 
 QUIET = {"progress": False}
 
 
 @pytest.fixture(scope="module")
-def told(model, coin_flips):  # noqa: F811
+def model():
+    return flip_model()
+
+
+@pytest.fixture(scope="module")
+def coin_flips():
+    return flip_questions()
+
+
+@pytest.fixture(scope="module")
+def told(model, coin_flips):
     """Answers that are right where they name one of the first words: read off the exact answer, nowhere before."""
     named = [name_of(said)["answer"] for said in coin_flips["said"]]
     right = [name if name in SAID[:8] else "nothing" for name in named]
     return answered(model, coin_flips.assign(answers=right), lambda question, text: name_of(text))
 
 
-def test_a_label_that_stands_in_the_answer_is_read_there_and_nowhere_before(model, told):  # noqa: F811
+def test_a_label_that_stands_in_the_answer_is_read_there_and_nowhere_before(model, told):
     found = probe_map(model, told, site="resid_post", **QUIET)
     assert set(found.table["token"]) == set(MAP_TOKENS)
     by_token = found.table.groupby("token")["auc"].agg(["min", "max"])
@@ -43,7 +53,7 @@ def test_a_label_that_stands_in_the_answer_is_read_there_and_nowhere_before(mode
     assert f"AUC {best.max():.3f}" in found.report()[0]
 
 
-def test_one_cell_is_the_naive_cross_fit(model, told):  # noqa: F811
+def test_one_cell_is_the_naive_cross_fit(model, told):
     found = probe_map(model, told, tokens=["before_answer"], controls=False, **QUIET).table.set_index("layer")
     states = states_at(model, list(told.table["tokens"]), probe_positions(told, "before_answer"), "mlp_out", 8, False)
     half, z, aucs = halves(told, 1)[0], told.z, []
@@ -69,7 +79,7 @@ def test_every_token_stands_where_its_name_says(told):
 
 
 @pytest.mark.parametrize("token", ["prompt_last", "answer_first", "exact_answer_first", "after_answer"])
-def test_pathways_are_traced_at_every_token(model, told, token):  # noqa: F811
+def test_pathways_are_traced_at_every_token(model, told, token):
     try:
         traced = hw.trace_pathways(model, told, token=token, seeds=1, controls=False, **QUIET)
     except InputError as error:
@@ -78,7 +88,7 @@ def test_pathways_are_traced_at_every_token(model, told, token):  # noqa: F811
     assert ("before the answer" in traced.report()[0]) == (token == "prompt_last")
 
 
-def test_a_token_that_there_is_not_is_refused_with_its_neighbour(model, told):  # noqa: F811
+def test_a_token_that_there_is_not_is_refused_with_its_neighbour(model, told):
     with pytest.raises(InputError, match="exact_answer_first"):
         probe_map(model, told, tokens=["exact_answer_frist"], **QUIET)
 
@@ -138,7 +148,7 @@ def test_questions_are_asked_again_with_leave_to_decline_and_other_answers_are_r
         refusals(own, other, traced, **QUIET)
 
 
-def test_baselines_stand_beside_the_probe_in_a_figure_with_their_values(model, told):  # noqa: F811
+def test_baselines_stand_beside_the_probe_in_a_figure_with_their_values(model, told):
     traced = hw.trace_pathways(model, told, seeds=1, **QUIET)
     figure = hw.figures.baselines(traced)
     ticks = [text.get_text() for text in figure.axes[0].get_yticklabels()]

@@ -16,8 +16,8 @@ from headwater.figures.depth_profile import depth_profiles
 from headwater.figures.head_map import rule_note
 from headwater.figures.published import lettered, set_name, set_names
 from tests import chance
+from tests.commands import run
 from tests.made_up import made_up_profile, made_up_saliency, random_map
-from tests.test_sweep_cli import run
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from headwater.models.sites import SITES
 from tests.edge_reference import Reference
 from tests.plain_hooks import hooked_plainly, pattern_plainly
 from tests.real_models import real_folder
-from tests.test_saliency import answered_by, compare, random_probe
+from tests.saliency_reference import answered_by, compare, random_probe
 
 pytestmark = [pytest.mark.real, pytest.mark.oracle]
 FAMILIES = {"smollm2": "llama", "gemma": "gemma3"}

@@ -10,15 +10,10 @@ import headwater as hw
 from headwater.errors import InputError
 from headwater.models.positions import Prompt, positions_of, roles_of
 from headwater.patching.prompts import spans_by_role
+from tests.role_pairs import CLEAN, CORRUPTED, METRIC, ROLES, SUBJECTS, TOKENIZER
 from tests.same_table import assert_same_table
-from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
+from tests.tiny import tiny_hooked, tiny_model
 
-TOKENIZER = tiny_tokenizer()
-METRIC = hw.logit_difference(5, 9)
-CLEAN = [" the cat of France is", " Paris is in France"]
-CORRUPTED = [" the big cat of Italy in Rome is", " Berlin is the capital of Germany in"]
-SUBJECTS = [(" France", " Italy"), (" Paris", " Berlin")]
-ROLES = {"subject": SUBJECTS, "end": "last"}
 LAYERS = {"llama": "model.layers", "gemma2": "model.layers", "neox": "gpt_neox.layers", "gpt2": "transformer.h"}
 OUT = {"llama": "self_attn.o_proj", "gemma2": "self_attn.o_proj", "neox": "attention.dense", "gpt2": "attn.c_proj"}
 

@@ -5,19 +5,7 @@ import json
 import pytest
 
 import headwater as hw
-from headwater import cli
-
-
-def run(capsys, monkeypatch, *arguments):
-    """Run the command line; return its exit code, what it printed and what it said."""
-    monkeypatch.setattr("sys.argv", ["headwater", *map(str, arguments)])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as ending:
-        code = ending.code
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.commands import run
 
 
 def test_patch_writes_its_table_and_figure_and_says_what_is_strongest(checkpoint, tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ from scipy.stats import false_discovery_control
 
 import headwater as hw
 from headwater.errors import InputError
-from tests.test_roles import CLEAN, CORRUPTED, METRIC, ROLES, TOKENIZER
+from tests.role_pairs import CLEAN, CORRUPTED, METRIC, ROLES, TOKENIZER
 from tests.tiny import tiny_model
 
 

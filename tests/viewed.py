@@ -125,3 +125,15 @@ def controlled():
 @cache
 def circuit():
     return wired().circuit(60)
+
+
+def of_shape(layers, heads):
+    """The view of a map of so many heads, with 62 relations."""
+    small, rng = controlled(), chance.rng()
+    places = pd.MultiIndex.from_product([range(layers), range(heads)], names=["layer", "head"]).to_frame(index=False)
+    first = small.table.query("layer == 0 and head == 0").drop(columns=["layer", "head"])
+    more = [first.assign(relation=first["relation"] + str(i)) for i in range(62 // len(first) + 1)]
+    table = places.merge(pd.concat(more).head(62), how="cross")[small.table.columns]
+    table["score"] = rng.integers(0, 120, len(table)) / 120
+    categories = places.assign(label="unclassified", categories=[()] * len(places))
+    return replace(small, table=table, categories=categories).view()

@@ -39,7 +39,7 @@ LEAST, LARGEST = (6.8, 2.2), (10.0, 7.0)
 NAME = 6.5
 """Points of the names of nodes, at most; where less, the MLP of layer 3 is m3."""
 BOX = {"boxstyle": "round,pad=0.25", "facecolor": "white", "linewidth": 0.6}
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 MINUS = "\N{MINUS SIGN}"
 Place: TypeAlias = tuple[float, float]
 
@@ -171,7 +171,7 @@ def _write_effects(
         written.add(line.edge)
         occupied.append((x, y, 0.4, 0.28))
         color = ABOVE if effect > 0 else BELOW
-        look: dict[str, Any] = {"size": 5.5, "color": color, "zorder": 6, "bbox": BEHIND}
+        look: dict[str, Any] = {"size": 5.5, "color": color, "zorder": 6, "bbox": LABEL_BOX}
         ax.text(x, y, text.replace("-", MINUS), ha="center", va="center", **look)
 
 

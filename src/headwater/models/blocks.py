@@ -29,7 +29,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
-from transformers.activations import NewGELUActivation
 
 from headwater.errors import NumericsError
 from headwater.kernels.devices import to_device
@@ -55,6 +54,7 @@ from headwater.models.forward import (
 )
 from headwater.models.model import is_bridge, logit_scale, residual_scale
 from headwater.models.sites import STATES, hook_name, place_named
+from headwater.models.transformers_names import NewGELUActivation
 
 if TYPE_CHECKING:
     from headwater.models.hooked import HookedModel

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.errors import InterventionError, ModelError, NumericsError, one_line
 from headwater.models.forward import padding_option
 from headwater.models.model import is_bridge
 from headwater.models.sites import SITES, STATES, Site, hook_name
+from headwater.models.transformers_names import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from headwater.models.edits import Hook
@@ -250,7 +250,8 @@ class SiteCheck:
             self._add_up(layer)
 
     def _add_up(self, layer: int) -> None:
-        before, middle, after, attended, added = (self._passed.get((name, layer)) for name in STATES)
+        names = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+        before, attended, middle, added, after = (self._passed.get((name, layer)) for name in names)
         has_both = layer in self._expert_layers and middle is not None and added is not None
         if has_both and not _is_sum(after, middle, added):
             self._misfits(SITES["mlp_out"], layer, "experts beside this MLP add to the residual stream, too.")

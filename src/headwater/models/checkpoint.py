@@ -22,8 +22,6 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import cached_file
 
 from headwater.errors import ModelError, first_line, one_line
 from headwater.models.conversion import UNEMBEDDING, UNEMBEDDING_NAMES, expected_tensors
@@ -31,6 +29,13 @@ from headwater.models.families import family_of, refuse_impossible_sizes, shape_
 from headwater.models.gguf_file import INSTALL, GGUFFile, config_of, is_gguf, names_in, read_as_stored, read_gguf
 from headwater.models.packaged import BASE, PACKAGED, embedded_folder, is_embedded, is_packaged, packaged_file
 from headwater.models.tokens import panics_are_errors
+from headwater.models.transformers_names import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    cached_file,
+)
 from headwater.options import checked_path, shown
 
 INDEX = "model.safetensors.index.json"

@@ -15,19 +15,16 @@ its own key and value, "groups" is (head three d_head).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging as transformers_logging
 
 from headwater.models.families import FusedQKV, ModelShape, family_of, text_config
+from headwater.models.transformers_names import AutoModelForCausalLM, quiet_transformers, revert_weight_conversion
 
 Read: TypeAlias = Callable[[str], Tensor]
 """Reads one tensor of a checkpoint by its name relative to the base model."""
@@ -149,20 +146,6 @@ def join_heads(parts: list[Tensor], fused: FusedQKV, shape: ModelShape) -> Tenso
         queries = parts[0].unflatten(0, (shape.n_kv_heads, -1))
         joined = torch.cat([queries, *(part[:, None] for part in parts[1:])], 1).flatten(0, 2)
     return joined.T if joined.ndim == 2 and fused.d_model_first else joined
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Keep the loading bar and report of transformers off the screen; what they say is checked by who loads."""
-    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bar:
-            transformers_logging.enable_progress_bar()
 
 
 RANDOM = frozenset((torch.nn.init.kaiming_uniform_, torch.nn.init.uniform_, torch.nn.init.normal_))

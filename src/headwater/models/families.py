@@ -73,6 +73,7 @@ class Family:
         parallel: whether attention and MLP of a block both read the block's input, or the option of the config that
             says so.
         positions_by_place: whether attention reads positions from columns (ALiBi), not from position ids.
+        rotates_in_float32: whether queries and keys are rotated in float32, then cast to the dtype of the weights.
         not_in_one_pass: options of the config with which transformers' one-pass attention computes something else.
         cannot: by kind of effective embedding ("raw", "mlp0", "embed+mlp0", "layer0"), why it cannot be read from a
             folder.
@@ -98,6 +99,7 @@ class Family:
     context: str = "max_position_embeddings"
     parallel: bool | str = False
     positions_by_place: bool = False
+    rotates_in_float32: bool = False
     not_in_one_pass: tuple[str, ...] = ()
     cannot: Mapping[str, str] = field(default_factory=dict)
     varies: Callable[[Any], Mapping[str, Any]] | None = None
@@ -143,7 +145,7 @@ FAMILIES: Registry[str, Family] = Registry("family of models")
 SANDWICH = Norms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-BEHIND = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+POST_NORM = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 ONE_NORM = Norms(before_mlp="input_layernorm")
 GRANITE = Family(
     "GraniteForCausalLM",
@@ -281,9 +283,10 @@ for _model_type, _family in {
         GEMMA, architecture="Gemma2ForCausalLM", norms=SANDWICH, not_in_one_pass=("attn_logit_softcapping",)
     ),
     "gemma3_text": replace(GEMMA, architecture="Gemma3ForCausalLM", norms=SANDWICH),
-    "olmo": Family("OlmoForCausalLM"),
-    "olmo2": Family("Olmo2ForCausalLM", norms=BEHIND),
-    "olmo3": Family("Olmo3ForCausalLM", norms=BEHIND),
+    "olmo": Family("OlmoForCausalLM", rotates_in_float32=True),
+    "olmo2": Family("Olmo2ForCausalLM", norms=POST_NORM, rotates_in_float32=True),
+    "olmo3": Family("Olmo3ForCausalLM", norms=POST_NORM, rotates_in_float32=True),
+    "flex_olmo": Family("FlexOlmoForCausalLM", norms=POST_NORM, rotates_in_float32=True),
     "olmoe": Family("OlmoeForCausalLM"),
 }.items():
     FAMILIES.add(_model_type, _family)
@@ -302,6 +305,13 @@ def family_of(config: Any) -> Family:
             f"The model type {config.model_type!r} is not supported; headwater reads {', '.join(FAMILIES)}."
         )
     return FAMILIES[config.model_type].of(config)
+
+
+def clip_limit(config: Any) -> float | None:
+    """The size that queries, keys and values are cut to (OLMo, MPT, DBRX), of any config; None where they are not."""
+    config = text_config(config) if hasattr(config, "get_text_config") else config
+    parts = (config, getattr(config, "attn_config", None))
+    return next((limit for part in parts if (limit := getattr(part, "clip_qkv", None))), None)
 
 
 def family_named(architecture: str) -> Family | None:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache
 
 from headwater.errors import InputError, ModelError
 from headwater.kernels.devices import to_device
 from headwater.models.model import is_bridge
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch
+from headwater.models.transformers_names import DynamicCache
 from headwater.options import shown
 
 if TYPE_CHECKING:

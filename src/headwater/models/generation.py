@@ -29,7 +29,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from headwater.errors import InputError, InterventionError
 from headwater.kernels.devices import to_device
@@ -60,6 +59,7 @@ from headwater.models.memory import failures_named, in_halves
 from headwater.models.model import RULES, Model, generation_config, settings
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id
+from headwater.models.transformers_names import DynamicCache, PreTrainedTokenizerBase
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, one_or_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.record import HOOKS, RunRecord

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from headwater.errors import ModelError, first_line
 from headwater.models.conversion import Conversion
 from headwater.models.families import refuse_impossible_sizes
 from headwater.models.fingerprint import fingerprint_of_files
+from headwater.models.transformers_names import AutoConfig
 
 RMS, LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 ENTRIES = {

@@ -21,13 +21,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from headwater.calls import checked_call
 from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, first_line, one_line
@@ -49,7 +42,7 @@ from headwater.models.checkpoint import (
     tensor_shapes,
     weight_files,
 )
-from headwater.models.conversion import Conversion, SkipWeightInit, quiet_transformers, split_heads
+from headwater.models.conversion import Conversion, SkipWeightInit, split_heads
 from headwater.models.families import FAMILIES, ModelShape, family_of, shape_of, text_config
 from headwater.models.fingerprint import is_a
 from headwater.models.gguf_file import is_gguf, read_gguf
@@ -57,6 +50,14 @@ from headwater.models.hooked import HookedModel
 from headwater.models.memory import refuse_too_large
 from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
 from headwater.models.tokens import Bos, resolve_bos, spelled_tokens
+from headwater.models.transformers_names import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    quiet_transformers,
+)
 from headwater.models.weights import WeightSource, open_weights
 from headwater.options import checked_flag, checked_kind, checked_path, shown
 
@@ -280,7 +281,7 @@ def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: 
     except Exception as error:  # an adapter fails in its own way on what it was not written for
         raise ModelError(f"TransformerLens cannot wrap {name} ({architecture}): {one_line(error)}") from error
     model = HookedModel(raw, name=name, shape=_shape(hf.config, raw.cfg), config=hf.config, tokenizer=tokenizer)
-    keep_dtype_when_turned(raw, hf)
+    keep_dtype_when_rotated(raw, hf)
     raw.requires_grad_(False)  # the parts into which TransformerLens split a fused matrix
     model.begin_graphs_at(embedding)
     return _checked(model, reference)
@@ -783,20 +784,20 @@ def _same_logits(whole: PreTrainedModel, text: PreTrainedModel, what: str) -> No
 # Granite 4 without positions (`position_embedding_type` is not "rope"): TransformerLens 4.3 looks for a rotary
 # embedding, which transformers does not make.
 #
-# OLMo 1 to 3 and FlexOlmo turn queries and keys in float32 and go on in the dtype of the weights; TransformerLens 4.3
+# OLMo 1 to 3 and FlexOlmo rotate queries and keys in float32 and go on in the dtype of the weights; TransformerLens 4.3
 # goes on in float32, and fails in bfloat16 and float16.
 
 
 def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
     """Return the config from which TransformerLens is to make its adapter, and what sets that right, if anything."""
-    if config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope":
+    if getattr(config, "position_embedding_type", "rope") != "rope":
 
         def without_positions(adapter: Any) -> None:
-            adapter.component_mapping.pop("rotary_emb")
-            adapter.cfg.positional_embedding_type = "none"
+            if adapter.component_mapping.pop("rotary_emb", None) is not None:
+                adapter.cfg.positional_embedding_type = "none"
 
         return config, without_positions
-    if not (config.model_type == "falcon" and config.new_decoder_architecture):
+    if not getattr(config, "new_decoder_architecture", False):
         return config, None
     family, shape = family_of(config), shape_of(config)
 
@@ -810,9 +811,10 @@ def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
     return config, set_right
 
 
-def keep_dtype_when_turned(raw: Any, hf: Any) -> None:
-    """Let queries and keys of OLMo have the dtype of the weights, as in transformers, once they are turned."""
-    if hf.config.model_type not in ("olmo", "olmo2", "olmo3", "flex_olmo"):
+def keep_dtype_when_rotated(raw: Any, hf: Any) -> None:
+    """Let queries and keys have the dtype of the weights, as in transformers, once they are rotated."""
+    known = hf.config.model_type in FAMILIES
+    if not (known and FAMILIES[hf.config.model_type].rotates_in_float32):
         return
 
     def cast(point: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -301,8 +301,9 @@ HOOKS = {
 }
 """Hooks of TransformerLens that are used here and are not sites: what goes into the model and its parts, scores before
 the softmax, and what attention writes before a norm after it."""
-STATES = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
-"""The sites that a metric may read in place of logits."""
+STATES = tuple(site.name for site in SITES.values() if site.axes == _TOKEN)
+"""The sites that have the residual stream's width: resid_pre, attn_out and so on. A metric may read them in place of
+logits."""
 
 
 def hook_name(name: str, layer: int = 0) -> str:

@@ -22,10 +22,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.data.strict_json import refuse_half_characters
 from headwater.errors import InputError, first_line
+from headwater.models.transformers_names import PreTrainedTokenizerBase
 from headwater.options import has_no_order, is_one, one_or_several, shown, whole_number, whole_numbers
 
 Tokenizer: TypeAlias = PreTrainedTokenizerBase

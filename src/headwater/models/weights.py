@@ -14,7 +14,6 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, ModelError, first_line
@@ -33,10 +32,11 @@ from headwater.models.effective_embedding import (
     layer0,
     mlp0,
 )
-from headwater.models.families import ModelShape, family_of, shape_of, text_config
+from headwater.models.families import ModelShape, clip_limit, family_of, shape_of
 from headwater.models.fingerprint import behaviour, fingerprint, fingerprint_of_files
 from headwater.models.forward import unpadded
 from headwater.models.model import is_bridge
+from headwater.models.transformers_names import PreTrainedTokenizerBase
 from headwater.runs.identity import tokenizer_digest
 
 if TYPE_CHECKING:
@@ -138,13 +138,11 @@ class _Weights:
         """Refuse a layer that is not there, and attention that clips its values: a head is then no linear map."""
         if not 0 <= layer < self.shape.n_layers:
             raise InputError(f"Layer {layer} was asked for; the model has layers 0 to {self.shape.n_layers - 1}.")
-        config = text_config(config) if hasattr(config, "get_text_config") else config
-        for part in (config, getattr(config, "attn_config", None)):  # OLMo, MPT
-            if limit := getattr(part, "clip_qkv", None):
-                raise ModelError(
-                    f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
-                    "writes is not x W_V W_O; no OV map is read."
-                )
+        if limit := clip_limit(config):
+            raise ModelError(
+                f"{self.shape.architecture} clips queries, keys and values here (clip_qkv={limit}), so what a head "
+                "writes is not x W_V W_O; no OV map is read."
+            )
 
 
 def finite(tensor: Tensor, name: str) -> Tensor:

@@ -280,7 +280,7 @@ def knocked_out_states(
         model: the model; it is left as it was.
         prompts: as for `knockout`.
         block: one set of edges.
-        sites: of resid_pre, resid_mid, resid_post, attn_out, mlp_out.
+        sites: those of the residual stream's width, such as resid_pre or mlp_out.
         at: one position per prompt.
         variant: `mask` or `zero`.
         layers: sever in these layers only; default all.
@@ -333,7 +333,7 @@ def windowed_states(
         block: one set of edges.
         window: how many layers, around each layer of the model in turn.
         read: the layers whose states are wanted.
-        site: of resid_pre, resid_mid, resid_post, attn_out, mlp_out.
+        site: one of the residual stream's width, such as resid_pre or mlp_out.
         at: one position per prompt.
         variant: `mask` or `zero`.
         batch_size: see `hw.patch`.

@@ -147,8 +147,8 @@ def edit(
     """Make a hook that writes values into an activation: `model.run(prompts, hooks=[hw.edit(...)])`.
 
     Args:
-        site: where: resid_pre, resid_mid, resid_post, attn_out, mlp_post, mlp_out, z, q, k, v or pattern; or features
-            of a dictionary, as `hw.features` and `hw.load_sae` give them, of which `.only([...])` chooses some.
+        site: where, as for `hw.patch`: such as "z"; or features of a dictionary, as `hw.features` and `hw.load_sae`
+            give them, of which `.only([...])` chooses some.
         layer: of the site; None for features, which have a layer of their own.
         values: what is written: a function `(activation, other, place)` (no other run here: `other` is None), a tensor
              (such as what another prompt's cache holds), `hw.add(...)`, `hw.scale(...)`,

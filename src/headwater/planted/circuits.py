@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from headwater.calls import checked_call
+from headwater.models.transformers_names import PreTrainedTokenizerFast
 from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, gpt2, word_token
 
 WORDS = tuple(
