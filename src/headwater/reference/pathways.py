@@ -69,7 +69,9 @@ PARTS = {
 """The folders of a run, and what each holds."""
 QUESTIONS = 4000
 PRACTICE = 24, 48
-"""Questions that are timed: probes need ten answers of either kind."""
+"""Questions that are timed."""
+EACH = 10
+"""Right and wrong answers that a set needs for probes to be fitted."""
 NOT_STATED = (
     "The publication does not state its label rule, prompt and exact token in full; its questions are a random draw, "
     "and its exact tokens come from GPT-4o."
@@ -139,7 +141,7 @@ def reproduce_pathways(
         """Make all parts, of some questions for practice; return the last."""
         answered = steps("answers", answer, model, subset, **asking, batch_size=batch_size)
         if practice:
-            answered = _for_practice(answered, len(subset))
+            answered = _for_practice(answered)
         traced = steps("pathways", trace_pathways, model, answered, **probing, controls=controls)
         deep = 3 * model.shape.n_layers // 4  # l* of few answers is any layer, and what is run ends there
         steps("saliency", saliency, model, answered, traced.probes[deep] if practice else traced.probe)
@@ -162,11 +164,27 @@ def reproduce_pathways(
     return run_or_resume(Reproduction, "reproduce_pathways", model, whole, work, out=out, progress=progress)
 
 
-def _for_practice(answered: AnsweredQuestions, size: int) -> AnsweredQuestions:
-    """Return so many answers of one set, every other one called wrong: what a clock needs to have probes fitted."""
-    rows = answered.table.iloc[np.resize(np.arange(len(answered.table)), size)].reset_index(drop=True)
+def _for_practice(answered: AnsweredQuestions) -> AnsweredQuestions:
+    """Return answers of one set of which enough are called right and enough wrong for probes to be fitted."""
+    rows = answered.table
+    rows = rows.iloc[np.resize(np.arange(len(rows)), max(len(rows), 2 * EACH))].reset_index(drop=True)
     names = [f"{text} {place}" for place, text in enumerate(rows["question"])]
-    return replace(answered, table=rows.assign(question=names, z=np.arange(len(rows)) % 2, dataset="practice"))
+    z = rows["z"].to_numpy(copy=True)
+    for kind in (0, 1):
+        others = np.flatnonzero(z != kind)
+        z[others[: max(0, EACH - int((z == kind).sum()))]] = kind
+    # Right answers alone are run with other subjects: those that are right for the clock alone have none to exchange.
+    called = (z == 0) & (rows["z"] != 0).to_numpy()
+    parts: dict[str, list[tuple[Any, ...]]] = {}
+    for kind in ("", "_tokens"):
+        both = list(zip(rows[f"subject{kind}"], rows[f"property{kind}"], strict=True))
+        parts[f"subject{kind}"] = [
+            () if only else tuple(subject) for only, (subject, _) in zip(called, both, strict=True)
+        ]
+        parts[f"property{kind}"] = [
+            (*subject, *own) if only else tuple(own) for only, (subject, own) in zip(called, both, strict=True)
+        ]
+    return replace(answered, table=rows.assign(question=names, z=z, dataset="practice", **parts))
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:
