@@ -1,10 +1,12 @@
 """Every example of the README and the documentation runs as it stands, and every public name has one."""
 
+import ast
 import doctest
 import importlib
 import inspect
 import re
 import sys
+import textwrap
 import warnings
 from functools import partial
 from pathlib import Path
@@ -150,6 +152,27 @@ def test_examples_in_docstrings_print_what_they_say(name):
         result = doctest.DocTestRunner().run(test)
     assert result.attempted
     assert not result.failed
+
+
+def first_calls(function) -> list[ast.Call]:
+    """The calls in the first lines of a docstring."""
+    head = inspect.getdoc(function).partition("Args:")[0]
+    code = textwrap.dedent("\n".join(line for line in head.splitlines() if line.startswith("    ")))
+    return [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+
+
+def test_what_many_start_from_shows_a_call_in_its_first_lines_and_the_call_fits():
+    entries = [hw.patch, hw.knockout, hw.ablate, hw.edges, hw.path_patch, hw.run_circuits, hw.find_circuit]
+    entries += [hw.classify_heads, hw.direct_logit_attribution, hw.memorization]
+    for entry in entries:
+        calls = [one for one in first_calls(entry) if isinstance(one.func, ast.Attribute)]
+        own = [one for one in calls if isinstance(one.func.value, ast.Name) and one.func.value.id == "hw"]
+        assert entry.__name__ in {one.func.attr for one in own}
+        for one in own:
+            # A starred pair of prompts are two arguments.
+            given = [part for part in one.args for _ in range(2 if isinstance(part, ast.Starred) else 1)]
+            named = {part.arg: part.value for part in one.keywords}
+            inspect.signature(getattr(hw, one.func.attr)).bind(*given, **named)
 
 
 def test_every_file_a_page_links_to_exists():

@@ -182,6 +182,11 @@ def run_circuits(
 ) -> CircuitRuns:
     """Run circuits alone: their edges carry what is recomputed of the clean prompt, all others something else.
 
+        pair = "The capital of France is", "The capital of Italy is"
+        metric = hw.logit_difference(" Paris", " Rome")
+        strongest = hw.edges(model, *pair, metric=metric).circuit(100)
+        hw.run_circuits(model, *pair, {"strongest": strongest}, metric=metric, placebos=20)
+
     faithfulness = (m(C) - m(no edge)) / (m(all edges) - m(no edge)), the ratio of means over prompts in the summary
     (Wang et al. 2022).
 

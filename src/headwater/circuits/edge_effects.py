@@ -88,6 +88,13 @@ def edges(
 ) -> EdgeEffects:
     """Measure what an answer owes to each edge: from each sender to each receiver after it.
 
+        pair = "The capital of France is", "The capital of Italy is"
+        metric = hw.logit_difference(" Paris", " Rome")
+        hw.edges(model, *pair, metric=metric, senders=["head 9.9", "mlp 8"], receivers="logits")
+        hw.edges(model, *pair, metric=metric, through="mlps")  # paths by way of MLPs count too
+        hw.edges(model, *pair, metric=metric, method="screened", verify=2000)  # estimate all, compute 2,000 exactly
+        hw.edges(model, *pair, metric=metric, method="eap-ig", steps=5, quadrature="published")
+
     effect = m(run in which the receiver reads x + sender(other run) - sender(run)) - m(run), with x what it reads
     of the run, in units of the metric m (Wang et al. 2022; Conmy et al. 2023; Syed et al. 2023).
 

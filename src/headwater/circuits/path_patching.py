@@ -260,6 +260,10 @@ def path_patch(
 ) -> PathEffects:
     """Measure what an answer owes to the paths from each sender to each receiver.
 
+        hw.path_patch(model, "The capital of France is", "The capital of Italy is", senders="head",
+                      receivers=["q 10.7", ["k 10.3", "v 10.3"]],  # a list within the list: these at once
+                      through="mlps", metric=hw.logit_difference(" Paris", " Rome"))
+
     effect = metric of the run in which receivers read senders' other outputs - metric of the run, in units of the
     metric (Wang et al. 2022).
 

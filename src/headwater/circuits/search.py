@@ -322,6 +322,9 @@ def find_circuit(
 ) -> CircuitSearch:
     """Find a circuit greedily, by exact effects: an edge stays out where little is lost without it.
 
+        hw.find_circuit(model, "The capital of France is", "The capital of Italy is",
+                        metric=hw.logit_difference(" Paris", " Rome"), threshold=0.05, by="signed")  # 0.05 logits
+
     Receivers are taken from the logits down, as in ACDC (Conmy et al. 2023); the effect of an edge e is m(C - e) -
     m(C), with C the circuit that is left when it is tried.
 

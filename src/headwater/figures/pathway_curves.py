@@ -105,15 +105,7 @@ def delta_p(
     if not isinstance(value, str) or value not in VALUES:
         raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
     splits = [_split(result, split_by) for result in shown]
-    if titles is None:
-        if as_published:
-            titles = [model_name(short_name(result.run.model)) for result in shown]
-        elif len(shown) == 1:
-            titles = [label(title_of(shown[0], splits[0], value))]
-        else:
-            titles = [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
-    else:
-        titles = [label(title) for title in titles]
+    titles = _titles(shown, splits, value, as_published) if titles is None else [label(one) for one in titles]
     if len(titles) != len(shown):
         raise InputError(f"{len(titles)} titles were given for {len(shown)} panels.")
     columns = columns or min(len(shown), 3)
@@ -152,6 +144,15 @@ def delta_p(
             if len(shown) > 1:
                 entitle(figure, WHAT[value])
     return apply_title_and_size(figure, title, size)
+
+
+def _titles(shown: Sequence[Pathways], splits: Sequence[str], value: str, as_published: bool) -> list[str]:
+    """The titles of panels that were given none."""
+    if as_published:
+        return [model_name(short_name(result.run.model)) for result in shown]
+    if len(shown) == 1:
+        return [label(title_of(shown[0], splits[0], value))]
+    return [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
 
 
 @DRAWINGS.add(Pathways)

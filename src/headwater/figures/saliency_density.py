@@ -99,23 +99,7 @@ def saliency(
     if not listed:
         raise InputError("hw.figures.saliency needs at least one result of hw.saliency; the list is empty.")
     chosen, pairs_by = target or listed[0].target, listed[0].run.options.get("pairs")
-    for other in listed:
-        if other.run.options.get("pairs") != pairs_by:
-            raise InputError(
-                f"One axis cannot show saliency of pairs={pairs_by!r} and of pairs={other.run.options.get('pairs')!r}: "
-                "draw these runs apart."
-            )
-    models: dict[str, list[pd.DataFrame]] = {}
-    for result in listed:
-        models.setdefault(result.run.model, []).append(result.of(chosen))
-    tables = {model: pd.concat(parts) for model, parts in models.items()}
-    names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
-    if datasets is not None:
-        asked = datasets if isinstance(datasets, list | tuple) else [datasets]
-        names = [checked_name("datasets", name, names) for name in asked]
-        tables = {model: table[table["dataset"].isin(names)] for model, table in tables.items()}
-    if len(names) > MAX_SETS:
-        raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
+    tables, names = _tables(listed, chosen, datasets)
     as_published = is_published(style)
     names = in_order(names) if as_published else names
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
@@ -150,6 +134,31 @@ def saliency(
         if len(tables) > 1 and not as_published:
             entitle(figure, SEEN.capitalize())
     return apply_title_and_size(figure, title, size)
+
+
+def _tables(
+    listed: Sequence[Saliency], target: LossName, datasets: Sequence[str] | None
+) -> tuple[dict[str, pd.DataFrame], list[str]]:
+    """Return the values to draw by model, and the question sets."""
+    pairs_by = listed[0].run.options.get("pairs")
+    for other in listed:
+        if other.run.options.get("pairs") != pairs_by:
+            raise InputError(
+                f"One axis cannot show saliency of pairs={pairs_by!r} and of pairs={other.run.options.get('pairs')!r}: "
+                "draw these runs apart."
+            )
+    models: dict[str, list[pd.DataFrame]] = {}
+    for result in listed:
+        models.setdefault(result.run.model, []).append(result.of(target))
+    tables = {model: pd.concat(parts) for model, parts in models.items()}
+    names = list(dict.fromkeys(name for table in tables.values() for name in table["dataset"]))
+    if datasets is not None:
+        asked = datasets if isinstance(datasets, list | tuple) else [datasets]
+        names = [checked_name("datasets", name, names) for name in asked]
+        tables = {model: table[table["dataset"].isin(names)] for model, table in tables.items()}
+    if len(names) > MAX_SETS:
+        raise InputError(f"A figure shows at most {MAX_SETS} question sets; {len(names)} were given: draw fewer.")
+    return tables, names
 
 
 @DRAWINGS.add(Saliency)

@@ -71,6 +71,9 @@ def classify_heads(
 ) -> HeadMap:
     """Classify every attention head as algorithmic, knowledge, linguistic, translation, several of them, or none.
 
+        hw.classify_heads(model, relations=["country_to_capital", "verb_to_past"])
+        hw.classify_heads("gpt2-xl", every_excess=True)  # from its files; p and q of every head, to rank them
+
     The score of a relation is the share of its pairs (s, t) whose t is among the k largest logits of x_s W_V W_O
     W_U; its excess is (score - expected) / (1 - expected), expected where targets are shuffled (Elhelo and Geva,
     ACL 2025).

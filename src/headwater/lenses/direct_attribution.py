@@ -143,6 +143,8 @@ def direct_logit_attribution(
 ) -> DirectAttribution:
     """Split the logit difference of prompts into what each part of the model writes into it.
 
+        hw.direct_logit_attribution(model, "The capital of France is", tokens=(" Paris", " Rome"), by="head")
+
     Contributions are in logits, with the scale of the final norm held as it was, and sum to the logit difference
     (Elhage et al. 2021).
 

@@ -182,6 +182,9 @@ def memorization(
 ) -> DepthProfile:
     """Measure memorization by question depth.
 
+        graph = hw.load_depth_graph("DepthQA")
+        hw.memorization(model, graph, predecessors="gold", predecessor_prompt="{pairs} Q: {question} A:")
+
     Min-K% is the mean log-probability of a text's least likely K % of tokens, in nats (Shi et al. 2024);
     discrepancies between depths are those of DepthQA (Ko et al., EMNLP 2024).
 

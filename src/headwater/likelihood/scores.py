@@ -163,7 +163,8 @@ def memorization_scores(
         token_counts: how often each token id occurs in a corpus, for the score `dc_pdd`.
         maximum_entropy: in nats; the score `surp` is over positions of a lower one.
         gradient_norms: of the same texts under the same model (`likelihood.files`), for `grad_norm`.
-        minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats².
+        minimum_variance: the least σ² that `min_k++` and `gap_k` divide by, in nats². Where the model is certain σ² is
+            near 0, and this choice decides the score: `texts` counts such tokens (`clamped`).
 
     Raises:
         InputError: a share or the variance is out of range, or the other statistics are not of the same texts.

@@ -362,6 +362,8 @@ def ablate(
 ) -> Sweep:
     """Ablate sets of components, each set as one.
 
+        hw.ablate(model, "The capital of France is", heads=[(9, 3), (10, 0)], mlps=[4], metric=hw.rank(" Paris"))
+
     effect = metric of the ablated run - metric of the plain run, in units of the metric.
 
     Args:

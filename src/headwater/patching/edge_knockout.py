@@ -114,6 +114,9 @@ def knockout(
 ) -> Sweep:
     """Sweep attention knockouts over layers (and heads).
 
+        hw.knockout(model, "The capital of France is", block=hw.Edges("last", " France"), window=5,
+                    metric=hw.log_probability(" Paris"))
+
     effect = metric of the severed run - metric of the plain run, in units of the metric (Geva et al. 2023).
 
     Args:

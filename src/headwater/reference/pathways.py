@@ -175,13 +175,13 @@ def _for_practice(answered: AnsweredQuestions) -> AnsweredQuestions:
         z[others[: max(0, EACH - int((z == kind).sum()))]] = kind
     # Right answers alone are run with other subjects: those that are right for the clock alone have none to exchange.
     called = (z == 0) & (rows["z"] != 0).to_numpy()
-    parts: dict[str, list[tuple[Any, ...]]] = {}
-    for kind in ("", "_tokens"):
-        both = list(zip(rows[f"subject{kind}"], rows[f"property{kind}"], strict=True))
-        parts[f"subject{kind}"] = [
+    parts: dict[str, Any] = {}
+    for part in ("", "_tokens"):
+        both = list(zip(rows[f"subject{part}"], rows[f"property{part}"], strict=True))
+        parts[f"subject{part}"] = [
             () if only else tuple(subject) for only, (subject, _) in zip(called, both, strict=True)
         ]
-        parts[f"property{kind}"] = [
+        parts[f"property{part}"] = [
             (*subject, *own) if only else tuple(own) for only, (subject, own) in zip(called, both, strict=True)
         ]
     return replace(answered, table=rows.assign(question=names, z=z, dataset="practice", **parts))
