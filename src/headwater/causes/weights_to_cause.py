@@ -142,14 +142,18 @@ def evidence(
         )
 
 
+def _ids(tokens: TokenRelation) -> set[int]:
+    return {*tokens.source.tolist(), *(target for accepted in tokens.targets for target in accepted)}
+
+
 def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) -> list[TokenRelation]:
     """Return relations that share hardly a word with this one, drawn at random: at most a tenth of its tokens."""
-    ids = {*tokens.source.tolist(), *(target for accepted in tokens.targets for target in accepted)}
-    far = []
-    for other in suite:
-        other_ids = {*other.source.tolist(), *(target for accepted in other.targets for target in accepted)}
-        if other.usable and other.relation.name != tokens.relation.name and len(ids & other_ids) <= len(ids) / 10:
-            far.append(other)
+    ids = _ids(tokens)
+    far = [
+        other
+        for other in suite
+        if other.usable and other.relation.name != tokens.relation.name and len(ids & _ids(other)) <= len(ids) / 10
+    ]
     order = np.random.default_rng(seed).permutation(len(far))
     return [far[place] for place in order[:OTHERS]]
 
