@@ -272,6 +272,25 @@ def embedded():
     return load()
 
 
+def test_answers_for_practice_can_be_probed_and_cost_what_those_of_the_run_cost(embedded):
+    answered = hw.answer(embedded, hw.load_questions("properties", sample=30), progress=False)
+    rows = answered.table.assign(z=1)
+    rows.loc[rows.index[:3], "z"] = 0
+    practice = pathways._for_practice(dataclasses.replace(answered, table=rows)).table
+    assert len(practice) == len(rows)
+    assert practice["z"].value_counts().to_dict() == {1: len(rows) - 10, 0: 10}
+    assert practice["question"].is_unique
+    # Those that are right in truth alone are run with other subjects.
+    has_subject = practice["subject_tokens"].map(len) > 0
+    right = practice["z"] == 0
+    assert has_subject[right].sum() == (rows["subject_tokens"][:3].map(len) > 0).sum()
+    for before, after in zip(rows.to_dict("records"), practice.to_dict("records"), strict=True):
+        exact = {*before["subject_tokens"], *before["property_tokens"]}
+        assert exact == {*after["subject_tokens"], *after["property_tokens"]}
+    few = pathways._for_practice(dataclasses.replace(answered, table=rows[:5])).table
+    assert few["z"].value_counts().to_dict() == {0: 10, 1: 10}
+
+
 def test_reproduced_pathways_have_a_folder_for_every_part_and_published_names(embedded, monkeypatch, tmp_path, caplog):
     methods = ("logit_min", "probe")
     asked = {"sample": 60, "methods": methods, "seeds": 1, "controls": False, "max_new_tokens": 30}

@@ -1,4 +1,4 @@
-"""From weights to a cause: which head a relation's weights name, and whether it carries the answer in the run."""
+"""From weights to a cause: which head a relation's weights name, and whether it carries the answer."""
 
 from typing import TYPE_CHECKING
 

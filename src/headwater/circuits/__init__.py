@@ -1,4 +1,4 @@
-"""Circuits: what each part of a model tells each later part, edge by edge."""
+"""Circuits: what each part of a model passes to each later part, edge by edge."""
 
 from typing import TYPE_CHECKING
 

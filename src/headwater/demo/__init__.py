@@ -1,4 +1,4 @@
-"""The tour of a real model and the embedded one, and the page that it writes."""
+"""The demonstration on a real model and the embedded one, and the page that it writes."""
 
 from headwater.rooms import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Figures: a file draws what one analysis found, and is found by the class of its result."""
+"""Figures: one file per analysis, registered by the class of its result."""
 
 from typing import TYPE_CHECKING
 

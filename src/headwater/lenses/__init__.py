@@ -1,4 +1,4 @@
-"""Lenses: what the residual stream says of the next token, layer by layer and part by part."""
+"""Lenses: what the residual stream predicts about the next token, by layer and by part."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Likelihood: how surprised a model is by a text, by token, layer and question depth, and what it has seen."""
+"""Likelihood: log-likelihood of texts by token, layer and question depth; membership in training data."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Models: loaded, hooked, cached, edited, stepped through; alone in importing transformer_lens or transformers."""
+"""Models: load, hook, cache, edit, generate; the only room that imports transformer_lens and transformers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Pathways: where the signal comes from that tells right from wrong answers."""
+"""Pathways: where the signal that separates right from wrong answers comes from."""
 
 from typing import TYPE_CHECKING
 

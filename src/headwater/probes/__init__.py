@@ -1,4 +1,4 @@
-"""Probes: what a linear reader finds in a state of the model, and what it would find by itself."""
+"""Probes: what a linear probe decodes from a state of the model, compared with a control task."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Published numbers, as package data, and the runs that measure the same on a model of one's own."""
+"""Published numbers, as package data, and runs that measure the same on another model."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Runs: who computed what from what, and where it is kept."""
+"""Runs: the record of each computation, its identity, and the folder that keeps it."""
 
 from typing import TYPE_CHECKING
 

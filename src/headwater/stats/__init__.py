@@ -1,4 +1,4 @@
-"""What chance does to numbers: resampling by unit, discrimination, correlation, significance, peaks."""
+"""Statistics: resampling by unit, discrimination, correlation, significance, modes."""
 
 from headwater.rooms import lazy_exports
 

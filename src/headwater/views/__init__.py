@@ -1,4 +1,4 @@
-"""Views: what a result shows as one self-contained page of HTML; found by the class of the result."""
+"""Views: one self-contained page of HTML per result, registered by the class of the result."""
 
 from headwater.rooms import lazy_exports
 
