@@ -92,8 +92,8 @@ class Look:
 def fits(frame):
     """Whether a frame ends where its page does; else what is below the page, and what of it is cut."""
     inside = frame.content_frame()
-    for _ in range(80):
-        frame.owner_frame().page.wait_for_timeout(100)
+    for _ in range(400):
+        frame.owner_frame().page.wait_for_timeout(20)
         high = inside.evaluate("innerHeight")
         spare, cut = high - inside.evaluate(LOWEST), inside.evaluate("document.documentElement.scrollHeight") - high
         if 0 <= spare <= SPARE and cut <= 0:
