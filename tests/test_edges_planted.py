@@ -55,4 +55,4 @@ def test_gradients_see_no_further_than_the_first_softmax_that_is_certain(measure
 def test_a_screen_that_verifies_few_says_what_it_may_have_missed(measured):
     found = measured(method="screened", verify=3, seed=0)
     assert set(felt(found)) >= {"head 1.1 -> q 2.3", "embed -> k 2.3", "head 2.3 -> logits"}
-    assert any("of the 259 others 50 were drawn at random" in sentence for sentence in found.report())
+    assert any("Of 50 of the 259 others, drawn at random," in sentence for sentence in found.report())
