@@ -319,7 +319,7 @@ def test_an_answer_passes_between_the_layers_where_the_last_token_takes_it_over(
         "the answer is changed at the country up to layer 1 (90 % of it comes back), at the last token from layer 2 on "
         "(80 %)"
     )
-    assert passed.control == "at the last token in layer 1 10 %, at another word at most 2 %"
+    assert passed.control == "at the last token in layer 1: 10 %, at another word at most 2 %"
     assert not passed.weak
     assert steps.passing(sweep_of({"country": (1, 1), "last": (0, 0.2), steps.OTHER_WORD: (0, 0)})).weak
 

@@ -222,7 +222,7 @@ class Receivers:
 
 
 def refuse_heads_that_meet(rows: EdgeRows) -> None:
-    """Check of every layer that a head's output hangs on its own q, k and v, and that W_O is all that follows z."""
+    """Check of every layer that a head's output depends on its own q, k and v, and that W_O is all that follows z."""
     model = rows.runs.model
     # A property of the model, not of the prompt: once is enough.
     if model.heads_checked:

@@ -169,7 +169,7 @@ def passing(result: Sweep) -> Number:
     return Number(
         f"the answer is changed at the country up to layer {before} ({100 * first[before]:.0f} % of it comes back), at "
         f"the last token from layer {layer} on ({100 * last[layer]:.0f} %)",
-        f"at the last token in layer {before} {100 * last[before]:.0f} %, at another word at most "
+        f"at the last token in layer {before}: {100 * last[before]:.0f} %, at another word at most "
         f"{100 * control.max():.0f} %",
         weak=bool(last.max() < 0.5),
     )
@@ -416,7 +416,7 @@ STEPS = {
         concludes=True,
     ),
     "saliency": Step(
-        "What the probe hangs on",
+        "What the probe depends on",
         "Saliency |A · ∂L/∂A| of the attention that the answer's tokens, or all tokens, pay to the question's exact "
         "tokens. A confident and right probe has no cross-entropy gradient whatever flows: the logit's is given too.",
         "Densities of S(E_Q→E_A) and S(E_Q→*) per example.",

@@ -45,7 +45,7 @@ from headwater.questions.states import probe_positions
 
 # Beginnings: the keys and values of the first tokens of rows that are run many times and change only later.
 #
-# What a causal model computes at a position hangs on no later one. Rows that are edited from some position on are run
+# What a causal model computes at a position depends on no later one. Rows that are edited from some position on are run
 # up to it once, and as often as wanted from there on. Beginnings of several lengths go together in one run, each up
 # against the end of the longest; the run's mask says what is before a shorter one.
 

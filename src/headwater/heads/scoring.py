@@ -12,7 +12,7 @@ at the token in [BOS, token] ("layer0"), on the relations' own source tokens:
 which choice predicts causes on three models. "layer0" itself is not a candidate: it agrees by definition, costs a block
 and predicts no better.
 
-How much of a head map hangs on its options: the heads of each category for other thresholds, rules and settings.
+How much of a head map depends on its options: the heads of each category for other thresholds, rules and settings.
 
 A label is a yes or no of a number that changes smoothly: how many heads have one depends on where the line is drawn.
 The counts are those that `categories.apply_rule` would give at each threshold, from the same scores. Given the model,

@@ -1,4 +1,4 @@
-"""Saliency of attention edges: how much a number L hangs on each weight of an attention pattern (Wang et al. 2023).
+"""Saliency of attention edges: how much a number L depends on each weight of an attention pattern (Wang et al. 2023).
 
     S(i, j) = |A(i, j) · ∂L/∂A(i, j)|        averaged over heads; i the query, j the key
 

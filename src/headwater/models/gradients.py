@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The gradient of a linear reading of one state at the output of every attention head, from the last layer down.
 #
-# A number read at position p of layer l hangs on heads of layers <= l at positions <= p, and for the positions from
+# A number read at position p of layer l depends on heads of layers <= l at positions <= p, and for the positions from
 # some first one on, what comes before that one is a constant. So
 #
 # 1. `shared_start.keys_values` runs what comes before once, without gradients; texts that begin alike share it.
