@@ -12,8 +12,6 @@ from tests.tiny import WORDS, tiny_model, tiny_tokenizer
 
 SAID = WORDS[:16]
 """What the answers name, and the accepted answers are; each is one token."""
-
-
 QUESTIONS = 400
 
 

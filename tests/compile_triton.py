@@ -22,7 +22,7 @@ H200_SHARED = 227 * 2**10
 """Bytes of shared memory that a program may have on an H100 or H200."""
 
 
-def source_layer_of(kernel, types, constants, by_16=()):
+def source_of(kernel, types, constants, by_16=()):
     """What is compiled; Triton makes a constant of any integer that is 1 and may be specialized.
 
     Args:
@@ -135,7 +135,7 @@ LARGE_COUNT = {"EVEN_DEPTH": True, "PRECISION": "tf32x3", "BLOCK_P": 128, "BLOCK
 for contiguous, other in (("depth_stride", "vocabulary_stride"), ("vocabulary_stride", "depth_stride")):
     check(
         {80: "mma.sync", 90: "wgmma"},
-        source_layer_of(
+        source_of(
             likelihood_triton._statistics_kernel,
             STATISTICS,
             MODEL_SIZED | {contiguous: 1},
@@ -145,7 +145,7 @@ for contiguous, other in (("depth_stride", "vocabulary_stride"), ("vocabulary_st
     )
 check(
     {90: "max.NaN.f32"},
-    source_layer_of(
+    source_of(
         likelihood_triton._statistics_kernel,
         STATISTICS,
         MODEL_SIZED | {"depth_stride": 1, "HAS_BIAS": True, "HAS_SOFTCAP": True},
@@ -154,12 +154,12 @@ check(
 )
 check(
     {90: "wgmma"},
-    source_layer_of(ov_triton._count_kernel, COUNT, LARGE_COUNT, ("z", "W", "d_head", "n_tokens")),
+    source_of(ov_triton._count_kernel, COUNT, LARGE_COUNT, ("z", "W", "d_head", "n_tokens")),
     copies=(IN_SIXTEENS,),
 )
 check(
     {90: "mma"},
-    source_layer_of(
+    source_of(
         likelihood_triton._statistics_kernel,
         STATISTICS | {"W_U": "*fp32", "hidden": "*fp32"},
         {
@@ -178,7 +178,7 @@ check(
 )
 check(
     {90: "ld.global"},
-    source_layer_of(
+    source_of(
         likelihood_triton._own_logit_kernel,
         {
             "hidden": "*bf16",
@@ -195,7 +195,7 @@ check(
 )
 check(
     {90: "mma"},
-    source_layer_of(
+    source_of(
         ov_triton._count_kernel,
         COUNT,
         {"EVEN_DEPTH": False, "PRECISION": "tf32x3", "BLOCK_P": 64, "BLOCK_V": 64, "BLOCK_D": 32},
@@ -213,7 +213,7 @@ for tokens, parts, dtype, precision in (
     size, operand = (2, tl.bfloat16) if dtype == "bf16" else (4, tl.float32)
     tile = likelihood_triton.blocks_for(tokens, parts, size, torch.device("cpu"))
     sizes = {"BLOCK_T": tile.tokens, "BLOCK_V": tile.vocabulary, "BLOCK_D": tile.depth}
-    source = source_layer_of(
+    source = source_of(
         likelihood_triton._statistics_kernel,
         STATISTICS | {"hidden": f"*{dtype}", "W_U": f"*{dtype}"},
         MODEL_SIZED | sizes | {"PARTS": parts, "OPERAND": operand, "PRECISION": precision, "depth_stride": 1},
@@ -227,5 +227,5 @@ sizes = {
     "BLOCK_V": ov_triton.BLOCK_TOKENS,
     "BLOCK_D": ov_triton.BLOCK_DEPTH,
 }
-counts = source_layer_of(ov_triton._count_kernel, COUNT, LARGE_COUNT | sizes, ("z", "W", "d_head", "n_tokens"))
+counts = source_of(ov_triton._count_kernel, COUNT, LARGE_COUNT | sizes, ("z", "W", "d_head", "n_tokens"))
 check_on_h200("counts of heads", counts, warps=8, stages=2)

@@ -9,11 +9,7 @@ from tests.edge_reference import Reference
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLEAN, CORRUPTED = " the capital of France is in A", " the capital of Italy is of A"
-
-
 QUIET = {"progress": False}
-
-
 DIFFERENCE = hw.logit_difference(5, 9)
 
 

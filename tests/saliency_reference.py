@@ -12,8 +12,6 @@ from headwater.runs.record import RunRecord
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-
-
 D_VOCAB = len(TOKENIZER)
 
 

@@ -68,7 +68,7 @@ def test_the_summary_is_first_a_line_and_its_control_each_and_the_rest_is_folded
     on_top = [name for name in MADE if STEPS[name].is_on_top]
     assert lines.count() == len(on_top)
     for line, name in zip(lines.all(), on_top, strict=True):
-        number = STEPS[name].number(tour.seen.found[name])
+        number = STEPS[name].number(tour.demo.found[name])
         assert number.found[1:] in line.inner_text()
         assert f"Control: {number.control}." in line.inner_text() if number.control else True
         section = page.locator(line.locator("a").get_attribute("href"))

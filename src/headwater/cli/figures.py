@@ -141,8 +141,8 @@ def demo(
     if not is_main():
         return 0
     page = tour.page()
-    summary = {"model": tour.seen.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
+    summary = {"model": tour.demo.model.name, "analyses": tour.summaries(), "files": [str(page), *tour.files]}
     failed = [f"{steps[name].title}: failed: {why}" for name, why in tour.failed.items()]
     done = f"{len(steps) - len(failed)} of {len(steps)} analyses are done."
-    report(summary, {tour.seen.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
+    report(summary, {tour.demo.model.name: [*failed, done, f"Open {page} in a browser."]}, as_json)
     return 1 if failed else 0

@@ -119,7 +119,7 @@ def heads(
 def compare(
     models: Annotated[
         list[str],
-        Parameter(help="Two or more checkpoint folders, GGUF files or hub names, the first is the reference."),
+        Parameter(help="Two or more checkpoint folders, GGUF files or hub names; the first is the reference."),
     ],
     /,
     *,

@@ -68,7 +68,7 @@ class RunOptions:
     """Where a command writes, and what it prints."""
 
     out: Path | None = None
-    """Folder for tables and figures. Repeating an interrupted command with it resumes it. Default: none."""
+    """Folder for tables and figures. The same command, repeated, resumes an interrupted run. Default: none."""
     as_json: AsJson = False
     quiet: Annotated[Flag, Parameter(alias="-q")] = False
     """No progress."""

@@ -65,7 +65,7 @@ def _run(names: Sequence[str], questions: int, out: Path) -> None:
 class Tour:
     """The results so far, and what of them was written."""
 
-    seen: Demo
+    demo: Demo
     steps: Mapping[str, Step]
     out: Path
     progress: bool
@@ -74,16 +74,16 @@ class Tour:
 
     def take(self, name: str, step: Step) -> None:
         """Run one analysis, or read it if it is done; what goes wrong is kept as its failure."""
-        missing = next((needed for needed in step.needs if needed not in self.seen.found), None)
+        missing = next((needed for needed in step.needs if needed not in self.demo.found), None)
         if missing is not None:
             self.failed[name] = f"It needs the analysis {missing!r}, which failed."
             return
         try:
-            result = step.run(self.seen, {"progress": self.progress, "out": self.out / name})
+            result = step.run(self.demo, {"progress": self.progress, "out": self.out / name})
             self.files += write(result, self.out / name, name)
             for stem, draw, _ in step.companions:
                 self.files += write_figure(draw(result), self.out / name / stem)
-            self.seen.found[name] = result
+            self.demo.found[name] = result
         except RunFolderError:
             raise
         except Exception as error:  # one analysis must not take the others with it
@@ -91,33 +91,33 @@ class Tour:
 
     def summaries(self) -> dict[str, object]:
         """Return the findings of each analysis as JSON values, or why it failed."""
-        found: dict[str, Any] = {name: result.findings() for name, result in self.seen.found.items()}
+        found: dict[str, Any] = {name: result.findings() for name, result in self.demo.found.items()}
         return found | {name: {"failed": why} for name, why in self.failed.items()}
 
     def page(self) -> Path:
         """Write the page."""
-        found = self.seen.found
+        found = self.demo.found
         run = next(iter(found.values())).run if found else None
         sections = [self._section(name, step) for name, step in self.steps.items()]
-        real, models = ("", "") if self.seen.loaded is None else ("SmolLM2-135M-Instruct and on ", MODELS)
+        real, models = ("", "") if self.demo.loaded is None else ("SmolLM2-135M-Instruct and on ", MODELS)
         title = f"headwater on {real}its embedded model"
         return write_index(sections, self.out / INDEX, title=title, run=run, models=models)
 
     def _section(self, name: str, step: Step) -> Section:
         if name in self.failed:
             return Section(step.title, step.asks, failure=self.failed[name])
-        result = self.seen.found[name]
+        result = self.demo.found[name]
         sentences = result.report()
         conclusion = [sentences.pop()] if step.concludes else []
         lead, further = leading(sentences, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
-        view = step.view(self.seen, result) if step.view else result.view() if result.is_explored else None
+        view = step.view(self.demo, result) if step.view else result.view() if result.is_explored else None
         return Section(
             step.title,
             step.asks,
             number=step.number(result) if step.number else None,
             is_on_top=step.is_on_top,
             view=view,
-            beside=None if step.beside is None else (step.beside[0], step.beside[1](self.seen, result)),
+            beside=None if step.beside is None else (step.beside[0], step.beside[1](self.demo, result)),
             lead=conclusion + lead,
             further=further,
             figures=[

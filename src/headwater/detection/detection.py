@@ -381,7 +381,7 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
     many = f"of {len(measured)} methods " if len(measured) > 1 else ""
     sentences = [
         f"{dataset}: of {best['answers']:,.0f} test answers {best['wrong']:,.0f} are wrong; {many}"
-        f"{NAMES[best['method']]} has the highest AUC ({_auc(best)[4:]}{f'; {chance}' if chance else ''})."
+        f"{NAMES[best['method']]} has the highest AUC ({_interval(best)}{f'; {chance}' if chance else ''})."
     ]
     rows: dict[str, Any] = {row["method"]: row for row in measured.to_dict("records")}
     # What is short for a method keeps its letters as the first word of a sentence.
@@ -401,7 +401,11 @@ def paragraph(dataset: str, table: pd.DataFrame) -> str:
 
 
 def _auc(row: Mapping[str, Any] | pd.Series) -> str:
-    return f"AUC {row['auc']:.3f}, {row['low']:.3f} to {row['high']:.3f}"
+    return f"AUC {_interval(row)}"
+
+
+def _interval(row: Mapping[str, Any] | pd.Series) -> str:
+    return f"{row['auc']:.3f}, {row['low']:.3f} to {row['high']:.3f}"
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

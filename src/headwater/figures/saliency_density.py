@@ -98,13 +98,13 @@ def saliency(
     listed = list(results)
     if not listed:
         raise InputError("hw.figures.saliency needs at least one result of hw.saliency; the list is empty.")
-    chosen, pairs_by = target or listed[0].target, listed[0].run.options.get("pairs")
+    chosen = target or listed[0].target
     tables, names = _tables(listed, chosen, datasets)
     as_published = is_published(style)
     names = in_order(names) if as_published else names
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     size = checked_place(ax, len(pairs) * len(tables), figsize)
-    axis = _axis(chosen, pairs_by)
+    axis = _axis(chosen, listed[0].run.options.get("pairs"))
     with shared_look(ax):
         if ax is not None:
             (table,) = tables.values()

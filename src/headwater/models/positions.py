@@ -136,7 +136,7 @@ def is_all(where: Where) -> bool:
     return isinstance(where, str) and where == "all"
 
 
-def depends_on_length(where: object) -> bool:
+def needs_length(where: object) -> bool:
     """Whether two prompts of one length have the same positions of this name, judged by its kind alone."""
     return where in ENDS if isinstance(where, str) else isinstance(where, int | range | slice | AbstractSet)
 

@@ -24,15 +24,7 @@ from headwater.data.rows import read_rows, refuse_repeated
 from headwater.errors import InputError
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.positions import (
-    AbsentError,
-    Prompt,
-    Where,
-    checked_roles,
-    depends_on_length,
-    positions_of,
-    role_in,
-)
+from headwater.models.positions import AbsentError, Prompt, Where, checked_roles, needs_length, positions_of, role_in
 from headwater.models.sites import Site, hook_name
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id, spelled_tokens, token_strings
 from headwater.options import shown
@@ -163,7 +155,7 @@ def aligned_spans(
     each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
     """
     by_lengths: dict[tuple[int, int | None], AlignedSpan] = {}
-    spans, shared, n = [], depends_on_length(where), len(base) // draws
+    spans, shared, n = [], needs_length(where), len(base) // draws
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
         i, lengths = number // draws, (len(first), None if second is None else len(second))
         if not shared or lengths not in by_lengths:

@@ -216,7 +216,7 @@ def _direction(view: SetAtBest) -> Iterator[str]:
     )
 
 
-AWARENESS = ("predict the mode better", "predict the mode less well", "do not predict the mode better")
+AWARENESS = ("predict the mode better than", "predict the mode less well than", "do not predict the mode better than")
 
 
 def _awareness(view: SetAtBest) -> Iterator[str]:
@@ -226,7 +226,7 @@ def _awareness(view: SetAtBest) -> Iterator[str]:
         yield (
             f"a probe on untouched states detects Q-anchored examples with AUC {_interval(aware)}; the margin −|logit| "
             f"of the truth probe with {_interval(margin)}, its logit and |logit| with {_interval(logit)}: the states "
-            f"{_against_zero(difference, *(f'{words} than' for words in AWARENESS))} the truth probe's own output."
+            f"{_against_zero(difference, *AWARENESS)} the truth probe's own output."
         )
 
 

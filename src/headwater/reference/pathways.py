@@ -31,6 +31,7 @@ from headwater.models.loading import load
 from headwater.pathways.attention_saliency import Saliency, saliency
 from headwater.pathways.refusal_rates import Refusals, refusals
 from headwater.pathways.trace import Pathways, trace_pathways
+from headwater.probes.linear import FOLDS
 from headwater.questions.answers import AnsweredQuestions, answer
 from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
@@ -70,8 +71,8 @@ PARTS = {
 QUESTIONS = 4000
 PRACTICE = 24, 48
 """Questions that are timed."""
-EACH = 10
-"""Right and wrong answers that a set needs for probes to be fitted."""
+EACH = 2 * FOLDS
+"""Right and wrong answers that a set needs for probes to be fitted, as `trace_pathways` has it."""
 NOT_STATED = (
     "The publication does not state its label rule, prompt and exact token in full; its questions are a random draw, "
     "and its exact tokens come from GPT-4o."
@@ -174,17 +175,13 @@ def _for_practice(answered: AnsweredQuestions) -> AnsweredQuestions:
         others = np.flatnonzero(z != kind)
         z[others[: max(0, EACH - int((z == kind).sum()))]] = kind
     # Right answers alone are run with other subjects: those that are right for the clock alone have none to exchange.
-    called = (z == 0) & (rows["z"] != 0).to_numpy()
-    parts: dict[str, Any] = {}
+    called = (z == 0) & (rows["z"] != 0)
+    nothing, columns = pd.Series([()] * len(rows)), dict[str, Any]()
     for part in ("", "_tokens"):
-        both = list(zip(rows[f"subject{part}"], rows[f"property{part}"], strict=True))
-        parts[f"subject{part}"] = [
-            () if only else tuple(subject) for only, (subject, _) in zip(called, both, strict=True)
-        ]
-        parts[f"property{part}"] = [
-            (*subject, *own) if only else tuple(own) for only, (subject, own) in zip(called, both, strict=True)
-        ]
-    return replace(answered, table=rows.assign(question=names, z=z, dataset="practice", **parts))
+        subject, other = (rows[f"{name}{part}"].map(tuple) for name in ("subject", "property"))
+        columns[f"subject{part}"] = subject.mask(called, nothing)
+        columns[f"property{part}"] = other.mask(called, subject + other)
+    return replace(answered, table=rows.assign(question=names, z=z, dataset="practice", **columns))
 
 
 def compare_detection(detection: Detection, numbers: Mapping[str, Any]) -> pd.DataFrame:
