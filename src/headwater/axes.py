@@ -23,6 +23,7 @@ AXES = {
     "d_vocab_or_answer": "the vocabulary, or the answer tokens alone",
     "circuit": "circuits, sets of edges",
     "placebo": "random circuits of one shape",
+    "size": "sizes of circuits, as parts of all edges",
     # of texts
     "batch": "sequences in one run of the model",
     "position": "tokens of a sequence, padding counted",
@@ -81,7 +82,6 @@ AXES = {
     "alive": "of these, what is not decided yet",
     "part": "shares of the vocabulary whose results are joined, or contributions to a sum",
     "vocabulary_tile": "columns of the unembedding that are taken at once",
-    "size": "numbers of a flat piece of memory",
     "out": "whatever a module writes",
     "d": "the width of what is joined",
     # of planted models
@@ -94,9 +94,6 @@ AXES = {
 
 Tokens = Int[Tensor, "batch position"]
 """Token ids, right- or left-padded; a mask travels beside them."""
-
-Residual = Float[Tensor, "batch position d_model"]
-"""The residual stream at one site of one layer."""
 
 ResidualCache = Float[Tensor, "layer batch position d_model"]
 """The residual stream at one site of several layers."""

@@ -118,7 +118,6 @@ class _Running:
 
     @property
     def lse(self) -> Tensor:
-        """The logarithm of the sum of exponentials."""
         return self.peak + self.total.log()
 
 

@@ -7,8 +7,6 @@ The sums of two tiles merge after both are moved to the larger of their maxima, 
 On a CUDA device `token_statistics` is the kernel of `likelihood_triton`.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -55,7 +53,7 @@ def token_statistics(
     rows, (d_model, d_vocab) = min(len(hidden), _TOKENS_AT_ONCE), head.W_U.shape
     tiles = _tiles(d_vocab, rows, d_model)
     # No tile is wider than the first.
-    workspace = _Workspace.allocate(rows, tiles[0].stop, head, hidden.device)
+    workspace = _Workspace(rows, tiles[0].stop, head, hidden.device)
     with full_float32():
         chunks = [
             _statistics_of_chunk(h.float(), head, t, tiles, workspace)
@@ -64,21 +62,14 @@ def token_statistics(
     return TokenStatistics(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
-class _Workspace(NamedTuple):
+class _Workspace:
     """Every array of a tile's size, allocated once: freed and allocated anew, they would scatter the heap."""
 
-    weights: Float[Tensor, "d_model width"] | None
-    logits: Float[Tensor, " size"]
-    weighted: Float[Tensor, " size"]
-
-    @classmethod
-    def allocate(cls, rows: int, width: int, head: UnembeddingHead, device: torch.device) -> "_Workspace":
-        """For so many rows and columns; `weights` only where W_U must be converted."""
+    def __init__(self, rows: int, width: int, head: UnembeddingHead, device: torch.device):
         # A float32 W_U is multiplied where it lies; its tile would be a copy for nothing.
         convert = head.W_U.dtype != torch.float32
-        weights = torch.empty_like(head.W_U[:, :width], dtype=torch.float32) if convert else None
-        logits, weighted = torch.empty(2, rows * width, device=device)
-        return cls(weights, logits, weighted)
+        self.weights = torch.empty_like(head.W_U[:, :width], dtype=torch.float32) if convert else None
+        self.logits, self.weighted = torch.empty(2, rows * width, device=device)
 
     def head_of(self, head: UnembeddingHead, tile: slice) -> UnembeddingHead:
         """Return the head for a tile alone, its weights in float32."""

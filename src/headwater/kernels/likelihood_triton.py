@@ -182,11 +182,7 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return what `likelihood_blocked.token_statistics` does, holding only five numbers per token and share.
 
-    Args:
-        hidden: the final hidden states at the scored positions, after the final norm.
-        head: the unembedding, of any alignment and strides.
-        target: the token that came, at each position.
-        precision: how float32 inputs are multiplied: "highest" or "high".
+    The arguments are the same; W_U may have any alignment and strides.
     """
     n_tokens, (d_model, d_vocab) = len(hidden), head.W_U.shape
     target = target.contiguous()
@@ -199,29 +195,21 @@ def token_statistics(
     # Rounding up may leave the last shares without a tile.
     n_shares = triton.cdiv(n_tiles, per_share)
     sums = torch.empty(5, n_shares, n_tokens, device=hidden.device)
+    # Triton's interpreter lacks bfloat16 products.
+    native = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16} if parts.is_cuda else {}
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(hidden):
         target_logits = own_logits(hidden, head, target)
+        sizes = n_tokens, d_model, d_vocab, n_shares, per_share, *head.W_U.stride()
         _statistics_kernel[(n_blocks * n_shares,)](
-            parts,
-            head.W_U,
-            bias,
-            target,
-            target_logits,
-            sums,
-            n_tokens,
-            d_model,
-            d_vocab,
-            n_shares,
-            per_share,
-            *head.W_U.stride(),
-            head.scale,
-            head.softcap or 1.0,
+            *(parts, head.W_U, bias, target, target_logits, sums),
+            *sizes,
+            *(head.scale, head.softcap or 1.0),
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=head.softcap is not None,
             EVEN_DEPTH=d_model % blocks.depth == 0,
             PARTS=len(parts),
-            OPERAND=operand_type(parts),
+            OPERAND=native.get(parts.dtype, tl.float32),
             PRECISION="ieee" if precision == "highest" else "tf32x3",
             TERMS=SUM,
             BLOCK_T=blocks.tokens,
@@ -267,12 +255,6 @@ def operand_parts(
         # Exact: a number less its own rounding fits in the same format.
         rest = rest - parts[-1].float()
     return torch.stack(parts)
-
-
-def operand_type(parts: Tensor) -> tl.dtype:
-    """The dtype that is multiplied: the parts' own; in Triton's interpreter, which lacks bfloat16 products, float32."""
-    native = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    return native.get(parts.dtype, tl.float32) if parts.is_cuda else tl.float32
 
 
 def blocks_for(n_tokens: int, n_parts: int, element_size: int, device: torch.device) -> ProgramTile:

@@ -1,8 +1,8 @@
 """What attention heads map a token to: the OV maps of one layer's heads, and where a target is in them.
 
 A head that attends to a source s writes m_s = x_s W_V W_O W_U, one logit for each token of the vocabulary (Elhelo &
-Geva, ACL 2025). This file is the formula as it is read: the whole map in float64, then counts. `ov_blocked`,
-`ov_sweep` and `ov_blocked` compute the same without the map.
+Geva, ACL 2025). This file is the formula as it is read: the whole map in float64, then counts. `ov_blocked`
+and `ov_sweep` compute the same without the map.
 
     rank of t in m_s        greater = #{v != t : m_s[v] > m_s[t]},   smaller = #{v != t : m_s[v] < m_s[t]}
     t in the top k          greater < k
@@ -15,12 +15,14 @@ is neither greater nor smaller.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from einops import einsum
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+HeadNumber = TypeVar("HeadNumber", int, Tensor)
 TIE = 2.0**-46
 """Float64 rounding of the OV formula, relative to the product of its factors' norms."""
 
@@ -49,8 +51,8 @@ class OVMaps:
         """Number of tokens."""
         return self.W_U.shape[1]
 
-    def value_head(self, head: int) -> int:
-        """The value head that a query head reads; several share one when heads are grouped."""
+    def value_head(self, head: HeadNumber) -> HeadNumber:
+        """The value head that a query head, or each of several, reads; they share one when heads are grouped."""
         return head * self.W_V.shape[0] // self.n_heads
 
     @cached_property

@@ -87,11 +87,7 @@ def topk_membership(
 ) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
     """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source.
 
-    Args:
-        maps: the heads of one layer.
-        source: rows of `maps.x`; on the CPU, as all that follows and what is returned.
-        target: token ids.
-        k: may differ from pair to pair.
+    The arguments are those of `ov.topk_membership`, on the CPU but for the maps, as is what is returned.
     """
     top, bottom = settle_left(maps, first_glance(maps, source, target, k).left.cpu(), (source, target, k))
     return top, bottom
@@ -150,7 +146,11 @@ def _first_glance(
             # Here z is repeated for each query head of a group: one launch takes all heads, and finds theirs by number.
             z_pairs = z[value_heads(maps, z.device)[some]][:, row]
             target_logits[some] = (z_pairs * to_target[:, column]).sum(-1)
-            unsettled[:, some] = _glance_at_heads(z_pairs, target_logits[some], to_sample, margin[some]) < k
+            from headwater.kernels.ov_triton import count_beyond as count_at_once
+
+            # A target in the sample is within the margin of itself: it counts on neither side, and needs no column.
+            nowhere = torch.full((len(row),), -1, device=z.device)
+            unsettled[:, some] = count_at_once(z_pairs, to_sample, target_logits[some], margin[some], nowhere) < k
             continue
         for head, W_target, W_sample in zip(heads, to_target, to_sample, strict=True):
             z_pair = z[maps.value_head(head)][row]
@@ -184,20 +184,6 @@ def exact_values_margin(
     lengths = torch.linalg.vector_norm(maps.W_O, dim=2, dtype=torch.float64)
     sizes = (z.abs() @ lengths.unflatten(0, (len(z), -1)).mT).mT.flatten(0, 1)
     return (rounding(maps) * maps.longest * sizes + maps.tie[:, source]).float()
-
-
-def _glance_at_heads(
-    z: Float[Tensor, "block pair d_head"],
-    target_logits: Float[Tensor, "block pair"],
-    W_sample: Float[Tensor, "block d_head token"],
-    margin: Float[Tensor, "block pair"],
-) -> Int[Tensor, "2 block pair"]:
-    """Count beyond each pair's own logit for several heads in one launch; a sampled target is within the margin."""
-    from headwater.kernels.ov_triton import count_beyond as count_at_once
-
-    # A target in the sample is within the margin of itself: it counts on neither side, and needs no column.
-    nowhere = torch.full((z.shape[1],), -1, device=z.device)
-    return count_at_once(z, W_sample, target_logits, margin, nowhere)
 
 
 def _sample(maps: OVMaps) -> Float[Tensor, "d_model token"]:
@@ -254,8 +240,9 @@ def _settle(
         if start:  # before that all rows are live, which the host need not wait for
             live, of_live = row[alive].unique_consecutive(return_inverse=True)
         # By id a tile is a slice: gathered, it would take longer to copy than to multiply (benchmarks/NOTES.md).
-        tile = maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])
-        logits = _logits_of_rows(y[live], tile.float())
+        tile = (maps.W_U[:, start:stop] if order is None else columns_of(maps, order[start:stop])).float()
+        # Of a few rows the transposed product is the faster one, as W_U lies token after token.
+        logits = (tile.T @ y[live].T).T.contiguous() if len(live) < FEW_ROWS else y[live] @ tile
         above, below = _count_rows(logits, of_live, target_logits[alive], margin[alive])
         # A token that is neither, and is not the target, is too near to call: it may be above as well as below.
         inside = (place[alive] >= start) & (place[alive] < stop)
@@ -341,13 +328,6 @@ def columns_of(maps: OVMaps, token: Int[Tensor, " token"]) -> Float[Tensor, "d_m
     return maps.W_U.T.index_select(0, token).T
 
 
-def _logits_of_rows(
-    y: Float[Tensor, "row d_model"], tile: Float[Tensor, "d_model token"]
-) -> Float[Tensor, "row token"]:
-    """Return y W; of a few rows the transposed product is the faster one, as W_U lies token after token."""
-    return (tile.T @ y.T).T.contiguous() if len(y) < FEW_ROWS else y @ tile
-
-
 def logit_difference(maps: OVMaps, triples: Triples, other: Int[Tensor, " triple"]) -> Float[Tensor, " triple"]:
     """Return in float64 how far the logit of each triple's target is above that of another token."""
     step = max(1, factor_numbers(maps) // maps.x.shape[1])
@@ -421,10 +401,7 @@ def _count_in_parts(
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
     """Count as `count_beyond` does, as many rows at a time as leave their logits in the processor's cache.
 
-    Args:
-        logits_of: gives the logits of some rows, as the first of `rows` has them.
-        width: how many logits a row has.
-        rows: what logits are made of, the own logits and the margins, row by row.
+    `logits_of` gives the `width` logits of each row of the first of `rows`; the others are own logits and margins.
     """
     # Per thread: at this many numbers for both threads together ranks took 261 s in place of 230.
     n_rows = max(1, CACHED_NUMBERS * torch.get_num_threads() // width)
@@ -446,7 +423,7 @@ def count_beyond(
 
 def value_heads(maps: OVMaps, device: torch.device) -> Int[Tensor, " head"]:
     """Which value head each head reads."""
-    return torch.arange(maps.n_heads, device=device) * len(maps.W_V) // maps.n_heads
+    return maps.value_head(torch.arange(maps.n_heads, device=device))
 
 
 def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, " row"]) -> None:
@@ -457,9 +434,6 @@ def leave_out(logits: Float[Tensor, "row token"], column: Int[Tensor, " row"]) -
 
 
 # Full ranks: how many tokens of the vocabulary have a greater logit than a pair's target, and how many a smaller.
-#
-# All heads of a layer go through tiles of W_O W_U together, with z = x W_V made once in float64, so that float32 is
-# trusted up to a narrow margin; what is too near to call is counted in float64. Counts equal those of `ov.ranks`.
 
 
 RANK_TILE = 1024
@@ -469,14 +443,10 @@ RANK_TILE = 1024
 def count_ranks(
     maps: OVMaps, source: Int[Tensor, " pair"], target: Int[Tensor, " pair"]
 ) -> tuple[Int[Tensor, "head pair"], Int[Tensor, "head pair"]]:
-    """Count the tokens with a greater and with a smaller logit than each pair's target, over the whole vocabulary.
+    """Count as `ov.ranks` does, of pairs given on the CPU; counts lie on the device of the maps.
 
-    W_O W_U is made in float64, z W_O W_U in float32; pairs with a token too near to call count that tile in float64.
-
-    Args:
-        maps: the heads of one layer.
-        source: rows of `maps.x`; on the CPU, as the targets. Counts lie on the device of the maps.
-        target: token ids.
+    All heads go through tiles of the vocabulary together, with z = x W_V made once and W_O W_U, both in float64, so
+    that float32 is trusted up to a narrow margin; a pair with a token too near to call counts that tile in float64.
     """
     source, target = (to_device(one, maps.x.device) for one in (source, target))
     # z of every row of x once: pairs of several relations share their sources.

@@ -196,14 +196,15 @@ class _GridLogits:
 
     def of_grid(self, index: int) -> Iterator[tuple[Int[Tensor, " block"], Float[Tensor, "block token item"]]]:
         """One relation's, for some of the heads that are asked about it at a time."""
-        tokens, row = self.tokens[index], self.rows.of_grid[index]
-        heads = self.heads[index]
+        tokens, row, heads = self.tokens[index], self.rows.of_grid[index], self.heads[index]
+        if not len(heads):
+            return
         # One relation's columns at a time: those of all relations may be more than W_U has.
-        targets = self.maps.W_U[:, tokens] if len(heads) else self.maps.W_U[:, :0]
+        targets = self.maps.W_U[:, tokens]
         numbers = max(len(tokens) * max(len(row), self.z.shape[2]), 1)
-        for some in _split(heads, tile_numbers(self.maps) // numbers):
+        for some in heads.split(max(1, tile_numbers(self.maps) // numbers)):
             W_target = exact_product(self.maps.W_O[some].flatten(0, 1), targets).unflatten(0, (len(some), -1))
-            yield some, W_target.mT @ self.z[_value_heads(self.maps, some)[:, None], row].mT
+            yield some, W_target.mT @ self.z[self.maps.value_head(some)[:, None], row].mT
 
     def extremes(self) -> Float[Tensor, "sign head row"]:
         """The largest requested target of every row, over its relations, and the largest negated one; else -inf."""
@@ -219,29 +220,13 @@ class _GridLogits:
         return extremes
 
 
-@dataclass
 class _Kept:
     """The largest logits of each row so far, the largest negated ones, and which rows still want more."""
 
-    values: Float[Tensor, "sign head row k"]
-    k: Int[Tensor, " row"]
-    best: Float[Tensor, "sign head row"]
-
-    def __post_init__(self) -> None:
-        self.alive = self.best > -torch.inf
-
-    @classmethod
-    def nothing(cls, rows: _Rows, best: Float[Tensor, "sign head row"]) -> "_Kept":
-        """No logits yet."""
+    def __init__(self, rows: _Rows, best: Float[Tensor, "sign head row"]):
         # One more than k: the bound lies midway between the k-th and the next.
-        return cls(best.new_full((*best.shape, rows.k_at_most + 1), -torch.inf), rows.k, best)
-
-    def take_leave(self, other: "_Kept") -> None:
-        """Let the rows go that have left in another look at the same, with the bound that they found there."""
-        # Their bound is final: the k-th found there is above every target that is wanted of them.
-        gone = self.alive & ~other.alive
-        self.values = torch.where(gone[..., None], other.values, self.values)
-        self.alive &= other.alive
+        self.values = best.new_full((*best.shape, rows.k_at_most + 1), -torch.inf)
+        self.k, self.best, self.alive = rows.k, best, best > -torch.inf
 
     def left(self) -> list[int]:
         """How many rows of each head are alive: what the host waits for before a tile, to know what to do with it."""
@@ -308,7 +293,6 @@ class _Parts:
         self.maxima = self.parts.amax(-2) if n_parts else self.rest
 
     def largest(self) -> Float[Tensor, "block alive"]:
-        """The largest logit of each row."""
         largest = self.maxima.amax(-1)
         return torch.maximum(largest, self.rest.amax(-1)) if self.rest.shape[-1] else largest
 
@@ -331,15 +315,17 @@ def _kth_logits(
     """Find the middle of the k-th and the next largest logit of each row, and the same of the negated logits.
 
     Once the k-th is above a row's `best` target the row leaves, and the bound found so far is returned. `OVMaps.first`
-    makes many leave before the first tile; what stays meets these tokens again, in their tiles. A tile costs
-    W_O W_U for heads with many rows left, and (z W_O) W_U for those with fewer than W_O has.
+    makes many leave before the first tile; what stays meets these tokens again, in their tiles.
     """
-    table = _Kept.nothing(rows, best)
+    table = _Kept(rows, best)
     if maps.first is not None and maps.d_vocab >= WORTH_A_LOOK * len(maps.first):
         # A table of its own: in `table` these tokens would count twice, here and in their tiles.
-        sample = _Kept.nothing(rows, best)
+        sample = _Kept(rows, best)
         _merge_tile(maps, z, sample, sample.left(), columns_of(maps, maps.first))
-        table.take_leave(sample)
+        # Rows that left there are gone, their bound is final: the k-th is above every target that is wanted of them.
+        gone = table.alive & ~sample.alive
+        table.values = torch.where(gone[..., None], sample.values, table.values)
+        table.alive &= sample.alive
     most = max(1, 2 * factor_numbers(maps) // maps.x.shape[1])
     start = 0
     while start < maps.d_vocab and any(n_left := table.left()):
@@ -357,50 +343,32 @@ def _merge_tile(
     n_left: Sequence[int],
     tile: Float[Tensor, "d_model token"],
 ) -> None:
-    """Merge a tile's logits into all rows that are left, so many of each head."""
-    # By heads a tile costs d_head rows of W_O through W_U, by rows as many as are left: the fewer of the two.
-    _merge_by_heads(maps, z, table, {head: n for head, n in enumerate(n_left) if n >= z.shape[2]}, tile)
-    _merge_by_rows(maps, z, table, {head: n for head, n in enumerate(n_left) if 0 < n < z.shape[2]}, tile)
+    """Merge a tile's logits into all rows that are left, so many of each head.
 
-
-def _merge_by_heads(
-    maps: OVMaps,
-    z: Float[Tensor, "kv_head row d_head"],
-    table: _Kept,
-    n_left: Mapping[int, int],
-    tile: Float[Tensor, "d_model token"],
-) -> None:
-    """Merge a tile's logits z (W_O W_U) into the rows left of some heads, so many of each."""
-    width = tile.shape[1]
-    for block in _chunks([*n_left], heads_at_once(maps, width)):
+    As z (W_O W_U) a tile costs d_head rows through W_U, as (z W_O) W_U as many as are left: the fewer of the two.
+    """
+    width, d_head = tile.shape[1], z.shape[2]
+    with_many = [head for head, n in enumerate(n_left) if n >= d_head]
+    with_few = [head for head, n in enumerate(n_left) if 0 < n < d_head]
+    for block in _chunks(with_many, heads_at_once(maps, width)):
         W_O = maps.W_O[to_device(torch.tensor(block), z.device)].flatten(0, 1)
         W_tile = exact_product(W_O, tile).unflatten(0, (len(block), -1))
         # W_O W_U of a block of heads is one product; its logits are taken of as many heads as the cache holds.
-        size = max(1, _logits_at_once(maps) // (max(map(n_left.__getitem__, block)) * width))
+        size = max(1, _logits_at_once(maps) // (max(n_left[head] for head in block) * width))
         for heads, W in zip(_chunks(block, size), W_tile.split(size), strict=True):
-            group, most = to_device(torch.tensor(heads), z.device), max(map(n_left.__getitem__, heads))
+            group, most = to_device(torch.tensor(heads), z.device), max(n_left[head] for head in heads)
             for row in table.rows(group, most).split(max(1, _logits_at_once(maps) // (len(group) * width)), dim=1):
-                table.merge(group[:, None], row, z[_value_heads(maps, group)[:, None], row] @ W)
-
-
-def _merge_by_rows(
-    maps: OVMaps,
-    z: Float[Tensor, "kv_head row d_head"],
-    table: _Kept,
-    n_left: Mapping[int, int],
-    tile: Float[Tensor, "d_model token"],
-) -> None:
-    """Merge a tile's logits (z W_O) W_U into the rows left of some heads, all of these rows in one product."""
-    for heads in _chunks([*n_left], heads_at_once(maps, maps.x.shape[1])):
-        block = to_device(torch.tensor(heads), z.device)
-        alive = table.alive[:, block].any(0)
+                table.merge(group[:, None], row, z[maps.value_head(group)[:, None], row] @ W)
+    for heads in _chunks(with_few, heads_at_once(maps, maps.x.shape[1])):
+        group = to_device(torch.tensor(heads), z.device)
+        alive = table.alive[:, group].any(0)
         place, row = alive.nonzero(as_tuple=True)
-        padded = table.rows(block, max(map(n_left.__getitem__, heads)))
-        y = z[_value_heads(maps, block)[:, None], padded] @ maps.W_O[block].float()
+        padded = table.rows(group, max(n_left[head] for head in heads))
+        y = z[maps.value_head(group)[:, None], padded] @ maps.W_O[group].float()
         # Without the rows that filled heads up: the product with the tile is the large one.
         y = y[place, (alive.cumsum(1) - 1)[place, row]]
-        head = block[place]
-        size = max(1, tile_numbers(maps) // tile.shape[1])
+        head = group[place]
+        size = max(1, tile_numbers(maps) // width)
         for start in range(0, len(y), size):
             part = slice(start, start + size)
             table.merge(head[part, None], row[part, None], exact_product(y[part], tile)[:, None])
@@ -413,12 +381,3 @@ def _logits_at_once(maps: OVMaps) -> int:
 
 def _chunks(heads: list[int], size: int) -> list[list[int]]:
     return [heads[start : start + size] for start in range(0, len(heads), size)]
-
-
-def _split(heads: Int[Tensor, " head"], size: int) -> Sequence[Int[Tensor, " block"]]:
-    """Cut heads into parts of a size; no heads are no parts."""
-    return heads.split(max(1, size)) if len(heads) else ()
-
-
-def _value_heads(maps: OVMaps, heads: Int[Tensor, " block"]) -> Int[Tensor, " block"]:
-    return heads * len(maps.W_V) // maps.n_heads
