@@ -4,39 +4,34 @@
 with `--out` (`headwater.runs.folder`); only the main one draws progress bars and prints results.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def main() -> None:
     """Join the other processes where there are any, and run the command line."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        _run()
-        return
-    leave = _join()
-    try:
-        _run()
-    finally:
-        leave()
+    with _joined() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else contextlib.nullcontext():
+        from headwater.cli import main as run
+
+        run()
 
 
-def _run() -> None:
-    from headwater.cli import main as run
-
-    run()
-
-
-def _join() -> Callable[[], None]:
+@contextlib.contextmanager
+def _joined() -> Iterator[None]:
     if os.environ.get("RANK", "0") != "0":
         os.environ["TQDM_DISABLE"] = "1"
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     import torch
     from accelerate import PartialState
 
-    leave: Callable[[], None] = PartialState(cpu=not torch.cuda.is_available()).destroy_process_group
-    return leave
+    state = PartialState(cpu=not torch.cuda.is_available())
+    try:
+        yield
+    finally:
+        state.destroy_process_group()
 
 
 if __name__ == "__main__":

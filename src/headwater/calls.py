@@ -84,7 +84,6 @@ def _name(function: Callable[..., Any]) -> str:
 def _misfit(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> str | None:
-    """Say which arguments of a call are missing, or too many."""
     parameters = [one for one in signature.parameters.values() if one.name != "self"]
     named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     named += ["option=..."] * any(one.kind is one.KEYWORD_ONLY for one in parameters)

@@ -49,7 +49,6 @@ class Registry(Mapping[K, T], Generic[K, T]):
         return row
 
     def __getitem__(self, name: Any) -> T:
-        """Return the row of a name."""
         try:
             return self._filled()[name]
         except (KeyError, TypeError):

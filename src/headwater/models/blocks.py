@@ -468,7 +468,6 @@ def _first_alone(
 
 
 def _taken(rows: Float[Tensor, "row position d"], kept: Int[Tensor, "row kept"]) -> Float[Tensor, "row kept d"]:
-    """Take of each row some of its places."""
     return rows.gather(1, kept[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
@@ -510,17 +509,10 @@ def _visible(mask: Tensor | None, longest: int, length: int, device: torch.devic
 #     pattern = softmax(scores + mask)                              hook_pattern
 #     z       = pattern · v                                         hook_z
 #     out     = z · W_O + b_O
-#
-# What a model does besides is seen by comparison: a sweep sends a row without edits through, whose logits must be those
-# of the model's own run.
 
 
 class OwnAttention(ABC):
-    """The attention of one layer.
-
-    Attributes:
-        module: what computes attention when the model runs: the same, or what a bridge wraps.
-    """
+    """The attention of one layer; `module` computes it when the model runs: the same, or what a bridge wraps."""
 
     scale: float
     soft_cap: float

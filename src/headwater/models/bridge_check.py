@@ -317,9 +317,6 @@ def _first(values: object) -> Tensor | None:
 
 # Self-checks: each looks at one way in which an experiment can be silently wrong, and raises when it is.
 #
-# Of a model, when it is loaded: `evaluation_mode`, `finite_weights`, `tokenizer_fits` (and what was compared
-# above). Of a knockout made by a hook: `edges_are_cut`. Of every run, where it ends: `finite_output`.
-#
 # float16 ends at 65,504 and some checkpoints go beyond it; what comes out is NaN, and every score made of it is wrong
 # without a word. So `finite_output` looks at each run of a model:
 #

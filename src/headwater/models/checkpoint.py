@@ -333,7 +333,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file that holds each tensor, as the index of the shards says it."""
     weight_map: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     return weight_map
 

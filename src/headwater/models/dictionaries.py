@@ -206,11 +206,7 @@ class Features(Site):
     def written(
         self, activation: Float[Tensor, "*row width"], change: Callable[[Float[Tensor, "row feature"]], Tensor]
     ) -> Float[Tensor, "*row width"]:
-        """Return activations with `change` made to their features.
-
-        Raises:
-            InputError: see `read`.
-        """
+        """Return activations with `change` made to their features."""
         rows, _ = self._rows(activation)
         standard, shift, scale = self._standardized(rows)
         features = self._encoded(standard)
@@ -552,7 +548,6 @@ def _config(path: Path) -> dict[str, object]:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object."""
     check_readable(file, "the config of an autoencoder")
     try:
         content = parse_json(file.read_bytes())
@@ -564,7 +559,6 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _flag(config: Mapping[str, object], key: str, default: bool, where: Path) -> bool:
-    """Return what is true or false in a config."""
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
         raise InputError(f"{where} has {key} {shown(value)}; it must be true or false.")
@@ -672,7 +666,6 @@ def _activation(config: Mapping[str, object], architecture: str, where: Path) ->
 def _checked(
     config: Mapping[str, Any], architecture: str, tensors: Mapping[str, Tensor], path: Path
 ) -> dict[str, Tensor]:
-    """Return the weights that an architecture has, each of its size."""
     encoder = tensors.get("W_enc")
     if encoder is None or encoder.ndim != 2:
         raise InputError(f"{path / WEIGHTS} has no matrix W_enc; it holds {', '.join(sorted(tensors)) or 'nothing'}.")

@@ -61,12 +61,9 @@ class PromptHook(ABC):
 
     @abstractmethod
     def hook_for(self, model: Any, batch: Batch | None, goes_on: bool = False) -> Hook:
-        """Return the hook for these prompts, at the same activation for any.
+        """Return the hook for these prompts (None: whatever goes through the model), at the same activation for any.
 
-        Args:
-            model: the model.
-            batch: the prompts; None for whatever goes through the model.
-            goes_on: whether these are tokens that follow the prompts.
+        With `goes_on` it is for tokens that follow the prompts.
         """
 
 

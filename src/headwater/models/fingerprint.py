@@ -78,11 +78,7 @@ _OF_FILES: dict[str, str] = {}
 
 
 def fingerprint(shape: ModelShape, config: Any, tensors: Iterable[tuple[str, Tensor]], total: int = 0) -> str:
-    """Hash a model's sizes, behaviour and weights; a bar is shown where that takes more than two seconds.
-
-    Returns:
-        64 hexadecimal digits.
-    """
+    """Hash a model's sizes, behaviour and weights, in 64 digits; a bar is shown where it takes over two seconds."""
     whole = hashlib.sha256(json.dumps([asdict(shape), behaviour(config)], sort_keys=True, default=str).encode())
     bar = progress_bar(True, total or None, "Hashing weights", unit=" values", unit_scale=True, delay=2, leave=False)
     with bar, ThreadPoolExecutor(THREADS) as pool:
@@ -252,22 +248,16 @@ def _looks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Any, ...]:
         if device.type in HASHED:
             on_host[first] = xxh3_128_digest(memory.numpy().data)
         else:
-            sums.setdefault(device, []).extend(_checksums(memory))
+            # Words of eight bytes in lines of `LINE`, summed along both axes; the end, and a small memory, taken whole.
+            # One changed word changes one sum along each axis; what leaves all of them as they were has changed at
+            # least four words, by amounts that cancel exactly.
+            whole = 0 if len(memory) <= SMALL else len(memory) // (8 * LINE) * LINE
+            lines = memory[: 8 * whole].view(torch.int64).view(-1, LINE)
+            both = [lines.sum(0), lines.sum(1)] if whole else []
+            sums.setdefault(device, []).extend([memory[8 * whole :], *(one.view(torch.uint8) for one in both)])
     # One copy from each device: every copy waits for all that the device was given before.
     on_devices = [hashlib.sha256(torch.cat(parts).cpu().numpy().data).digest() for parts in sums.values()]
     return places, on_host, on_devices
-
-
-def _checksums(memory: Tensor) -> list[Tensor]:
-    """Sum memory, as words of eight bytes in lines of `LINE`, along both axes; the end, and a small one, taken whole.
-
-    As bytes. One changed word changes one sum along each axis; what leaves all of them as they were has changed at
-    least four words, by amounts that cancel exactly.
-    """
-    whole = 0 if len(memory) <= SMALL else len(memory) // (8 * LINE) * LINE
-    lines = memory[: 8 * whole].view(torch.int64).view(-1, LINE)
-    sums = [lines.sum(0), lines.sum(1)] if whole else []
-    return [memory[8 * whole :], *(one.view(torch.uint8) for one in sums)]
 
 
 # What was put into a model past `model.hooks`: what its modules hold now and did not when it was loaded.
@@ -394,10 +384,9 @@ class KnownModules:
         self._loaded: SameModules | None = None
 
     def as_loaded(self) -> SameModules | None:
-        """Look whether every module holds just what a model as it was loaded holds, its hook points no hook of anyone.
+        """Return what modules hold, where that is just what they held when loaded, and no hook of anyone; else None.
 
-        Returns:
-            what they hold, the same object as last time where they hold the same objects; None where they hold more.
+        It is the same object as last time where they hold the same objects.
         """
         if self._other_forwards() or any(_everywhere()):
             return None
@@ -411,9 +400,7 @@ class KnownModules:
     def alterations(self) -> list[Any]:
         """Return what is other than it was, for the record of a run; nothing for a model as it was loaded.
 
-        Returns:
-            Texts that name values, and where there is something that cannot be named an object that says so under
-            `UNKNOWN`.
+        These are texts that name values; what cannot be named is said by an object, under `UNKNOWN`.
         """
         if self.as_loaded() is not None:
             return []
@@ -439,7 +426,6 @@ class KnownModules:
         return values
 
     def _other_forwards(self) -> list[type]:
-        """Return the classes whose `forward` is another than it was."""
         return [kind for kind, forward in self._forwards.items() if getattr(kind, "forward", None) is not forward]
 
 

@@ -90,11 +90,7 @@ def forward(
     stop_at: int | None = None,
     options: dict[str, Any] | None = None,
 ) -> Float[Tensor, "batch position _"]:
-    """Call the wrapped model with a batch, whatever hooks are attached to it.
-
-    Returns:
-        Logits of the columns, or the residual stream in front of layer `stop_at`.
-    """
+    """Call the wrapped model: logits of the columns, or the residual stream in front of layer `stop_at`."""
     options = padding_option(model, batch) | (options or {})
     # After a cache the batch holds new tokens alone: its lengths are not those of the texts.
     begins = all(past is None or past.get_seq_length() == 0 for name, past in options.items() if name in NAMES)
@@ -140,7 +136,6 @@ def last_logits_only(raw: Any) -> dict[str, slice]:
 
 @functools.cache
 def _takes(run: Callable[..., object]) -> frozenset[str]:
-    """What the parameters of a function are called."""
     return frozenset(inspect.signature(run).parameters)
 
 
@@ -378,14 +373,9 @@ def columns_kept(keep: Keep, batch: Batch) -> Int[Tensor, " kept"] | None:
     return columns % width
 
 
-# What all rows begin with, such as a prompt's examples, is run once, and the rest of each row on top of it.
-#
-# 1. `common_start` says how many tokens that are, and whether they are worth a run of their own.
-# 2. `keys_values` runs them, and keeps what a cache of keys and values would hold after it.
-# 3. `FixedPrefix` is that cache for the rest of the rows: one row of it serves all, and it never grows.
-#
-# What a family does with a cache is not taken on trust: whoever shares a start compares some rows with whole runs
-# first.
+# What all rows begin with, such as a prompt's examples, is run once (`keys_values`), and the rest of each row on top of
+# it (`FixedPrefix`: one row of a cache serves all). What a family does with a cache is not taken on trust: whoever
+# shares a start compares some rows with whole runs first.
 
 
 KeysValues: TypeAlias = dict[int, tuple[Tensor, Tensor]]

@@ -109,6 +109,8 @@ def _scale(config: dict[str, Any], layers_of_27b: int) -> None:
 
 
 WINDOW = ("attention.sliding_window", "sliding_window")
+SCORE_CAP = ("attn_logit_softcapping", "attn_logit_softcapping")
+LOGIT_CAP = ("final_logit_softcapping", "final_logit_softcapping")
 KINDS = {
     "llama": Kind("llama", finish=_llama),
     "qwen2": Kind("qwen2", finish=lambda file, config: config.pop("head_dim")),
@@ -116,21 +118,12 @@ KINDS = {
     "gemma": Kind("gemma"),
     "gemma2": Kind(
         "gemma2",
-        entries=(
-            WINDOW,
-            ("attn_logit_softcapping", "attn_logit_softcapping"),
-            ("final_logit_softcapping", "final_logit_softcapping"),
-        ),
+        entries=(WINDOW, SCORE_CAP, LOGIT_CAP),
         finish=lambda file, config: _scale(config, layers_of_27b=46),
     ),
     "gemma3": Kind(
         "gemma3_text",
-        entries=(
-            WINDOW,
-            ("final_logit_softcapping", "final_logit_softcapping"),
-            ("rope.freq_base_swa", ""),
-            ("attention.sliding_window_pattern", ""),
-        ),
+        entries=(WINDOW, LOGIT_CAP, ("rope.freq_base_swa", ""), ("attention.sliding_window_pattern", "")),
         finish=_gemma3,
     ),
     "phi3": Kind("phi3", entries=(WINDOW,), partial=True, finish=_phi3),
@@ -220,7 +213,6 @@ def _entry(file: GGUFFile, key: str, default: Any = _ASKED) -> Any:
 
 
 def _scaling(file: GGUFFile, d_head: int) -> dict[str, Any]:
-    """How rotary frequencies are scaled."""
     method = _entry(file, "rope.scaling.type", "none")
     factor = _entry(file, "rope.scaling.factor", 1.0)
     stored = next((name for name in file.tensors if name.startswith(("rope_factors", "rope_freqs"))), None)
@@ -313,14 +305,7 @@ INSTALL = 'pip install "headwater[gguf]"'
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies in a file.
-
-    Attributes:
-        shape: as PyTorch has it, the fastest axis last.
-        type: of its numbers, as the package gguf names it.
-        start: where its bytes begin.
-        nbytes: how many it takes.
-    """
+    """Where a tensor's bytes lie in a file; its shape as PyTorch has it, the type of its numbers as gguf names it."""
 
     shape: tuple[int, ...]
     type: Any

@@ -76,11 +76,8 @@ class Descent:
     """A run up to the state that is read, and the way back down from it.
 
     Parameters are frozen, as `hw.load` leaves them. The run is of `tokens`, padding, if any, last, after those of
-    `before`, which `keys_values` returned. Read is a hook at a layer (`reading`), at `positions` among the tokens;
-    no gradient is wanted in layers before `lowest`.
-
-    Attributes:
-        states: the states read, `batch d_model`.
+    `before`, which `keys_values` returned. Read is a hook at a layer (`reading`), at `positions` among the tokens, as
+    `states`; no gradient is wanted in layers before `lowest`.
     """
 
     def __init__(
@@ -182,7 +179,6 @@ class Descent:
         return self._entries[layer]
 
     def _watch(self, segment: range) -> list[Hook]:
-        """Hooks that keep patterns and head outputs of some layers."""
         self._cache.watched = segment
 
         def keep_pattern(pattern: Tensor, hook: object, layer: int) -> None:

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     from headwater.models.model import Model
 
 
-# Where an analysis of parameters reads them: the factors of one layer's heads at a time, embeddings, norm gains.
-#
-# Factors are as the checkpoint stores them: no norm folded in, nothing centred. With x the
-# residual stream after the norm in front of attention, head h of a layer computes
+# Factors are as the checkpoint stores them: no norm folded in, nothing centred. With x the residual stream after the
+# norm in front of attention, head h of a layer computes
 #
 # q = x W_Q[h] + b_Q[h]      k = x W_K[g] + b_K[g]      v = x W_V[g] + b_V[g]      g = h // group_size
 # its output = pattern · v · W_O[h]
@@ -108,22 +106,16 @@ class HeadWeights(OVWeights):
 
 
 class _Weights:
-    """What reading parameters from memory and from files have in common.
+    """What reading parameters from memory and from files have in common; name, revision and shape are as of a `Model`.
 
     Attributes:
-        name: the folder or hub name.
-        revision: the commit on the hub, where there is one; of a GGUF file its name, types of numbers and SHA-256.
-        shape: the model's sizes.
-        dtype: the dtype the weights are stored in; they are handed out in `given_dtype`.
-        given_dtype: float32, or `dtype` where that is wider, unless another was requested.
+        dtype: the dtype the weights are stored in.
+        given_dtype: the one they are handed out in: float32, or `dtype` where wider, unless another was requested.
         device: where they are handed out.
     """
 
     def __init__(self, name: str, revision: str | None, shape: ModelShape, dtype: torch.dtype):
-        self.name = name
-        self.revision = revision
-        self.shape = shape
-        self.dtype = dtype
+        self.name, self.revision, self.shape, self.dtype = name, revision, shape, dtype
         self.device = torch.device("cpu")
         self.given_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -537,7 +529,6 @@ class LayersAhead:
     """
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):
-        """Read ahead on CUDA devices, or as `ahead` says."""
         self.weights = weights
         on_cuda = weights.device.type == "cuda"
         self.ahead = on_cuda and isinstance(weights, StreamedWeights) if ahead is None else ahead

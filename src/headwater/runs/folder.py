@@ -55,7 +55,6 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, run: RunRecord, kind: type[Result] = Result):
-        """Open a folder for a run, whose result will be of class `kind`."""
         self.path = checked_path("out", path)
         if run.unknown:
             raise InputError(
@@ -97,12 +96,19 @@ class RunFolder:
         names = []
         for name, compute in work:
             names.append(name)
-            mine, self._count = self._processes.owns(self._count), self._count + 1
-            if mine:
+            if self._processes.owns(self._count):
                 self._made(name, compute)
+            self._count += 1
         # The number is part of the step's name, so that processes that cut the work differently do not mix.
         self._processes.together(f"{len(names)} pieces of {self.run.analysis}", None)
-        yield from (self._arrived(name) for name in names)
+        for name in names:
+            tensors = _await(functools.partial(self._read, name))
+            if tensors is None:
+                raise RunFolderError(
+                    f"{self.piece_file(name)} was written by another process and cannot be read by process "
+                    f"{self._processes.index}. Is the folder on a file system that all machines see?"
+                )
+            yield tensors
 
     def finish(self, result: Result) -> None:
         """Write the whole result and drop the pieces it was made from."""
@@ -112,21 +118,20 @@ class RunFolder:
     def _refuse_unless_shared(self) -> None:
         """Check that every process finds what the main one has just written."""
         written = self._processes.on_main("the record of a run", lambda: read_sealed(self.path / RUN_FILE))
-        seen = _await(lambda: self._record_is(written) or None)
+
+        def record_is_there() -> bool | None:
+            with contextlib.suppress(RunFolderError):
+                return read_sealed(self.path / RUN_FILE) == written or None
+            return None
+
+        seen = _await(record_is_there)
         blind = f"process {self._processes.index} on {platform.node()} does not find it in {self.path.absolute()}"
         answers = self._processes.together("finding the folder", (None if seen else blind, str(self.path.absolute())))
-        missing = next((what for what, _ in answers if what), None)
-        if missing:
+        if missing := next((what for what, _ in answers if what), None):
             raise RunFolderError(
                 f"The processes do not share the output folder: process 0 has its run in {answers[0][1]}, and "
                 f"{missing}. Give every process the same folder, on a file system that all machines see."
             )
-
-    def _record_is(self, written: dict[str, Any]) -> bool:
-        try:
-            return read_sealed(self.path / RUN_FILE) == written
-        except RunFolderError:
-            return False
 
     def _open(self, run: RunRecord) -> RunRecord:
         earlier = refuse_other_run(self.path, run, self._names)
@@ -188,16 +193,6 @@ class RunFolder:
             warnings.warn(f"{file} is not what this run wrote there: it is computed anew.", stacklevel=2)
         tensors = {key: value.contiguous() for key, value in compute().items()}
         write_tensors(file, tensors, self._sealed(name))
-        return tensors
-
-    def _arrived(self, name: str) -> dict[str, Tensor]:
-        """Read a piece that its process has written."""
-        tensors = _await(lambda: self._read(name))
-        if tensors is None:
-            raise RunFolderError(
-                f"{self.piece_file(name)} was written by another process and cannot be read by process "
-                f"{self._processes.index}. Is the folder on a file system that all machines see?"
-            )
         return tensors
 
     def _read(self, name: str) -> dict[str, Tensor] | None:

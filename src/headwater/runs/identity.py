@@ -195,7 +195,6 @@ class _Digests:
         self._open: list[int] = []
 
     def of(self, value: object) -> bytes:
-        """Hash any value."""
         kind = type(value)
         if value is None or value is Ellipsis or value is NotImplemented:
             return hashed("constant", repr(value).encode())

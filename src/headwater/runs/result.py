@@ -56,25 +56,23 @@ VIEWS: Registry[type, Callable[..., View]] = Registry("view of a result", "headw
 """What shows a result as a page, by its class; what has none of its own shows as `Result` does."""
 
 
-def _printable(report: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """Spell out what no terminal prints in the sentences of a report, such as in a name that the caller gave."""
+def _followed_by(method: Callable[..., Any], finish: Callable[[Any], Any]) -> Any:
+    """Return a method that gives what `finish` makes of its outcome."""
 
-    @functools.wraps(report)
-    def spelled(*args: Any, **options: Any) -> list[str]:
-        return [plain_text(sentence) for sentence in report(*args, **options)]
+    @functools.wraps(method)
+    def finished(*args: Any, **options: Any) -> Any:
+        return finish(method(*args, **options))
 
-    return spelled
+    return finished
 
 
-def _legible(summary: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
-    """Leave out of a summary the columns of which nothing is known."""
+def _printable(sentences: list[str]) -> list[str]:
+    # A name that the caller gave may hold what no terminal prints.
+    return [plain_text(sentence) for sentence in sentences]
 
-    @functools.wraps(summary)
-    def known(*args: Any, **options: Any) -> pd.DataFrame:
-        whole = summary(*args, **options)
-        return whole[[name for name in whole if whole[name].notna().any() or not len(whole)]]
 
-    return known
+def _known_columns(summary: pd.DataFrame) -> pd.DataFrame:
+    return summary[[name for name in summary if summary[name].notna().any() or not len(summary)]]
 
 
 @checked_calls
@@ -93,10 +91,9 @@ class Result:
         super().__init_subclass__(**options)
         # Classes of users too get their calls checked, and their reports made printable.
         checked_calls(cls)
-        if "summary" in vars(cls):
-            cls.summary = _legible(cls.summary)  # type: ignore[method-assign]
-        if "report" in vars(cls):
-            cls.report = _printable(cls.report)  # type: ignore[method-assign]
+        for name, finish in (("summary", _known_columns), ("report", _printable)):
+            if name in vars(cls):
+                setattr(cls, name, _followed_by(getattr(cls, name), finish))
 
     def summary(self) -> pd.DataFrame:
         """Return the few numbers that are worth a glance, one row for each thing that they are about.
@@ -351,17 +348,17 @@ def read_result(cls: type[AnyResult], path: Path) -> AnyResult:
                 parts = sorted(path / name for name in manifest if name.startswith(f"{field.name}/"))
                 values[field.name] = Shards.of_files(parts)
             elif (path / f"{field.name}.parquet").exists():
-                values[field.name] = _tuples(pd.read_parquet(path / f"{field.name}.parquet"))
+                table = values[field.name] = pd.read_parquet(path / f"{field.name}.parquet")
+                for name in table.columns:
+                    if len(table) and isinstance(table[name].iloc[0], np.ndarray):
+                        table[name] = table[name].map(_tuple)
             else:
                 values[field.name] = tensors[field.name] if field.name in tensors else plain[field.name]
     except (OSError, SafetensorError, ArrowException, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"The result in {path} is damaged ({error}). Delete the folder and run again.") from None
     for name, kind in kinds.items():
         if name in values and not _is_of(values[name], kind):
-            raise RunFolderError(
-                f"The result in {path} is damaged: its {name} is a {type(values[name]).__name__} of another kind. "
-                "Delete the folder and run again."
-            )
+            raise _damaged(path, f"its {name} is a {type(values[name]).__name__} of another kind")
     return cls(**values)
 
 
@@ -389,42 +386,31 @@ def _checked_manifest(path: Path, manifest: object, cls: type[Result]) -> dict[s
     """Return the seals of the files of a result, none of which has changed since the run wrote it."""
     allowed = file_names(cls)
     if not isinstance(manifest, dict):
-        raise RunFolderError(
-            f"The result in {path} is damaged: {RUN_FILE} has no manifest, so it is not known whether its files are "
-            "the ones the run wrote. Delete the folder and run again."
-        )
+        why = "so it is not known whether its files are the ones the run wrote"
+        raise _damaged(path, f"{RUN_FILE} has no manifest, {why}")
     # A table that lies there beside the manifest would be read as if the run had written it.
     unsealed = sorted(name for name in allowed - set(manifest) if (path / name).is_file())
     if unsealed:
-        raise RunFolderError(
-            f"The result in {path} is damaged: {unsealed[0]} is not in its manifest. Delete the folder and run again."
-        )
+        raise _damaged(path, f"{unsealed[0]} is not in its manifest")
     for name, seal in manifest.items():
         folder, _, part = name.partition("/")
         # A manifest is a file that anyone may have written: its names must not lead out of the folder.
         if (folder if part else name) not in allowed or (part and not NAME.fullmatch(part)):
-            raise RunFolderError(
-                f"The result in {path} is damaged: its manifest names {name[:60]!r}, which is not a file of a "
-                f"{cls.__name__}. Delete the folder and run again."
-            )
+            raise _damaged(path, f"its manifest names {name[:60]!r}, which is not a file of a {cls.__name__}")
         file = path / name
-        if not file.is_file() or _seal(file) != seal:
-            found = "changed since the run wrote it" if file.is_file() else "missing"
-            raise RunFolderError(
-                f"The result in {path} is damaged: {name} is {found}. Delete the folder and run again."
-            )
+        if not file.is_file():
+            raise _damaged(path, f"{name} is missing")
+        if _seal(file) != seal:
+            raise _damaged(path, f"{name} is changed since the run wrote it")
     return manifest
 
 
-def _tuples(table: pd.DataFrame) -> pd.DataFrame:
-    """Turn the arrays that parquet makes of list-valued cells back into tuples, also of tuples."""
-    for name in table.columns:
-        if len(table) and isinstance(table[name].iloc[0], np.ndarray):
-            table[name] = table[name].map(_tuple)
-    return table
+def _damaged(path: Path, what: str) -> RunFolderError:
+    return RunFolderError(f"The result in {path} is damaged: {what}. Delete the folder and run again.")
 
 
 def _tuple(cell: object) -> object:
+    """Turn the array that parquet makes of a list-valued cell back into a tuple, also of tuples."""
     return tuple(_tuple(item) for item in cell.tolist()) if isinstance(cell, np.ndarray) else cell
 
 
@@ -522,7 +508,6 @@ def apply_title_and_size(drawn: Axes | Figure, title: str | None, size: Size | N
 
 
 def _bars(ax: Any) -> list[Any]:
-    """The axes of the colour bars of what is drawn on `ax`."""
     return [one.colorbar.ax for one in (*ax.collections, *ax.images) if getattr(one, "colorbar", None)]
 
 
@@ -542,7 +527,6 @@ def _around(ax: Any) -> float:
 
 
 def _share(of: Any, side: str, share: float) -> float:
-    """A share of the width or height of axes or a figure, in pixels."""
     return float(share * getattr(of.get_window_extent(), side))
 
 
