@@ -13,10 +13,6 @@ LOAD_IT = "hw.load(name) loads a model: a hub name, a folder, or a model in memo
 HOOKS_END = "hooks end with the run, or with the context `with model.hooks([(name, function)]):`"
 BEGINS = "hw.load(..., bos=) says what texts begin with (model.bos)"
 AS_STORED = "weights stay as the checkpoint stores them: nothing is folded or centred"
-EVALUATES = "a model is always in evaluation mode"
-DRAWS = "temperature, top_p and top_k are what draws take"
-KEPT = "keys and values are always kept"
-AUTO = "device='auto' spreads the layers over all CUDA devices"
 
 PACKAGE = {
     "HookedTransformer TransformerBridge load_model from_pretrained get_model Model model LanguageModel NNsight "
@@ -63,7 +59,7 @@ MODEL = {
     "tokens_to_residual_directions": "use model.W_U[:, token]",
     "set_use_attn_result": "what each head writes is cache['z', layer] times model.W_O[layer]; see also "
     "hw.direct_logit_attribution(model, prompts, tokens=...)",
-    "eval train": EVALUATES,
+    "eval train": "a model is always in evaluation mode",
     "to cuda half bfloat16 float double": "choose it when the model is loaded: hw.load(name, device=..., dtype=...)",
     "from_pretrained load from_pretrained_no_processing": "hw.load(name)",
     "load_and_process_state_dict fold_layer_norm center_writing_weights center_unembed": AS_STORED,
@@ -76,7 +72,7 @@ LOAD = {
     "fold_ln center_writing_weights center_unembed fold_value_biases refactor_factored_attn_matrices": AS_STORED,
     "hf_model model_name": "give it as the first argument: hw.load(name), hw.load(hf_model, tokenizer=...)",
     "torch_dtype": "it is called dtype=",
-    "device_map n_devices": AUTO,
+    "device_map n_devices": "device='auto' spreads the layers over all CUDA devices",
     "move_to_device": "device= says where it runs",
     "default_padding_side": "texts are padded on the right, and masked",
     "default_prepend_bos": BEGINS,
@@ -92,10 +88,10 @@ GENERATE = {
     "prepend_bos": f"{BEGINS}; otherwise give token ids, model.to_tokens(text, prepend_bos=False).tolist()",
     "stop_at_eos eos_token_id": "a text ends at the model's end token; stop= ends it at texts, too",
     "stop_strings": "stop= takes a text or texts",
-    "freq_penalty repetition_penalty": DRAWS,
+    "freq_penalty repetition_penalty": "temperature, top_p and top_k are what draws take",
     "num_beams": "it is greedy, or draws: do_sample=True",
     "num_return_sequences": "repeat the prompt: [prompt] * 5 with do_sample=True gives five different texts",
-    "use_past_kv_cache use_cache": KEPT,
+    "use_past_kv_cache use_cache": "keys and values are always kept",
     "padding_side": "prompts are padded on the right, and masked",
     "return_type return_dict_in_generate": "texts come back; return_tokens=True gives the ids, too",
     "output_logits": "model.run(texts) gives logits",

@@ -12,11 +12,8 @@ factors are multiplied as they are ("highest"), or as three tensor-core products
 Tensor cores cut off their sums, always towards zero, and the error grows with the terms: every `SUM` terms have a sum
 of their own, and these are added with rounding.
 
-Reasoning about speed (H100, H200; a prediction): 128 × 128 logits at depth 4,096 take 33,000 cycles of bfloat16 tensor
-cores; what follows them about 25 instructions a logit, 3,200 cycles; sixteen sums and waits for them 3,600. A fifth on
-top of the product. Compiled for sm_90 the product is `wgmma`, and loads and products go on while a sum is added; a
-thread has 254 registers and spills none, which two sums of 128 × 256 would. Programs that share a tile of W_U run side
-by side and read it from memory once.
+What it costs, predicted and seen in the compiled code, is in `benchmarks/NOTES.md`: a fifth on top of the product. Two
+sums of 128 × 256 would spill registers.
 """
 
 from functools import lru_cache

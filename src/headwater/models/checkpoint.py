@@ -570,12 +570,12 @@ GPT_2, DIGITS = "gpt-2", "digits"
 SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 RULES = {
-    GPT_2: ("gpt-2", "olmo", "phi-2"),
-    DIGITS: ("smollm", "starcoder", "refact", "command-r", "codeshell"),
-    LLAMA_3: ("llama-bpe", "llama3", "llama-v3"),
-    QWEN_2: ("qwen2", "stablelm2", "deepseek-r1-qwen"),
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), GPT_2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), LLAMA_3),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen"), QWEN_2),
 }
-"""How words are split, and what files call it: as GPT-2 does; the same, with digits split one by one; or a pattern."""
+"""How words are split, by what files call it: as GPT-2 does; the same, with digits split one by one; or a pattern."""
 PASS = "Pass tokenizer=, the one of the checkpoint that the file was converted from."
 UNSAID = {"gpt2": GPT_2, "qwen2": QWEN_2, "qwen3": QWEN_2}
 """The rules of architectures whose files do not name them."""
@@ -588,7 +588,11 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if kind not in ("gpt2", "llama"):
         problem = "has no tokenizer" if kind is None else f"has a tokenizer of the kind {kind!r}"
         raise ModelError(f"{path} {problem}; headwater reads byte-level BPE (gpt2) and SentencePiece (llama). {PASS}")
-    rules = _rules(file) if kind == "gpt2" else None
+    rules = None
+    if kind == "gpt2":
+        rules = UNSAID.get(file.architecture) if rules_named is None else RULES.get(str(rules_named))
+        if rules is None:
+            raise ModelError(f"{path} splits texts by unknown rules, tokenizer.ggml.pre={rules_named!r}. {PASS}")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # the file may hold anything, and the tokenizers library raises bare Exception
@@ -600,17 +604,6 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         _set_first_space(tokenizer, file)
     _set_beginning(tokenizer, file, rules)
     return tokenizer
-
-
-def _rules(file: GGUFFile) -> str:
-    rules_named = file.metadata.get("tokenizer.ggml.pre")
-    if rules_named is None:
-        rules = UNSAID.get(file.architecture)
-    else:
-        rules = next((rules for rules, names in RULES.items() if rules_named in names), None)
-    if rules is None:
-        raise ModelError(f"{file.path} splits texts by unknown rules, tokenizer.ggml.pre={rules_named!r}. {PASS}")
-    return rules
 
 
 def _set_rules(tokenizer: Any, rules: str, *, nfc: bool) -> None:

@@ -42,15 +42,11 @@ def original_length(modules: Sequence[Any]) -> float | int:
 @contextlib.contextmanager
 def forward_replaced(functions: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Let modules call these functions in place of their `forward` for as long as the context lasts."""
-    modules = []
-    try:
+    with contextlib.ExitStack() as stack:
         for module, function in functions:
             module.__dict__["forward"] = function
-            modules.append(module)
+            stack.callback(module.__dict__.pop, "forward", None)
         yield
-    finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
 
 
 def angles_by_row(

@@ -238,7 +238,20 @@ def parameter_gradient_norms(
     parameters = {name.replace(WRAPPED, ""): one for name, one in model.raw.named_parameters()}
     assert len(parameters) == len(list(model.raw.parameters())), "two parameters have one name"
     norms: dict[str, float] = {}
-    with model.lock, _collected(parameters, norms, order):
+
+    def reduce(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        norms[name] = float(torch.linalg.vector_norm(parameter.grad, order, dtype=torch.float32))
+        parameter.grad = None
+
+    def put_back(weight: Tensor, required: bool, gradient: Tensor | None) -> None:
+        weight.requires_grad_(required).grad = gradient
+
+    with model.lock, contextlib.ExitStack() as stack:
+        for name, weight in parameters.items():
+            stack.callback(put_back, weight, weight.requires_grad, weight.grad)
+            weight.requires_grad_(True).grad = None
+            stack.callback(weight.register_post_accumulate_grad_hook(partial(reduce, name)).remove)
         logits = model.run([list(ids)], grad=True)[0]
         places = to_device(torch.tensor(list(scored)), logits.device)
         target = to_device(torch.tensor(list(ids)), logits.device)[places]
@@ -250,29 +263,6 @@ def parameter_gradient_norms(
             "dtype='float32'."
         )
     return _joined(parameters, norms, order)
-
-
-@contextlib.contextmanager
-def _collected(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], order: float) -> Iterator[None]:
-    """Write the norm of every gradient down as it comes, and leave the parameters as they were."""
-
-    def reduce(name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        norms[name] = float(torch.linalg.vector_norm(parameter.grad, order, dtype=torch.float32))
-        parameter.grad = None
-
-    before = {name: (weight.requires_grad, weight.grad) for name, weight in parameters.items()}
-    hooks = []
-    try:
-        for name, weight in parameters.items():
-            weight.requires_grad_(True).grad = None
-            hooks.append(weight.register_post_accumulate_grad_hook(partial(reduce, name)))
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for name, weight in parameters.items():
-            weight.requires_grad_(before[name][0]).grad = before[name][1]
 
 
 def _joined(parameters: dict[str, torch.nn.Parameter], norms: dict[str, float], order: float) -> dict[str, float]:
