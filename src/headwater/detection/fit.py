@@ -192,15 +192,6 @@ class AnswerSet:
             anchored[predicted] = _flipped(reading, states[train[predicted]], severed[train[predicted]])
         return anchored
 
-    def _gate_logits(
-        self, states: NDArray[np.float64], anchored: NDArray[np.bool_], train: NDArray[np.int64], seed: int
-    ) -> NDArray[np.float64]:
-        """Return the gate's logit of each training answer, as sure of it as it is of answers that it has not seen."""
-        logits = np.empty(len(train))
-        for fitted, predicted in self._folds(train, seed):
-            logits[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
-        return logits
-
     def _folds(self, train: NDArray[np.int64], seed: int) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Return which training answers are fitted on, and which are predicted by that: the other half, or the same."""
         if not self.recipe.cross_fit:
@@ -212,9 +203,13 @@ class AnswerSet:
     ) -> Detector:
         part = replace(self.answered, table=self.answered.table.iloc[train])
         states = self.states[detector.layer].double().numpy()[train]
-        gate, spread = sigmoid(self._gate_logits(states, anchored, train, seed)), states.std(0)
+        # As sure of each answer as the gate is of answers that it has not seen.
+        gate = np.empty(len(train))
+        for fitted, predicted in self._folds(train, seed):
+            gate[predicted] = read_linear(states[predicted], *fit_linear(states[fitted], anchored[fitted]))
+        spread = states.std(0)
         alpha, reads = train_reweighting(
-            Reweighted.of(self.model, part, detector.probe(), torch.from_numpy(gate)),
+            Reweighted.of(self.model, part, detector.probe(), torch.from_numpy(sigmoid(gate))),
             torch.tensor(part.z, dtype=torch.float64),
             detector.probe(),
             torch.from_numpy(np.where(spread > 0, spread, 1.0)),

@@ -118,7 +118,10 @@ def beginnings(
             places[row] = torch.cat([torch.arange(shared), torch.arange(n_tokens, n_tokens + first - shared)])
             n_tokens += first - shared
     # pop: a layer's parts go as soon as they are joined, or all of it would be in memory twice.
-    joined = {layer: _together([part.pop(layer) for part in parts]) for layer in (list(parts[0]) if parts else [])}
+    joined = {}
+    for layer in list(parts[0]) if parts else []:
+        keys, values = zip(*(part.pop(layer) for part in parts), strict=True)
+        joined[layer] = torch.cat(keys), torch.cat(values)
     return Beginnings(places, joined)
 
 
@@ -129,10 +132,6 @@ def _by_token(made: KeysValues, first: int) -> dict[int, tuple[Tensor, Tensor]]:
         layer: (rearrange(keys[:, :, first:], shape), rearrange(values[:, :, first:], shape))
         for layer, (keys, values) in made.items()
     }
-
-
-def _together(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return torch.cat([keys for keys, _ in parts]), torch.cat([values for _, values in parts])
 
 
 Strength = Float[Tensor, "pathway layer head"]
@@ -248,20 +247,17 @@ class Reweighted:
         firsts = [min(queries) for queries in self.queries]
         try:
             begun = replace(self, begun=beginnings(model, self.tokens, firsts, self.layer + 1, batch_size))
-            return begun if self._is_as_in_one_run(begun) else self
+            # Rows of all lengths, their edges reweighted by a half.
+            ordered = sorted(range(len(self.tokens)), key=lambda row: firsts[row])
+            rows = ordered[:: -(-len(ordered) // CHECKED)]
+            half = torch.full((2, self.layer + 1, 1), 0.5, dtype=torch.float64)
+            expected, found = (one.states(rows, half).float() for one in (self, begun))
+            tolerance = rounding(model.dtype) * float(expected.abs().max())
+            return begun if float((found - expected).abs().max()) <= tolerance else self
         except (ModelError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             if is_out_of_memory(error):
                 raise
             return self
-
-    def _is_as_in_one_run(self, begun: Reweighted) -> bool:
-        """Whether rows of all lengths have the same states, edges reweighted by a half, in two runs as in one."""
-        ordered = sorted(range(len(self.tokens)), key=lambda row: min(self.queries[row]))
-        rows = ordered[:: -(-len(ordered) // CHECKED)]
-        half = torch.full((2, self.layer + 1, 1), 0.5, dtype=torch.float64)
-        expected, found = (one.states(rows, half).float() for one in (self, begun))
-        tolerance = rounding(self.model.dtype) * float(expected.abs().max())
-        return float((found - expected).abs().max()) <= tolerance
 
 
 def train_reweighting(

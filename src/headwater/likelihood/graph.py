@@ -9,7 +9,6 @@ judge gave it; further fields are kept.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -124,11 +123,28 @@ def _graph(read: Sequence[Row], name: str, notes: Sequence[str] = ()) -> DepthGr
         if node.fields["id"] in nodes:
             raise InputError(f"{_place(node)}: the id comes twice.")
         nodes[node.fields["id"]] = node
-    _check_edges(nodes)
-    successors: dict[str, list[str]] = defaultdict(list)
+    successors: dict[str, list[str]] = {found: [] for found in nodes}
     for node in nodes.values():
         for predecessor in node.fields["predecessors"]:
+            if predecessor not in nodes:
+                hint = did_you_mean(predecessor, nodes)
+                raise InputError(f"{_place(node)}: its predecessor {predecessor!r} does not exist.{hint}")
             successors[predecessor].append(node.fields["id"])
+    try:
+        TopologicalSorter({found: node.fields["predecessors"] for found, node in nodes.items()}).prepare()
+    except CycleError as error:
+        first = nodes[error.args[1][0]]
+        raise InputError(f"{first.where}: the nodes {' → '.join(error.args[1])} form a cycle.") from None
+    for node in nodes.values():
+        for predecessor in node.fields["predecessors"]:
+            below = nodes[predecessor].fields
+            if below["depth"] != node.fields["depth"] - 1:
+                raise InputError(
+                    f"{_place(node)} (depth {node.fields['depth']}): its predecessor {predecessor!r} has depth "
+                    f"{below['depth']}; edges join neighbouring depths only."
+                )
+            if below["group"] != node.fields["group"]:
+                raise InputError(f"{_place(node)}: its predecessor {predecessor!r} belongs to another group.")
     table = pd.DataFrame([node.fields | {"successors": tuple(successors[found])} for found, node in nodes.items()])
     others = (column for column in table if column not in FIRST_COLUMNS)
     return DepthGraph(table[[*FIRST_COLUMNS, *others]], name, tuple(notes))
@@ -169,29 +185,6 @@ def _checked(node: Row) -> Row:
     return Row(node.where, others | checked)
 
 
-def _check_edges(nodes: Mapping[str, Row]) -> None:
-    for node in nodes.values():
-        for predecessor in node.fields["predecessors"]:
-            if predecessor not in nodes:
-                hint = did_you_mean(predecessor, nodes)
-                raise InputError(f"{_place(node)}: its predecessor {predecessor!r} does not exist.{hint}")
-    try:
-        TopologicalSorter({name: node.fields["predecessors"] for name, node in nodes.items()}).prepare()
-    except CycleError as error:
-        first = nodes[error.args[1][0]]
-        raise InputError(f"{first.where}: the nodes {' → '.join(error.args[1])} form a cycle.") from None
-    for node in nodes.values():
-        for predecessor in node.fields["predecessors"]:
-            below = nodes[predecessor].fields
-            if below["depth"] != node.fields["depth"] - 1:
-                raise InputError(
-                    f"{_place(node)} (depth {node.fields['depth']}): its predecessor {predecessor!r} has depth "
-                    f"{below['depth']}; edges join neighbouring depths only."
-                )
-            if below["group"] != node.fields["group"]:
-                raise InputError(f"{_place(node)}: its predecessor {predecessor!r} belongs to another group.")
-
-
 # The layout of DepthQA (Ko et al., EMNLP 2024): a folder of questions, nodes, which question each is, and answers.
 #
 # questions    qid, depth, question, answer
@@ -229,7 +222,18 @@ def read_folder(folder: Path, predictions: Path | None = None) -> tuple[list[Row
             raise InputError(f"The folder {folder} has nodes, but no file node_to_q that says which question each is.")
         nodes = _nodes(_by_id(files["nodes"], "nodeid"), _by_id(files["node_to_q"], "nodeid"), questions)
     answers = _answers(folder, predictions, questions, list(files.values()))
-    notes += _give_answers(nodes, answers)
+    if answers is None:
+        return nodes, [*notes, "no answers of a model", "no scores of a judge"]
+    known = {fields[key] for _, fields in nodes for key in ("id", "question_id")}
+    for key in answers.rows:
+        if key not in known:
+            raise InputError(f"{answers.file}: {key!r} is neither a node nor a question.{did_you_mean(key, known)}")
+    for _, fields in nodes:
+        row = answers.rows.get(fields["id"], answers.rows.get(fields["question_id"], {}))
+        fields["model_answer"], fields["score"] = row.get("predicted_answer"), row.get("score")
+    for name, what in (("model_answer", "an answer of the model"), ("score", "a score of the judge")):
+        if without := sum(fields[name] is None for _, fields in nodes):
+            notes.append(f"{without:,} of {len(nodes):,} nodes without {what} in {answers.file.name}")
     return nodes, notes
 
 
@@ -346,21 +350,3 @@ def _answers_in(file: Path) -> Answers | None:
         raise InputError(f"{file} cannot be read ({error}).") from None
     is_one = isinstance(value, dict) and value and all(isinstance(row, dict) for row in value.values())
     return Answers(file, value) if is_one and any("predicted_answer" in row for row in value.values()) else None
-
-
-def _give_answers(nodes: Sequence[Row], answers: Answers | None) -> list[str]:
-    """Write answers and scores into the nodes, and say what is missing."""
-    if answers is None:
-        return ["no answers of a model", "no scores of a judge"]
-    known = {fields[key] for _, fields in nodes for key in ("id", "question_id")}
-    for key in answers.rows:
-        if key not in known:
-            raise InputError(f"{answers.file}: {key!r} is neither a node nor a question.{did_you_mean(key, known)}")
-    for _, fields in nodes:
-        row = answers.rows.get(fields["id"], answers.rows.get(fields["question_id"], {}))
-        fields["model_answer"], fields["score"] = row.get("predicted_answer"), row.get("score")
-    notes = []
-    for name, what in (("model_answer", "an answer of the model"), ("score", "a score of the judge")):
-        without = sum(fields[name] is None for _, fields in nodes)
-        notes += [f"{without:,} of {len(nodes):,} nodes without {what} in {answers.file.name}"] if without else []
-    return notes

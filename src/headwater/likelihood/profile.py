@@ -271,7 +271,10 @@ def _profile(nodes: pd.DataFrame, scored: ScoredNodes, shuffled: ScoredNodes | N
         table[main + SHUFFLED] = table["id"].map(there)
     if not table["scored"].any():
         raise InputError(f"None of the {len(table):,} nodes has anything to score: {table['note'].iloc[0]}.")
-    table["quartile"] = _quartiles(table, main, options["quartiles"])
+    # Quartile groups of the deepest nodes. Minus: the figure's Min-K% is a loss, the table's the larger the likelier.
+    drawn = -(table[main] if options["quartiles"] == "node" else table.groupby("group")[main].transform("mean"))
+    drawn = drawn.where(table["depth"] == table["depth"].max())
+    table["quartile"] = np.select([drawn <= drawn.quantile(0.25), drawn >= drawn.quantile(0.75)], [25, 75], 0)
     # By graph: nodes of one graph share predecessors.
     graphs = Bootstrap.of(table["group"], seed=run.seed or 0)
     order = [*FIRST_COLUMNS, *scored.scores, *(c for c in (main + SHUFFLED,) if c in table), *JUDGED_COLUMNS]
@@ -303,12 +306,3 @@ def _by_layer(averages: pd.DataFrame, scores: list[str], seed: int) -> pd.DataFr
             found = interval(graphs.mean(part[score].to_numpy(float)))
             rows.append({"layer": layer, "depth": depth, "score": score} | found._asdict())
     return pd.DataFrame(rows)
-
-
-def _quartiles(table: pd.DataFrame, main: str, of: str) -> pd.Series[int]:
-    """Mark the deepest nodes whose drawn Min-K% (minus the score) is at most Q25 (25) or at least Q75 (75)."""
-    # Minus: the figure's Min-K% is a loss, the table's the larger the likelier.
-    drawn = -table[main] if of == "node" else -table.groupby("group")[main].transform("mean")
-    drawn = drawn.where(table["depth"] == table["depth"].max())
-    low, high = drawn.quantile(0.25), drawn.quantile(0.75)
-    return pd.Series(np.select([drawn <= low, drawn >= high], [25, 75], 0), index=table.index)

@@ -78,22 +78,17 @@ def _by_depth(profile: Profiled) -> str:
         lines.append(
             f"The medians {'rise' if rises else 'do not rise'} at every step; in the published figures they rise."
         )
-    lines += _first_tokens(profile.tokens)
+    tokens = profile.tokens
+    if not tokens.empty:
+        is_first = tokens["position"] == tokens.groupby("id")["position"].transform("min")
+        lowest = tokens["log_probability"].where(tokens["lowest"], 0)
+        share = lowest[is_first].sum() / lowest.sum()
+        lines.append(f"The first scored tokens ({is_first.mean():.0%} of all) account for {share:.0%} of Min-K%.")
     rows = _rows(profile, "depth", profile.main, "all nodes")
     for row in rows:
         shallow, deep = row["depths"].split("-")
         lines.append(f"From depth {shallow} to {deep} the mean {_moves(row)}.")
     return " ".join(lines)
-
-
-def _first_tokens(tokens: pd.DataFrame) -> list[str]:
-    """How much of Min-K% the first scored token of each text makes, beside its share of the tokens."""
-    if tokens.empty:
-        return []
-    is_first = tokens["position"] == tokens.groupby("id")["position"].transform("min")
-    lowest = tokens["log_probability"].where(tokens["lowest"], 0)
-    share = lowest[is_first].sum() / lowest.sum()
-    return [f"The first scored tokens ({is_first.mean():.0%} of all) account for {share:.0%} of Min-K%."]
 
 
 def _controls(profile: Profiled) -> str:

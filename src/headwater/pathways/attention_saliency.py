@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -98,7 +98,24 @@ class Saliency(Result):
         `dataset, edges, target, examples`; `median_right, median_wrong` by the answer; `near_zero`, the share of
         examples of less than a tenth of the mean; `several_peaks`, whether the dip test rejects a single one at 5 %.
         """
-        return frame_of(row for entry in self.findings()["datasets"] for row in rows_of_entry(entry))
+        rows = []
+        for entry in self.findings()["datasets"]:
+            for column, edges in zip(COLUMNS, EDGES, strict=True):
+                measured = entry[column] or {}
+                rows += [
+                    {
+                        "dataset": entry["dataset"],
+                        "edges": edges,
+                        "target": target,
+                        "examples": entry["examples"],
+                        "median_right": measured.get(f"median_{target}_right"),
+                        "median_wrong": measured.get(f"median_{target}_wrong"),
+                        "near_zero": measured.get("near_zero", {}).get(target),
+                        "several_peaks": measured.get("several_peaks", {}).get(target),
+                    }
+                    for target in TARGETS
+                ]
+        return frame_of(rows)
 
     def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values.
@@ -117,8 +134,14 @@ class Saliency(Result):
 
     def report(self) -> list[str]:
         """Return what was found, in plain sentences made of the numbers."""
-        found = [sentence for entry in self.findings()["datasets"] for sentence in sentences_of(entry)]
-        return [held_out_sentence(self.table, self.run.options["probe"]), *found]
+        rows = self.table.drop_duplicates("example")
+        seen = f"All {len(rows):,} examples are measured by coefficients of the probe that were not fitted on them."
+        if not self.run.options["probe"].get("fitted_on") and (rows["fold"] == -1).any():
+            seen = (
+                "The probe does not say which answers it was fitted on: where these are among them, a peak near zero "
+                "in the cross-entropy may be its memory."
+            )
+        return [seen, *(sentence for entry in self.findings()["datasets"] for sentence in sentences_of(entry))]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the densities of S(E_Q→E_A) and S(E_Q→*); several models: `hw.figures.saliency([...])`."""
@@ -211,17 +234,20 @@ def saliency(
             "folds": [[one.weight.double(), one.bias] for one in probe.folds],
             "fold_of_each": fold,
         },
-        "edges": list(spec.edges),
-        "heads": spec.heads,
-        "pairs": spec.pairs,
-        "layers": list(spec.layers),
+        **vars(spec),
         "target": target,
         "batch_size": batch_size,
     }
 
     def work(run: Run) -> Saliency:
         rows = rows_of(answered, probe, spec.edges)
-        _warn_if_blind(rows, probe, spec)
+        blind = sum(not row.queries for row in rows)
+        if blind and "exact_answer" in spec.edges:
+            warnings.warn(
+                f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it "
+                "cannot depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
+                stacklevel=4,
+            )
         # A caller's inference mode would forbid the graphs.
         with torch.inference_mode(False):
             measured = _measure(model, rows, probe, fold, spec, batch_size, run)
@@ -334,16 +360,6 @@ def _folds(answered: AnsweredQuestions, probe: Probe) -> NDArray[np.int64]:
     return np.array(places, dtype=np.int64)
 
 
-def _warn_if_blind(rows: Sequence[SaliencyRow], probe: Probe, spec: WantedPairs) -> None:
-    blind = sum(not row.queries for row in rows)
-    if blind and "exact_answer" in spec.edges:
-        warnings.warn(
-            f"The probe reads {probe.token}, before the exact answer of {blind:,} of {len(rows):,} examples: it cannot "
-            "depend on what their answer tokens read, and S(E_Q→E_A) is NaN there.",
-            stacklevel=5,
-        )
-
-
 # The saliency of the edges of a few examples at every layer: which positions matter, what is run, what is read.
 #
 # Of an example only the tokens up to the probe's are run, and gradients are wanted from its first edge on: from E_Q for
@@ -418,33 +434,23 @@ def measure_batch(
             reads[chunk] - first,
             min(spec.layers),
         )
-        flows = _flows(descent, probe, spec, keys[chunk], {name: kind[chunk] for name, kind in edges.items()})
-        parts.append(flows | {"logit": probe.logits(descent.states.cpu()).double()})
-
-    for start_row in range(0, len(rows), at_once):
-        in_halves(range(start_row, min(start_row + at_once, len(rows))), measure)
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _flows(
-    descent: Descent,
-    probe: Probe,
-    spec: WantedPairs,
-    keys: Int[Tensor, "batch key"],
-    edges: dict[str, Bool[Tensor, "batch query key"]],
-) -> dict[str, Float[Tensor, "batch layer"]]:
-    """Go down the layers: the saliency of each kind of edge at each of `spec.layers`."""
-    by_layer: dict[tuple[str, int], Tensor] = {}
-    for slopes in descent.slopes(probe.weight.clone().to(keys.device, torch.float64)):
-        if slopes.layer in spec.layers:
-            pattern = torch.take_along_dim(slopes.pattern, keys[:, None, None], -1)
-            values = torch.take_along_dim(slopes.values, keys[:, None, :, None], 2)
+        flows: dict[str, dict[int, Tensor]] = {name: {} for name in edges}
+        for slopes in descent.slopes(probe.weight.clone().to(device, torch.float64)):
+            if slopes.layer not in spec.layers:
+                continue
+            pattern = torch.take_along_dim(slopes.pattern, keys[chunk, None, None], -1)
+            values = torch.take_along_dim(slopes.values, keys[chunk, None, :, None], 2)
             flow = edge_saliency(pattern, slopes.gradient, values, spec.heads).double()
             # A masked pair has weight 0 in every head; so a sliding window shows without a look at the config.
             visible = pattern.amax(1) > 0
             for name, kind in edges.items():
-                by_layer[name, slopes.layer] = over_pairs(flow, kind & visible, spec.pairs)
-    return {name: torch.stack([by_layer[name, layer] for layer in spec.layers], 1).cpu() for name in edges}
+                flows[name][slopes.layer] = over_pairs(flow, kind[chunk] & visible, spec.pairs)
+        stacked = {name: torch.stack([flow[i] for i in spec.layers], 1).cpu() for name, flow in flows.items()}
+        parts.append(stacked | {"logit": probe.logits(descent.states.cpu()).double()})
+
+    for start_row in range(0, len(rows), at_once):
+        in_halves(range(start_row, min(start_row + at_once, len(rows))), measure)
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _edges(
@@ -512,35 +518,6 @@ def _times(wrong: NDArray[np.float64], right: NDArray[np.float64]) -> list[float
     drawn = top[bottom > 0] / bottom[bottom > 0]
     ends = np.quantile(drawn, [0.025, 0.975]) if len(drawn) else (0.0, np.inf)
     return [float(np.median(wrong) / np.median(right)), *map(float, ends)]
-
-
-def rows_of_entry(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Lay out what was found of one set, a row per kind of edge and target; kinds without a value have one of Nones."""
-    for column, edges in zip(COLUMNS, EDGES, strict=True):
-        measured = entry[column] or {}
-        for target in TARGETS:
-            yield {
-                "dataset": entry["dataset"],
-                "edges": edges,
-                "target": target,
-                "examples": entry["examples"],
-                "median_right": measured.get(f"median_{target}_right"),
-                "median_wrong": measured.get(f"median_{target}_wrong"),
-                "near_zero": measured.get("near_zero", {}).get(target),
-                "several_peaks": measured.get("several_peaks", {}).get(target),
-            }
-
-
-def held_out_sentence(table: pd.DataFrame, probe: dict[str, object]) -> str:
-    """Say whether the probe had seen the examples that it measures."""
-    examples = table.drop_duplicates("example")
-    unknown = 0 if probe.get("fitted_on") else int((examples["fold"] == -1).sum())
-    if unknown:
-        return (
-            "The probe does not say which answers it was fitted on: where these are among them, a peak near zero in "
-            "the cross-entropy may be its memory."
-        )
-    return f"All {len(examples):,} examples are measured by coefficients of the probe that were not fitted on them."
 
 
 def sentences_of(entry: dict[str, Any]) -> Iterator[str]:

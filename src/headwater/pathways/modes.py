@@ -128,7 +128,7 @@ def splits_of(
     return splits
 
 
-def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float | int | str]:
+def components(changes: NDArray[np.float64]) -> dict[str, float | int | str]:
     """Say whether numbers, logit changes in standard deviations of the probe's logit, have one peak or two.
 
     Two Gaussians are fitted and one. Two peaks are reported where the two have the lower BIC by more than `EVIDENCE`,
@@ -150,7 +150,7 @@ def components(changes: NDArray[np.float64], seed: int = 0) -> dict[str, float |
         warnings.simplefilter("ignore", ConvergenceWarning)
         # EM ends in local optima, hence eight starts; reg_covar, here a share of the variance, keeps a component from
         # shrinking onto equal values.
-        one, two = (GaussianMixture(k, n_init=8, reg_covar=1e-4, random_state=seed).fit(data) for k in (1, 2))
+        one, two = (GaussianMixture(k, n_init=8, reg_covar=1e-4, random_state=0).fit(data) for k in (1, 2))
     bic_one, bic_two = float(one.bic(data)), float(two.bic(data))
     means, weights = two.means_[:, 0], two.weights_
     low, high = np.argsort(means)

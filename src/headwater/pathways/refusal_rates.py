@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float, Int
-from numpy import ndarray
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
@@ -40,7 +38,7 @@ from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import describe
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row, whole_summary, with_interval
-from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
+from headwater.stats.resample import NOTHING, Bootstrap, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -178,7 +176,7 @@ def _interval_text(row: Mapping[str, Any], name: str) -> str:
 
 
 def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | float]:
-    """Compare the two modes on the rows of one control."""
+    """Compare the two modes on the rows of one control: the rate of either, and the mean difference within strata."""
     if control in (RIGHT, WRONG):
         subset = subset[subset["correct"] == (control == RIGHT)]
     strata = np.zeros(len(subset), dtype=np.int64)
@@ -191,24 +189,17 @@ def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | flo
     row: dict[str, int | float] = {"answers": subset["example"].nunique()}
     q = a = difference = NOTHING
     if is_q.any() and not is_q.all():
-        q, a, difference = _by_mode(refused, is_q, strata, Bootstrap.of(subset["question"]))
+        draws = Bootstrap.of(subset["question"])
+        q, a = (interval(draws.mean(np.where(mode, refused, np.nan))) for mode in (is_q, ~is_q))
+        total, weights = np.zeros(len(draws.counts)), np.zeros(len(draws.counts))
+        for stratum in np.unique(strata):
+            cells = [(strata == stratum) & mode for mode in (is_q, ~is_q)]
+            counts = [draws.counts @ draws.sums(cell.astype(float)) for cell in cells]
+            sums = [draws.counts @ draws.sums(np.where(cell, refused, 0.0)) for cell in cells]
+            weight = np.minimum(*counts)
+            apart = sums[1] / np.maximum(counts[1], 1) - sums[0] / np.maximum(counts[0], 1)
+            total, weights = total + weight * apart, weights + weight
+        difference = interval(np.where(weights > 0, total / np.maximum(weights, 1e-9), np.nan))
     for name, estimate in (("q_refused", q), ("a_refused", a), ("difference", difference)):
         row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return row
-
-
-def _by_mode(
-    refused: Float[ndarray, " row"], is_q: Bool[ndarray, " row"], strata: Int[ndarray, " row"], draws: Bootstrap
-) -> tuple[Interval, Interval, Interval]:
-    """Return the rate of either mode, and the mean difference within strata weighted by the smaller group."""
-    rates_of = [draws.mean(np.where(mode, refused, np.nan)) for mode in (is_q, ~is_q)]
-    total, weights = np.zeros(len(draws.counts)), np.zeros(len(draws.counts))
-    for stratum in np.unique(strata):
-        cells = [(strata == stratum) & mode for mode in (is_q, ~is_q)]
-        counts = [draws.counts @ draws.sums(cell.astype(float)) for cell in cells]
-        sums = [draws.counts @ draws.sums(np.where(cell, refused, 0.0)) for cell in cells]
-        weight = np.minimum(*counts)
-        apart = sums[1] / np.maximum(counts[1], 1) - sums[0] / np.maximum(counts[0], 1)
-        total, weights = total + weight * apart, weights + weight
-    difference = np.where(weights > 0, total / np.maximum(weights, 1e-9), np.nan)
-    return interval(rates_of[0]), interval(rates_of[1]), interval(difference)

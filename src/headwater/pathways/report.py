@@ -179,26 +179,23 @@ def _shape(view: SetAtBest) -> Iterator[str]:
     if verdicts[0] == TWO_PEAKS and TWO_PEAKS not in verdicts[1:]:
         yield "the two peaks are those of the two predictions, not of two mechanisms."
     test = view.component(WITHIN)
-    if test is not None and test["verdict"] != NO_RELATIONS:
-        yield _within(test)
-
-
-def _within(test: pd.Series) -> str:
-    """Say what was tested within relations, and what came out."""
+    if test is None or test["verdict"] == NO_RELATIONS:
+        return
     if test["verdict"] == TOO_FEW:
-        return (
+        yield (
             f"no relation has {FEWEST_FOR_COMPONENTS} questions with one prediction: two modes within relations cannot "
             "be tested."
         )
-    tested = (
-        f"within relations and predictions ({test['cells']:.0f} groups of {FEWEST_FOR_COMPONENTS} questions or more, "
-        f"{test['examples']:,.0f} in all, {test['left_out']:,.0f} left out)"
-    )
-    if test["verdict"] == TWO:
-        return f"{tested} the dip test rejects one mode (q = {test['q']:.2g}), and two Gaussians fit better than one."
-    beside = ", though two Gaussians fit no better than one" if test["q"] <= LEVEL else ""
+        return
     rejects = "rejects" if test["q"] <= LEVEL else "does not reject"
-    return f"{tested} the dip test {rejects} one mode (q = {test['q']:.2g}){beside}."
+    beside = ", though two Gaussians fit no better than one" if test["q"] <= LEVEL else ""
+    if test["verdict"] == TWO:
+        beside = ", and two Gaussians fit better than one"
+    yield (
+        f"within relations and predictions ({test['cells']:.0f} groups of {FEWEST_FOR_COMPONENTS} questions or more, "
+        f"{test['examples']:,.0f} in all, {test['left_out']:,.0f} left out) the dip test {rejects} one mode "
+        f"(q = {test['q']:.2g}){beside}."
+    )
 
 
 def _direction(view: SetAtBest) -> Iterator[str]:
@@ -315,15 +312,22 @@ class SetAtBest:
             table = table[table[name] == value]
         return table
 
+    def _triple(self, table: pd.DataFrame, column: str, ends: str, **values: str) -> tuple[float, float, float]:
+        """A column of the set's one row with these values, and the ends of its interval; NaN without such a row."""
+        rows = self._own(table, **values)
+        columns = (column, f"{ends}low", f"{ends}high")
+        value, low, high = (float(rows[name].iloc[0]) if len(rows) else np.nan for name in columns)
+        return value, low, high
+
     def control(self, intervention: str, group: str, column: str) -> tuple[float, float, float]:
         """Value, low, high of an intervention at l*."""
-        rows = self._own(self.pathways.controls_at_best, intervention=intervention, group=group)
-        return _triple(rows, column, f"{column}_low", f"{column}_high")
+        return self._triple(
+            self.pathways.controls_at_best, column, f"{column}_", intervention=intervention, group=group
+        )
 
     def curve(self, split_by: str, mode: str) -> tuple[float, float, float]:
         """Value, low, high of the curve of ΔP at l*."""
-        rows = self._own(self.pathways.curves_at_best, split_by=split_by, mode=mode)
-        return _triple(rows, "delta_p", "delta_p_low", "delta_p_high")
+        return self._triple(self.pathways.curves_at_best, "delta_p", "delta_p_", split_by=split_by, mode=mode)
 
     def members(self, mode: str) -> int:
         """How many examples are in a mode at l*."""
@@ -331,7 +335,7 @@ class SetAtBest:
 
     def baseline(self, question: str, score: str) -> tuple[float, float, float]:
         """Value, low, high of an AUC, or of a difference of two."""
-        return _triple(self._own(self.pathways.baselines, question=question, score=score), "value", "low", "high")
+        return self._triple(self.pathways.baselines, "value", "", question=question, score=score)
 
     @property
     def explained_by_spans(self) -> bool:
@@ -414,10 +418,3 @@ def summary_of(pathways: Traced) -> pd.DataFrame:
         by_mode = {f"delta_p_{mode[0].lower()}_anchored": found["delta_p"][mode] for mode in MODES}
         rows.append(flat | by_mode)
     return frame_of(rows)
-
-
-def _triple(rows: pd.DataFrame, *columns: str) -> tuple[float, float, float]:
-    if not len(rows):
-        return float("nan"), float("nan"), float("nan")
-    value, low, high = (float(rows[column].iloc[0]) for column in columns)
-    return value, low, high

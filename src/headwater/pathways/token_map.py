@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -151,8 +151,14 @@ def probe_map(
         with run.bar("Probing", "token", len(parts)) as bar:
             pieces = dict(zip(parts, run.pieces("token", parts, compute, bar), strict=True))
         tables = [_rows(sets[name], split[name], token, piece) for (name, token), piece in pieces.items()]
-        spans = pd.DataFrame([_of_spans(subset, split[name]) for name, subset in sets.items()])
-        return ProbeMap(pd.concat(tables, ignore_index=True), spans, run.record)
+        spans = []
+        for name, subset in sets.items():
+            # What the length and place of the exact answer alone detect. Of logits with a NaN, where the other half has
+            # too few of a kind, the AUC and its interval are NaN.
+            alone = span_logits(span_shapes(subset.table), subset.z, split[name])
+            estimate = interval(_mean_auc(alone, subset.z, split[name], Bootstrap.of(subset.table["question"])))
+            spans.append({"dataset": name, "auc": estimate.value, "low": estimate.low, "high": estimate.high})
+        return ProbeMap(pd.concat(tables, ignore_index=True), pd.DataFrame(spans), run.record)
 
     return run_or_resume(ProbeMap, "probe_map", model, options, work, out=out, progress=progress)
 
@@ -183,33 +189,27 @@ def _drawn_again(answered: AnsweredQuestions, half: Halves) -> Int[ndarray, "see
 
 
 def _mean_auc(
-    logits: Float[ndarray, "seed example"], z: Int[ndarray, "seed example"], half: Halves, draws: Bootstrap
+    logits: Float[ndarray, "seed example"],
+    z: Int[ndarray, " example"] | Int[ndarray, "seed example"],
+    half: Halves,
+    draws: Bootstrap,
 ) -> Float[ndarray, " draw"]:
     """Return the AUC within each half of each seed, averaged, in every draw."""
+    z = np.broadcast_to(z, half.shape)
     aucs = [auc(logits[seed, here], z[seed, here], counts=draws.per_example(here)) for seed, _, here in each_half(half)]
     return np.asarray(np.mean(aucs, axis=0))
 
 
 def _rows(answered: AnsweredQuestions, half: Halves, token: str, piece: dict[str, Tensor]) -> pd.DataFrame:
     """Measure every layer at one token."""
-    draws, z = Bootstrap.of(answered.table["question"]), np.broadcast_to(answered.z, half.shape)
-    logits = piece["logit"].numpy()
-    rows: list[dict[str, Any]] = []
-    for layer in range(logits.shape[1]):
-        estimate = interval(_mean_auc(logits[:, layer], z, half, draws))
+    draws, again = Bootstrap.of(answered.table["question"]), _drawn_again(answered, half)
+    rows = []
+    for layer in range(piece["logit"].shape[1]):
+        estimate = interval(_mean_auc(piece["logit"][:, layer].numpy(), answered.z, half, draws))
         control = np.nan
         if "control" in piece:
-            again = piece["control"].numpy()[:, layer]
-            control = float(_mean_auc(again, _drawn_again(answered, half), half, draws)[0])
-        measured = {"auc": estimate.value, "low": estimate.low, "high": estimate.high, "control_auc": control}
+            control = float(_mean_auc(piece["control"][:, layer].numpy(), again, half, draws)[0])
         named = {"dataset": answered.datasets[0], "token": token, "layer": layer}
+        measured = {"auc": estimate.value, "low": estimate.low, "high": estimate.high, "control_auc": control}
         rows.append(named | measured | {"answers": half.shape[1]})
     return pd.DataFrame(rows)
-
-
-def _of_spans(answered: AnsweredQuestions, half: Halves) -> dict[str, Any]:
-    """Measure how well the length and place of the exact answer alone detect wrong ones."""
-    logits, z = span_logits(span_shapes(answered.table), answered.z, half), np.broadcast_to(answered.z, half.shape)
-    # Of logits with a NaN, where the other half has too few of a kind, the AUC and its interval are NaN.
-    estimate = interval(_mean_auc(logits, z, half, Bootstrap.of(answered.table["question"])))
-    return {"dataset": answered.datasets[0], "auc": estimate.value, "low": estimate.low, "high": estimate.high}

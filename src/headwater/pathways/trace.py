@@ -275,19 +275,29 @@ def trace_pathways(
 
     def work(run: Run) -> Pathways:
         usable, dropped = _usable(answered, seeds)
-        parts, fits, pooled = [], [], []
+        parts, samples = [], []
+        fits: list[tuple[str, int, int, Probes]] = []
         half_of: dict[str, int] = {}
         for number, (name, half) in enumerate(usable.items()):
             rows, part = np.flatnonzero(answered.table["dataset"] == name), run.part(f"{number:02d}")
             measured = measure(part, model, answered.select(name), half, setup, window=window, controls=controls)
             parts.append(tables_of(measured, rows.tolist(), controls))
-            fits.append(measured.fits)
-            pooled.append(_sampled(measured, half_of))
+            by_seed = enumerate(measured.fits.probes)
+            fits += [(name, seed, side, fit) for seed, sides in by_seed for side, fit in enumerate(sides)]
+            samples.append(_sampled(measured, half_of))
             del measured  # of a large model its states are gigabytes, and the next set's are coming
-        probes = _pooled(run.part(POOLED), pooled, setup)
-        listed = [(name, fit.probes) for name, fit in zip(usable, fits, strict=True)]
-        fields: dict[str, Any] = stacked(parts) | _fit_fields(listed, probes)
-        return Pathways(**fields, dropped=dropped, run=run.record)
+        pooled = _pooled(run.part(POOLED), samples, setup)
+        fits += [(POOLED, 0, side, fit) for side, fit in enumerate(pooled, start=-1)]
+        return Pathways(
+            **stacked(parts),
+            fits=pd.DataFrame(
+                [(*named, fit.best) for *named, fit in fits], columns=["dataset", "seed", "split", "best"]
+            ),
+            weight=torch.stack([fit.weight for *_, fit in fits]),
+            bias=torch.stack([fit.bias for *_, fit in fits]),
+            dropped=dropped,
+            run=run.record,
+        )
 
     return run_or_resume(Pathways, "trace_pathways", model, options, work, out=out, seed=0, progress=progress)
 
@@ -350,22 +360,3 @@ def _pooled(run: Run, samples: list[_Sample], setup: Setup) -> list[Probes]:
     (found,) = run.pieces("probes", [samples], compute)
     each = zip(found["weight"], found["bias"], strict=True)
     return [probes_from_tensors(found | {"weight": weight, "bias": bias}, setup) for weight, bias in each]
-
-
-def _fit_fields(listed: list[tuple[str, list[list[Probes]]]], pooled: list[Probes]) -> dict[str, object]:
-    """List all probes: which they are, and their weights."""
-    fits = [
-        ({"dataset": name, "seed": seed, "split": side, "best": probes.best}, probes)
-        for name, by_seed in listed
-        for seed, sides in enumerate(by_seed)
-        for side, probes in enumerate(sides)
-    ]
-    fits += [
-        ({"dataset": POOLED, "seed": 0, "split": side, "best": probes.best}, probes)
-        for side, probes in enumerate(pooled, start=-1)
-    ]
-    return {
-        "fits": pd.DataFrame([row for row, _ in fits]),
-        "weight": torch.stack([probes.weight for _, probes in fits]),
-        "bias": torch.stack([probes.bias for _, probes in fits]),
-    }

@@ -150,8 +150,7 @@ class AnsweredQuestions(Result):
             used = self.table[self.table["dataset"] == name]
             causes = self.dropped.loc[self.dropped["dataset"] == name, "cause"].value_counts()
             wrong = int(used["z"].sum())
-            columns = (used[column].tolist() for column in ("question", "text", "exact_answer", "matched"))
-            words = list(zip(*columns, strict=True))
+            words = used[["question", "text", "exact_answer", "matched"]].to_numpy(dtype=object).tolist()
             low, high = map(float, wilson_interval(np.array(wrong), np.array(max(len(used), 1))))
             sets.append(
                 {
@@ -222,7 +221,14 @@ def answer(
         InputError: an option, the extractor or the judge cannot be used, or no question is left.
         RunFolderError: `out` holds another run.
     """
-    _check_options(model, questions, batch_size)
+    check_model(model)
+    if not isinstance(questions, Questions):
+        raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
+    if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
+        raise InputError(
+            f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
+        )
+    checked_count("batch_size", batch_size)
     check_label(label)
     extractor = extractor_of(extractor, model)
     frame, listed = answering_frame(model, prompt, examples), listed_hooks(hooks)
@@ -271,37 +277,14 @@ def check_answered(model: HookedModel, answered: object) -> None:
         raise InputError("There are no answers: the table of answered questions is empty.")
 
 
-def _check_options(model: HookedModel, questions: object, batch_size: int) -> None:
-    check_model(model)
-    if not isinstance(questions, Questions):
-        raise InputError(f"questions must be what hw.load_questions returns, found a {type(questions).__name__}.")
-    if model.tokenizer is None or not getattr(model.tokenizer, "is_fast", False):
-        raise InputError(
-            f"{model.name} needs a tokenizer that gives character offsets (a fast one) to answer questions."
-        )
-    checked_count("batch_size", batch_size)
-
-
 def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_words: bool) -> dict[int, AskedQuestion]:
-    """Tokenize the prompts, by their place in the table: all, or those of questions with exact words."""
-    if must_have_words:
-        _check_words(questions)
-    prompts = {}
-    for place, row in enumerate(questions.table.to_dict("records")):
-        if must_have_words and not (row["subject"] or row["property"]):
-            continue
-        text = frame.asking(row["question"])
-        tokens, offsets = encode(model.tokenizer, text, model.bos)  # type: ignore[arg-type]
-        named = {str(key): value for key, value in row.items()}
-        prompts[place] = AskedQuestion(named, text, len(frame.before), tokens, offsets or ())
-    return prompts
+    """Tokenize the prompts, by their place in the table: all, or those of questions with exact words.
 
-
-def _check_words(questions: Questions) -> None:
-    """Refuse a question set that says of none of its questions where subject and property are."""
+    A question set that says of none of its questions where subject and property are is refused.
+    """
     table = questions.table
-    has_words = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0)
-    for name, rows in has_words.groupby(table["dataset"], sort=False):
+    asked = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0) | (not must_have_words)
+    for name, rows in asked.groupby(table["dataset"], sort=False):
         if rows.any():
             continue
         first = int(rows.index[0])
@@ -312,6 +295,14 @@ def _check_words(questions: Questions) -> None:
             "subject and property, or an extractor: extractor='rules' or another (headwater.questions.extract). "
             f"{columns_found({str(column): None for column in table}, *SPAN_COLUMNS)}"
         )
+    prompts, records = {}, table.to_dict("records")
+    for place in np.flatnonzero(asked).tolist():
+        row = records[place]
+        text = frame.asking(row["question"])
+        tokens, offsets = encode(model.tokenizer, text, model.bos)  # type: ignore[arg-type]
+        named = {str(key): value for key, value in row.items()}
+        prompts[place] = AskedQuestion(named, text, len(frame.before), tokens, offsets or ())
+    return prompts
 
 
 def _labelled(batches: Iterable[Sequence[GivenAnswer]], label: Label, run: Run) -> Iterator[list[GivenAnswer]]:

@@ -89,7 +89,12 @@ def question_frame(
     if not isinstance(context, str) or context not in CONTEXTS:
         raise InputError(f"There is no context {shown(context)}.{did_you_mean(context, CONTEXTS)}")
     if context == CHAT:
-        return _chat(model, _turns(examples) if examples and prompt is None else prompt)
+        if examples and prompt is None:
+            # As turns, after the instruction to be brief.
+            said = [(role, text) for one in examples for role, text in zip(("user", "assistant"), one, strict=True)]
+            turns = (("system", BRIEFLY), *said, ("user", SLOT))
+            prompt = [{"role": role, "content": text} for role, text in turns]
+        return _chat(model, prompt)
     if prompt is None:
         warn_of_no_template(model, [PROMPT])
         prompt = PROMPT
@@ -136,12 +141,6 @@ def _checked(examples: Sequence[Example]) -> list[Example]:
                 f"{shown(pair)}."
             )
     return [(question.strip(), answer.strip()) for question, answer in pairs or ()]
-
-
-def _turns(examples: Sequence[Example]) -> Messages:
-    """Examples as turns of a chat, after the instruction to be brief, and the question at hand."""
-    said = [(role, text) for one in examples for role, text in zip(("user", "assistant"), one, strict=True)]
-    return [{"role": role, "content": text} for role, text in (("system", BRIEFLY), *said, ("user", SLOT))]
 
 
 def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:

@@ -78,9 +78,12 @@ class EndpointExtractor(ChatEndpoint):
         ]
 
         def read(reply: str) -> tuple[dict[str, object], str]:
-            found = json_object(reply)
-            wrong = _wrong_parts(found, question, answer)
-            valid = {part: value for part, value in (found or {}).items() if part in PARTS and part not in wrong}
+            found = json_object(reply) or {}
+            spans = exact_words(found, question, answer)
+            # An answer of null says that there is none, and is fine.
+            is_none = "answer" in found and found["answer"] is None
+            wrong = [part for part in PARTS if part not in spans and not (part == "answer" and is_none)]
+            valid = {part: value for part, value in found.items() if part in PARTS and part not in wrong}
             complaint = f"Not words of the text, or missing: {', '.join(wrong)}. Reply with the corrected JSON object."
             return valid, complaint if wrong else ""
 
@@ -122,15 +125,6 @@ def call_extractor_on(
     if (many := getattr(extractor, "many", None)) is not None:
         return [exact_words(one, *pair) for one, pair in zip(many(pairs), pairs, strict=True)]
     return failures.map(lambda pair: call_extractor(extractor, *pair), pairs, workers_of(extractor))
-
-
-def _wrong_parts(reply: Mapping[str, object] | None, question: str, answer: str) -> list[str]:
-    """The parts of a reply that cannot be used; an answer of null says that there is none, and is fine."""
-    if reply is None:
-        return list(PARTS)
-    spans = exact_words(reply, question, answer)
-    is_none = "answer" in reply and reply["answer"] is None
-    return [part for part in PARTS if part not in spans and not (part == "answer" and is_none)]
 
 
 # How often extractors find the words that a question set names itself, such as PopQA's by its wordings.

@@ -275,7 +275,11 @@ def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
 
         def compute(part: Sequence[Key]) -> dict[str, Tensor]:
             def score_of(key: Key) -> float:
-                score = _score(scorer, *key)
+                question, accepted, answer = key
+                score = math.nan
+                if answer is not None:
+                    with failures_named(f"The judge failed on the question {question!r}", in_a_run=False):
+                        score = checked_score(scorer(question, accepted, answer), f"The judge's answer to {question!r}")
                 bar.update()
                 return score
 
@@ -286,12 +290,3 @@ def scores_of(run: Run, scorer: Scorer, keys: Sequence[Key]) -> list[float]:
         scores = [score for piece in pieces for score in piece["score"].tolist()]
     by_key = dict(zip(different, scores, strict=True))
     return [by_key[key] for key in keys]
-
-
-def _score(scorer: Scorer, question: str, accepted: Sequence[str], answer: str | None) -> float:
-    """Ask for a score; an answer that is missing has none."""
-    if answer is None:
-        return math.nan
-    with failures_named(f"The judge failed on the question {question!r}", in_a_run=False):
-        score = scorer(question, accepted, answer)
-    return checked_score(score, f"The judge's answer to {question!r}")

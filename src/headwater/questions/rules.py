@@ -132,7 +132,10 @@ def _subjects(text: str, words: list[_Word]) -> list[Span]:
     """Return where the entity of a question is."""
     if quoted := _quoted(text):
         return quoted
-    names = _names(words[1:] if words and _opens(words) else words)
+    # Whether the first word has its capital from the sentence that it begins.
+    first = words[0].lower() if words else ""
+    opens = first in ASKING | AUXILIARIES | LINKS | ARTICLES or (len(words) > 1 and not words[1].is_name)
+    names = _names(words[opens:])
     return _to_the_end(words, names) if names else []
 
 
@@ -185,12 +188,6 @@ def _to_the_end(words: list[_Word], names: list[Span]) -> list[Span]:
         word.lower() in AUXILIARIES | LINKS for word in after
     )
     return names if holds else [span for span in names if span[1] <= start] + [(start, after[-1].end)]
-
-
-def _opens(words: list[_Word]) -> bool:
-    """Whether the first word has its capital from the sentence that it begins."""
-    first = words[0].lower()
-    return first in ASKING | AUXILIARIES | LINKS | ARTICLES or (len(words) > 1 and not words[1].is_name)
 
 
 def _quoted(text: str) -> list[Span]:
@@ -288,12 +285,18 @@ def _answer(question: str, answer: str) -> str | None:
     if verb is None and (len(words) <= SHORT or (len(words) <= LONG and all(is_new))):
         begin = next((n for n, word in enumerate(words) if word.lower() not in ARTICLES | {"in", "on", "at"}), 0)
         return text[words[begin].start : words[-1].end]
-    chosen = (name for name in _named(text, words) if f"{name} or " in question or f" or {name}" in question)
+    names = (text[start:end] for start, end in _names(words))
+    chosen = (name for name in names if f"{name} or " in question or f" or {name}" in question)
     if "or" in lower and (first := next(chosen, None)):
         return first
-    for place in (_date, _amount) if {"when", "year", "date"} & {*lower} else (_amount,) if "how" in lower else ():
-        if exact := place(text, question_words):
-            return exact
+    asks_when = not {"when", "year", "date"}.isdisjoint(lower)
+    if asks_when and (date := DATES.search(text)):
+        return date[0]
+    if asks_when or "how" in lower:
+        # The first number that the question does not have, with what is counted in it.
+        amounts = (match[0].rstrip(",.:/-") for match in AMOUNTS.finditer(text))
+        if amount := next((amount for amount in amounts if amount not in question_words), None):
+            return amount
     sides = [words] if verb is None else [words[verb + 1 :], words[:verb]]
     # "X was written by Y": what is new follows "by", although a name is in front of the verb.
     is_passive = verb is not None and any(word == "by" for word in sides[0][:3])
@@ -347,20 +350,6 @@ def _tells(words: list[_Word], is_new: list[bool]) -> bool:
     content = [new for word, new in zip(words, is_new, strict=True) if word.lower() not in SMALL]
     names = any(word.is_name and new for word, new in zip(words, is_new, strict=True))
     return names and 2 * sum(content) > len(content)
-
-
-def _date(text: str, asked: list[_Word]) -> str | None:
-    return date[0] if (date := DATES.search(text)) else None
-
-
-def _amount(text: str, asked: list[_Word]) -> str | None:
-    """The first number that the question does not have, with what is counted in it."""
-    found = (match[0].rstrip(",.:/-") for match in AMOUNTS.finditer(text))
-    return next((amount for amount in found if not any(amount == word for word in asked)), None)
-
-
-def _named(text: str, words: list[_Word]) -> list[str]:
-    return [text[start:end] for start, end in _names(words)]
 
 
 def _new_name(text: str, words: list[_Word], is_known: _Known, is_after: bool) -> str | None:

@@ -138,9 +138,22 @@ def _of_world(world: Path, format: str | None) -> pd.DataFrame:
 
 
 def _read(name: str, rows: Iterator[tuple[int, Row]], format: str | None) -> pd.DataFrame:
-    checked = list(_checked_rows(name, rows, format))
-    if not checked:
+    first = next(rows, None)
+    if first is None:
         raise InputError(f"{name} holds no questions.")
+    format = format or detect_format(first[1])
+    stem = Path(name).stem if name != "the table" else "table"
+    dataset = stem if format == "table" else format
+    row_of: dict[tuple[str, str], int] = {}
+    checked = []
+    for number, row in chain([first], rows):
+        where, fields = f"{name}, row {number}", flat(row)
+        added = {key: fields[key] for key in ADDED if fields.get(key) not in (None, "", [])}
+        checked.append(_checked(where, FORMATS[format](fields, where) | added, row, dataset, number))
+        key = checked[-1]["dataset"], checked[-1]["id"]
+        if key in row_of:
+            raise InputError(f"{where}: the id {key[1]!r} is that of row {row_of[key]} too; ids must differ.")
+        row_of[key] = number
     table = _tidy(pd.DataFrame(checked))
     return table[[*FIRST_COLUMNS, *(column for column in table if column not in FIRST_COLUMNS)]]
 
@@ -149,8 +162,15 @@ def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]]]:
     """Return what to call the source, and its rows."""
     if isinstance(source, pd.DataFrame):
         refuse_repeated("The table", source.columns)
-        records = source.to_dict("records")
-        return "the table", enumerate((_from_frame(row) for row in records), start=1)
+        records = [{str(key): _plain(cell) for key, cell in row.items()} for row in source.to_dict("records")]
+        broken = next((row for row in records if not is_unicode(row)), None)
+        if broken is not None:
+            raise InputError(f"The table holds text that is not Unicode: {HALF_A_CHARACTER}, in {str(broken)[:80]!r}.")
+        # A frame fills columns that a row does not have; in a file they would not be there.
+        there = (
+            {key: cell for key, cell in row.items() if isinstance(cell, list) or not pd.isna(cell)} for row in records
+        )
+        return "the table", enumerate(there, start=1)
     if not isinstance(source, str | Path):
         raise InputError(f"Questions come from a file or a data frame, not from a {type(source).__name__}.")
     path = checked_path("source", source)
@@ -159,36 +179,10 @@ def _open(source: object) -> tuple[str, Iterator[tuple[int, Row]]]:
     return str(path), read_rows(path, "questions")
 
 
-def _from_frame(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """A data frame's row as a file would have it: lists instead of tuples and arrays, no missing cells."""
-    lists = {str(key): _plain(value) for key, value in row.items()}
-    if not is_unicode(lists):
-        raise InputError(f"The table holds text that is not Unicode: {HALF_A_CHARACTER}, in {str(lists)[:80]!r}.")
-    # A frame fills columns that a row does not have; in a file they would not be there.
-    return {key: value for key, value in lists.items() if isinstance(value, list) or not pd.isna(value)}
-
-
 def _plain(value: object) -> Any:
+    """Bring a cell of a data frame to what a file would hold: lists instead of tuples and arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _checked_rows(name: str, rows: Iterator[tuple[int, Row]], format: str | None) -> Iterator[dict[str, Any]]:
-    first = next(rows, None)
-    if first is None:
-        return
-    format = format or detect_format(first[1])
-    stem = Path(name).stem if name != "the table" else "table"
-    dataset = stem if format == "table" else format
-    row_of: dict[tuple[str, str], int] = {}
-    for number, row in chain([first], rows):
-        where = f"{name}, row {number}"
-        checked = _checked(where, adapt(format, row, where), row, dataset, number)
-        key = checked["dataset"], checked["id"]
-        if key in row_of:
-            raise InputError(f"{where}: the id {key[1]!r} is that of row {row_of[key]} too; ids must differ.")
-        row_of[key] = number
-        yield checked
 
 
 def _checked(where: str, row: Mapping[str, object], written: Row, dataset: str, number: int) -> dict[str, Any]:
@@ -356,12 +350,6 @@ def detect_format(row: Mapping[str, object]) -> str:
     if is_list:
         return "nq_open" if fields <= {"id", "question", "answer", *ADDED} else "table"
     return "hotpotqa" if {"type", "level", "supporting_facts"} & fields else "table"
-
-
-def adapt(name: str, row: Mapping[str, object], where: str) -> dict[str, object]:
-    """Bring a row of a format to the columns of a plain table."""
-    fields = flat(row)
-    return FORMATS[name](fields, where) | {key: fields[key] for key in ADDED if fields.get(key) not in (None, "", [])}
 
 
 def flat(row: Mapping[str, object]) -> dict[str, object]:

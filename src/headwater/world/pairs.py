@@ -7,7 +7,7 @@ text of the corpus said in that task.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.models.positions import Characters, characters
-from headwater.models.tokens import Tokenizer
 from headwater.options import checked_count, checked_flag, checked_name, checked_path, checked_seed
 from headwater.patching.metrics import Metric, logit_difference
 from headwater.world.tasks import TASKS, TWO_DIGITS, Line, Words, read_words
@@ -66,9 +65,26 @@ class PairedTask:
             return logit_difference(self.correct, self.wrong)
         if model.tokenizer is None:
             raise InputError("The task's answers are words, and the model has no tokenizer: load it with one.")
-        ids = torch.tensor(_single_tokens(model.tokenizer, TWO_DIGITS))
+        vocabulary = model.tokenizer.get_vocab()
+        missing = [year for year in TWO_DIGITS if year not in vocabulary]
+        if missing:
+            raise InputError(
+                f"The metric of 'greater_than' adds up the {len(TWO_DIGITS)} endings of years, and {len(missing)} of "
+                f"them, as {missing[0]!r}, are not one token of this model. Give a metric of your own."
+            )
+        # After the century, so without a space.
+        ids = torch.tensor([vocabulary[year] for year in TWO_DIGITS])
+
+        def year_difference(
+            logits: Float[Tensor, "row kept d_vocab"], start: Int[Tensor, " row"]
+        ) -> Float[Tensor, " row"]:
+            years = logits[:, -1].softmax(-1)[:, ids.to(logits.device)]
+            place = (start[:, None].cpu() == ids[None]).int().argmax(1).to(logits.device)
+            later = torch.arange(len(ids), device=logits.device)[None] > place[:, None]
+            return (years * later).sum(1) - (years * ~later).sum(1)
+
         starts = [int(ids[int(line.split(" to ")[0][-2:])]) for line in self.clean]
-        return Metric("year_difference", _later_minus_others(ids), answers=(starts,))
+        return Metric("year_difference", year_difference, answers=(starts,))
 
 
 @checked_call
@@ -96,7 +112,8 @@ def task(
     checked_flag("held_out", held_out)
     count = checked_count("examples", examples)
     rng = np.random.default_rng([checked_seed(seed), list(TASKS).index(name), held_out])
-    lines = list(_distinct(rng, name, _words(world), count, held_out))
+    words = world if isinstance(world, Words) else read_words(None if world is None else checked_path("world", world))
+    lines = list(_distinct(rng, name, words, count, held_out))
     roles = {role: [_places(line, role) for line in lines] for role in lines[0].roles}
     return PairedTask(
         name,
@@ -105,27 +122,9 @@ def task(
         tuple(line.corrupted for line in lines),
         tuple(line.correct[0] for line in lines),
         tuple(next(word for word in line.wrong if word not in line.correct) for line in lines),
-        roles | {"end": [_ends(line) for line in lines]},
+        roles | {"end": [(_last(line.clean), _last(line.corrupted)) for line in lines]},
         held_out,
     )
-
-
-def _single_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
-    """Return the token of each word that is after another without a space."""
-    vocabulary = tokenizer.get_vocab()
-    missing = [word for word in words if word not in vocabulary]
-    if missing:
-        raise InputError(
-            f"The metric of 'greater_than' adds up the {len(words)} endings of years, and {len(missing)} of them, as "
-            f"{missing[0]!r}, are not one token of this model. Give a metric of your own."
-        )
-    return [vocabulary[word] for word in words]
-
-
-def _words(world: str | Path | Words | None) -> Words:
-    if isinstance(world, Words):
-        return world
-    return read_words(None if world is None else checked_path("world", world))
 
 
 def _distinct(rng: np.random.Generator, name: str, words: Words, count: int, held_out: bool) -> Iterator[Line]:
@@ -154,15 +153,5 @@ def _found(text: str, word: str, which: int) -> Characters:
     return characters(start, stop)
 
 
-def _ends(line: Line) -> tuple[Characters, Characters]:
-    return characters(len(line.clean) - 1, len(line.clean)), characters(len(line.corrupted) - 1, len(line.corrupted))
-
-
-def _later_minus_others(ids: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    def year_difference(logits: Float[Tensor, "row kept d_vocab"], start: Int[Tensor, " row"]) -> Float[Tensor, " row"]:
-        years = logits[:, -1].softmax(-1)[:, ids.to(logits.device)]
-        place = (start[:, None].cpu() == ids[None]).int().argmax(1).to(logits.device)
-        later = torch.arange(len(ids), device=logits.device)[None] > place[:, None]
-        return (years * later).sum(1) - (years * ~later).sum(1)
-
-    return year_difference
+def _last(text: str) -> Characters:
+    return characters(len(text) - 1, len(text))

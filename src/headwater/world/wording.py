@@ -46,7 +46,8 @@ def wording_of(relation: str) -> Wording:
             words["target"] = relation.split("_to_")[-1].replace("_", " ")
 
             def filled(sentences: list[str], words: Mapping[str, str] = words) -> tuple[str, ...]:
-                return tuple(_replace(sentence, words) for sentence in sentences)
+                # {s} and {t}, subject and answer, stay.
+                return tuple(re.sub(r"{(\w+)}", lambda slot: words.get(slot[1], slot[0]), one) for one in sentences)
 
             questions = {name: filled(sentences) for name, sentences in entry["questions"].items()}
             return Wording(filled(entry["statements"]), questions)
@@ -92,12 +93,6 @@ def question_templates(relations: Sequence[str]) -> dict[str, str]:
             raise InputError(f"relations={shown(names)}: {shown(name)}is not the name of a relation.")
     sentences = {name: wording_of(name).questions["properties"][0] for name in names}
     return {name: prompt_of(fill(sentence, "{source}").text) for name, sentence in sentences.items()}
-
-
-def _replace(sentence: str, words: Mapping[str, str]) -> str:
-    for key, value in words.items():
-        sentence = sentence.replace("{" + key + "}", value)
-    return sentence
 
 
 @cache
