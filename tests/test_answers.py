@@ -16,7 +16,7 @@ from headwater.models.forward import now_reading
 from headwater.models.generation import Generated, end_tokens, generate_tokens
 from headwater.models.tokens import chat_text, encode
 from headwater.pathways.interventions import prompts_of
-from headwater.questions import answers, asking
+from headwater.questions import asking
 from headwater.questions.extract import exact_words, extractor_of
 from tests import chance
 from tests.ending import every_answer_ends

@@ -7,7 +7,7 @@ import pytest
 
 import headwater as hw
 from headwater.detection.detection import Detection
-from headwater.detection.fit import AnswerSet
+from headwater.detection.methods import AnswerSet
 from headwater.pathways import trace
 from headwater.pathways.attention_saliency import Saliency
 

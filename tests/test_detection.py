@@ -13,11 +13,10 @@ from sklearn.metrics import roc_auc_score
 
 import headwater as hw
 from headwater.detection import detection as detection_module
-from headwater.detection import fit as fitting
+from headwater.detection import methods
 from headwater.detection import reweighting as beginnings_module
 from headwater.detection.detection import NAMES, Detection, detect, evaluate
-from headwater.detection.fit import AnswerSet, DetectorSetup
-from headwater.detection.methods import CLASSIFIERS, METHODS, Detector, p_true
+from headwater.detection.methods import CLASSIFIERS, COUNTS, METHODS, AnswerSet, Detector, DetectorSetup, p_true
 from headwater.detection.reweighting import Beginnings, Reweighted, Reweighting, train_reweighting
 from headwater.errors import InputError, RunFolderError
 from headwater.patching.edge_knockout import Edges, knocked_out_states
@@ -136,7 +135,7 @@ def test_two_planted_modes_are_told_apart_by_the_gate_and_the_mixture_gains_from
     fitted = one.fit(0)
     scores = dict(zip(one.recipe.methods, fitted["scores"].numpy(), strict=True))
     train, _ = one.halves(0)
-    counts = dict(zip(fitting.COUNTS, fitted["counts"].tolist(), strict=True))
+    counts = dict(zip(COUNTS, fitted["counts"].tolist(), strict=True))
     assert counts["q_right"] + counts["q_wrong"] == pytest.approx(anchored[train].sum(), rel=0.3)
     assert float(fitted["gate_auc"][0]) > 0.85
     _, test = one.halves(0)
@@ -292,7 +291,7 @@ def test_the_gate_that_training_weighs_by_has_not_seen_the_answer_it_weighs(mode
         gates.append(inputs.gate.numpy())
         return train_reweighting(inputs, *rest, **options)
 
-    monkeypatch.setattr(fitting, "train_reweighting", noted)
+    monkeypatch.setattr(methods, "train_reweighting", noted)
     one.fit(0)
     train, _ = one.halves(0)
     z, groups = one.answered.z[train], [one.groups[i] for i in train]

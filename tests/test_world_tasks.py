@@ -9,8 +9,7 @@ from tools.world.model_folder import build_model
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.world.pairs import task
-from headwater.world.tasks import TASKS, read_words
+from headwater.world.tasks import TASKS, read_words, task
 from tests import chance, small_world
 from tests.planted_lookup import question_lookup
 from tests.small_world import SMALL

@@ -30,8 +30,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.detection.fit import COUNTS, AnswerSet, DetectorSetup, relations_of
-from headwater.detection.methods import METHODS, Detector, check_methods
+from headwater.detection.methods import (
+    COUNTS,
+    METHODS,
+    AnswerSet,
+    Detector,
+    DetectorSetup,
+    check_methods,
+    relations_of,
+)
 from headwater.detection.reweighting import Reweighting
 from headwater.errors import InputError, did_you_mean
 from headwater.models.hooked import HookedModel
@@ -39,6 +46,7 @@ from headwater.options import checked_flag, checked_layer, checked_name, checked
 from headwater.patching.edge_knockout import VARIANTS, VariantName
 from headwater.pathways.tables import span_logits
 from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.sources import HasDatasets
 from headwater.questions.states import ProbeSiteName, TokenName, check_probe_options
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
@@ -55,7 +63,7 @@ ONE_KIND = "trained on answers of one kind only in some mode: that expert is a c
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Detection(Result):
+class Detection(HasDatasets, Result):
     """How well each method detects wrong answers, and the detectors fitted on the first seed."""
 
     table: pd.DataFrame
@@ -78,11 +86,6 @@ class Detection(Result):
     dropped: pd.DataFrame
     """`dataset, cause, answers`: question sets that have too few right or wrong answers."""
     run: RunRecord
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the question sets."""
-        return tuple(dict.fromkeys(self.table["dataset"]))
 
     def detector(self, dataset: str | None = None) -> Detector:
         """Return the detector fitted on a question set (with the first seed): it can be saved, and scores new answers.
@@ -221,8 +224,8 @@ def detect(
         sets, dropped = _usable(model, answered, recipe, seeds)
         with run.bar("Detecting", "fit", len(sets) * seeds) as bar:
             fitted = list(run.pieces("fit", _one_after_another(sets, seeds), lambda one: one[0].fit(one[1]), bar))
-        keys = [(one.dataset, seed) for one in sets for seed in range(seeds)]
-        return _result(answered, sets, dict(zip(keys, fitted, strict=True)), dropped, run.record)
+        by_set = [fitted[start : start + seeds] for start in range(0, len(fitted), seeds)]
+        return _result(answered, list(zip(sets, by_set, strict=True)), dropped, run.record)
 
     return run_or_resume(Detection, "detect", model, options, work, out=out, progress=progress)
 
@@ -256,18 +259,16 @@ def _usable(
 
 def _result(
     answered: AnsweredQuestions,
-    sets: Sequence[AnswerSet],
-    pieces: Mapping[tuple[str, int], Mapping[str, Tensor]],
+    fitted: Sequence[tuple[AnswerSet, Sequence[Mapping[str, Tensor]]]],
     dropped: pd.DataFrame,
     run: RunRecord,
 ) -> Detection:
-    """Put together what `AnswerSet.fit` returned, by question set and seed."""
+    """Put together what `AnswerSet.fit` returned of every question set, by seed."""
     methods = list(run.options["methods"])
     tables, scores, fits = [], [], []
-    for answer_set in sets:
-        by_seed = {seed: piece for (dataset, seed), piece in pieces.items() if dataset == answer_set.dataset}
+    for answer_set, by_seed in fitted:
         parts = []
-        for seed, piece in by_seed.items():
+        for seed, piece in enumerate(by_seed):
             rows = piece["test"].numpy()
             named = {"dataset": answer_set.dataset, "seed": seed, "example": rows, "z": answered.z[rows]}
             parts.append(pd.DataFrame(named | dict(zip(methods, piece["scores"].numpy(), strict=True))))
@@ -276,12 +277,12 @@ def _result(
             fits.append({"dataset": answer_set.dataset, "seed": seed, "layer": int(piece["layer"]), **counts, **gate})
         scores += parts
         scored, questions = pd.concat(parts), answered.table["question"].iloc[answer_set.rows]
-        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in by_seed.values())
+        one_kind = any(bool((piece["counts"][1:] == 0).any()) for piece in by_seed)
         notes = {"mop": ONE_KIND, "random_gate": ONE_KIND} if one_kind else {}
         notes |= answer_set.notes() | _span_note(answer_set, scored, questions)
         tables.append(evaluate(scored, questions, methods, notes))
-    first = [pieces[answer_set.dataset, 0] for answer_set in sets]
-    n_layers = sets[0].model.shape.n_layers
+    first = [by_seed[0] for _, by_seed in fitted]
+    n_layers = fitted[0][0].model.shape.n_layers
     # l* differs between sets; beyond it α is NaN.
     alphas = [
         torch.nn.functional.pad(alpha, (0, 0, 0, n_layers - alpha.shape[1]), value=torch.nan)

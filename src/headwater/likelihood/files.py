@@ -45,14 +45,13 @@ from headwater.likelihood.statistics import (
     NOT_UNICODE,
     NOTHING_BEFORE,
     LongName,
-    as_unicode,
     check_texts,
-    first_scored,
+    scored_tokens,
     token_statistics,
 )
 from headwater.models.gradients import parameter_gradient_norms
 from headwater.models.hooked import check_model
-from headwater.models.tokens import chats_written, encode
+from headwater.models.tokens import chats_written
 from headwater.options import checked_flag, checked_name, checked_number, checked_path, checked_several, shown
 from headwater.progress import progress_bar
 from headwater.runs.analysis import Run, run_or_resume
@@ -155,8 +154,7 @@ def score_file(
         gradient_norm: also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
         long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
         stride: how many new tokens each further window scores. Default: half the context.
-        precision: how a CUDA device multiplies float32 states with W_U, "highest" with all bits or "high" in fewer
-            tensor-core products. It matters to float32 models and to lenses; elsewhere both are the same.
+        precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
         batch_size: texts in one run of the model.
         progress: show a bar.
         out: a folder for the result. An interrupted run, repeated with it, continues.
@@ -258,26 +256,18 @@ def gradient_norms(
     listed = chats_written(checked_several("texts", texts, "a list of texts"), model.tokenizer)
     check_texts(model, listed)
     # All texts before the first run: one that is too long is refused at once.
-    ids = [_ids(model, text, index) for index, text in enumerate(listed)]
+    read = [scored_tokens(model, text, None, index) for index, text in enumerate(listed)]
+    for index, (ids, _) in enumerate(read):
+        if len(ids) > model.shape.n_ctx:
+            raise InputError(
+                f"Text {index} has {len(ids):,} tokens; the model reads at most {model.shape.n_ctx:,}, and a gradient "
+                "is that of the whole text."
+            )
     means = np.full(len(listed), np.nan)
     with progress_bar(progress, len(listed), desc="Gradients", unit="text") as bar:
-        for index, tokens in enumerate(ids):
-            if scored := range(first_scored(model, tokens), len(tokens)):
-                norms = parameter_gradient_norms(model, tokens, scored, order)
+        for index, (ids, scored) in enumerate(read):
+            if scored:
+                norms = parameter_gradient_norms(model, ids, scored, order)
                 means[index] = np.mean(list(norms.values()))
             bar.update(1)
     return means
-
-
-def _ids(model: HookedModel, text: str, index: int) -> list[int]:
-    """The tokens of a text; none of what `token_statistics` does not score."""
-    if not text or as_unicode(text) != text:
-        return []
-    assert model.tokenizer is not None
-    ids, _ = encode(model.tokenizer, text, model.bos)
-    if len(ids) > model.shape.n_ctx:
-        raise InputError(
-            f"Text {index} has {len(ids):,} tokens; the model reads at most {model.shape.n_ctx:,}, and a gradient is "
-            "that of the whole text."
-        )
-    return ids

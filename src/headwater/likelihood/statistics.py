@@ -250,8 +250,7 @@ def _windows(
     for index, text in enumerate(texts):
         span = _checked_span(spans[index], text, index) if spans is not None else None
         content = as_unicode(text)
-        # Half a character cannot be encoded as UTF-8: scored as "?" it would be another text.
-        ids, positions = _tokens(model, text, span, index) if content == text else ([], [])
+        ids, positions = scored_tokens(model, text, span, index)
         cut = _cut(model, index, ids, positions, long, stride)
         n_tokens = len(ids) - _begun(model, ids)
         note = ""
@@ -274,10 +273,11 @@ def _windows(
     return pd.DataFrame({name: [one[name] for one in described] for name in described[0]}), windows
 
 
-def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list[int], list[int]]:
-    """Return a text's token ids, and the places of those to score: in the span, and not the first."""
+def scored_tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list[int], list[int]]:
+    """Return a text's token ids, and the places of those to score: in the span, after what every text begins with."""
     assert model.tokenizer is not None
-    if not text:
+    # Half a character cannot be encoded as UTF-8: scored as "?" it would be another text.
+    if not text or as_unicode(text) != text:
         return [], []
     ids, offsets = encode(model.tokenizer, text, model.bos)
     positions: Iterable[int] = range(len(ids))
@@ -293,12 +293,8 @@ def _tokens(model: HookedModel, text: str, span: Span, index: int) -> tuple[list
         raise InputError(
             f"Text {index} has the token {outside[0]}, outside the model's vocabulary of {model.shape.d_vocab}."
         )
-    return ids, [place for place in positions if place >= first_scored(model, ids)]
-
-
-def first_scored(model: HookedModel, ids: list[int]) -> int:
-    """Return the first position that can be scored: after what every text begins with, and never 0."""
-    return max(1, _begun(model, ids))
+    first = max(1, _begun(model, ids))
+    return ids, [place for place in positions if place >= first]
 
 
 def _begun(model: HookedModel, ids: list[int]) -> int:

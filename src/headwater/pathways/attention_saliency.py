@@ -49,6 +49,7 @@ from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_name, resolve_indices, shown
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.sources import HasDatasets
 from headwater.questions.states import PROBE_SITES, PROBE_TOKENS, probe_positions
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Saliency(Result):
+class Saliency(HasDatasets, Result):
     """How much the probe depends on the attention paid to the exact question tokens, per example."""
 
     table: pd.DataFrame
@@ -76,11 +77,6 @@ class Saliency(Result):
     target: LossName
     """The target that figures and `of` show by default."""
     run: RunRecord
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the question sets, in the order of the table."""
-        return tuple(dict.fromkeys(self.table["dataset"]))
 
     def of(self, target: LossName | None = None) -> pd.DataFrame:
         """Return the rows of one target, by default the one requested.

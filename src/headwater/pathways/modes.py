@@ -243,14 +243,7 @@ def _peaks(means: NDArray[np.float64], spreads: NDArray[np.float64], weights: ND
 
 # What every intervention does on average: flips, ΔP and logit change by layer, for all examples and by mode.
 #
-# One long table. A row is of an intervention, a way to split, a group and a layer:
-#
-# intervention   EXACT, WINDOWED, EXACT_ON_RANDOM_ROWS, RANDOM, ... (`interventions`)
-# split_by       how examples are grouped (`modes`); "not split" where all are one group
-# group          "all", or one of the two modes
-# layer          the layer whose probe is read; missing where each fit's own l* is
-#
-# The tables that figures and reports ask for are rows of it: `curves_of`, `controls_of`.
+# One long table (`Pathways.mean_effects`); what figures and reports ask for are rows of it: `curves_of`, `controls_of`.
 
 
 ALL, UNSPLIT = "all", "not split"
@@ -258,7 +251,7 @@ FEWEST = 10
 """With fewer examples a mean gets no interval."""
 VALUES = ("flip_rate", "delta_p", "delta_logit")
 KEYS = ["dataset", "intervention", "split_by", "group", "layer"]
-NUMBERS = ["examples", *(f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")), "share"]
+MEASURES = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
 Splits: TypeAlias = Mapping[str, Bool[np.ndarray, "seed layer example"] | None]
 """Who is Q-anchored, for each way to split; None puts all into one group."""
 
@@ -284,7 +277,7 @@ def mean_effects_of(
     splits = splits_of(at_best[EXACT], np.zeros_like(best), windowed is not None)
     tables.append(_each(at_best, splits, draws, randomly=True).assign(layer=None))
     together = pd.concat([table.astype({"layer": "Int64"}) for table in tables], ignore_index=True)
-    return together[[*KEYS[1:], *NUMBERS]]
+    return together[[*KEYS[1:], "examples", *MEASURES, "share"]]
 
 
 def _each(pooled: Mapping[str, ModeEffects], splits: Splits, draws: Bootstrap, *, randomly: bool) -> pd.DataFrame:
@@ -362,7 +355,7 @@ def _split_for_controls(splits: Collection[str]) -> str:
 def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     """Return the rows by mode of the knockout (in windows, where these were requested) and of the random split.
 
-    They are rows of what `mean_effects_of` returned; `at_best`: those at l*, where no window is, without a layer.
+    `at_best`: those at l*, where no window is, without a layer.
 
     Returns:
         `dataset, split_by, mode, layer, examples, delta_p, delta_logit` with their intervals, and `share`.
@@ -370,22 +363,19 @@ def curves_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
     of_layers = not at_best and (table["intervention"] == WINDOWED).any()
     knockout = (table["intervention"] == (WINDOWED if of_layers else EXACT)) & (table["split_by"] != UNSPLIT)
     rows = table[knockout | (table["split_by"] == RANDOM_SPLIT)].rename(columns={"group": "mode"})
-    values = [f"{name}{end}" for name in VALUES[1:] for end in ("", "_low", "_high")]
-    return _at(rows, at_best, ["dataset", "split_by", "mode", "layer", "examples", *values, "share"])
+    changes = [name for name in MEASURES if not name.startswith("flip_rate")]
+    return _at(rows, at_best, ["dataset", "split_by", "mode", "layer", "examples", *changes, "share"])
 
 
 def controls_of(table: pd.DataFrame, *, at_best: bool) -> pd.DataFrame:
-    """Return the rows of every intervention without a window, of all examples and by mode.
-
-    They are rows of what `mean_effects_of` returned; `at_best`: those at l*, without a layer.
+    """Return the rows of every intervention without a window, of all examples and by mode; `at_best`: those at l*.
 
     Returns:
         `dataset, intervention, group, layer, examples, flip_rate, delta_p, delta_logit`, with their intervals.
     """
     split = table["split_by"].isin([UNSPLIT, _split_for_controls(set(table["split_by"]))])
     rows = table[split & (table["intervention"] != WINDOWED)]
-    values = [f"{name}{end}" for name in VALUES for end in ("", "_low", "_high")]
-    return _at(rows, at_best, ["dataset", "intervention", "group", "layer", "examples", *values])
+    return _at(rows, at_best, ["dataset", "intervention", "group", "layer", "examples", *MEASURES])
 
 
 def _at(rows: pd.DataFrame, at_best: bool, columns: Sequence[str]) -> pd.DataFrame:

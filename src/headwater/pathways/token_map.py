@@ -32,6 +32,7 @@ from headwater.pathways.effects import Halves, each_half, halves
 from headwater.pathways.tables import span_logits
 from headwater.probes.linear import States, fit_linear, read_linear
 from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.sources import HasDatasets
 from headwater.questions.states import MAP_TOKENS, ProbeSiteName, check_probe_options, probe_positions, states_at
 from headwater.questions.words import span_shapes
 from headwater.runs.analysis import Run, run_or_resume
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ProbeMap(Result):
+class ProbeMap(HasDatasets, Result):
     """How well a probe detects wrong answers, by token and layer."""
 
     table: pd.DataFrame
@@ -55,11 +56,6 @@ class ProbeMap(Result):
     spans: pd.DataFrame
     """A row per question set: `dataset, auc, low, high` of the exact answer's length and place alone."""
     run: RunRecord
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the question sets."""
-        return tuple(dict.fromkeys(self.table["dataset"]))
 
     def summary(self) -> pd.DataFrame:
         """Return a row per question set and token: its best layer, and the AUC there with its interval and control.

@@ -34,6 +34,7 @@ from headwater.pathways.report import findings_of, report_of, summary_of
 from headwater.pathways.tables import stacked, tables_of
 from headwater.probes.linear import FOLDS, Probe, Probes, States, fit_probes, with_halves
 from headwater.questions.answers import AnsweredQuestions, check_answered
+from headwater.questions.sources import HasDatasets
 from headwater.questions.states import BEFORE, ProbeSiteName, TokenName, check_probe_options
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
@@ -49,7 +50,7 @@ POOLED_ROWS = 1000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Pathways(Result):
+class Pathways(HasDatasets, Result):
     """Where the truthfulness signal of a model comes from, on each question set. All logits are of z = 1, "wrong"."""
 
     table: pd.DataFrame
@@ -115,11 +116,6 @@ class Pathways(Result):
     def controls_at_best(self) -> pd.DataFrame:
         """The same at l* of each fit, by `dataset, intervention, group`."""
         return controls_of(self.mean_effects, at_best=True)
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the question sets, in the order of the table."""
-        return tuple(dict.fromkeys(self.auc["dataset"]))
 
     @property
     def probes(self) -> Probes:

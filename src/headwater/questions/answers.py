@@ -40,7 +40,7 @@ from headwater.questions.asking import SLOT, Example, Frame, WrittenAnswer, answ
 from headwater.questions.endpoint import FailureLimit, workers_of
 from headwater.questions.extract import Extractor, call_extractor_on, extractor_of
 from headwater.questions.labels import CONTAINS, NO_VERDICT, Label, Verdict, check_label, is_refusal, match, verdict
-from headwater.questions.sources import SPAN_COLUMNS, Questions, columns_found
+from headwater.questions.sources import SPAN_COLUMNS, HasDatasets, Questions, columns_found
 from headwater.questions.words import Span, continuation_offsets, normalised_words, shifted, tokens_of
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AnsweredQuestions(Result):
+class AnsweredQuestions(HasDatasets, Result):
     """What a model answered, with labels and exact tokens."""
 
     table: pd.DataFrame
@@ -71,11 +71,6 @@ class AnsweredQuestions(Result):
     """`dataset, id, question, answer, cause`: a row per question that could not be used, with what the model said (""
     where it was not asked), and why."""
     run: RunRecord
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the question sets, in the order of the table."""
-        return tuple(dict.fromkeys(self.table["dataset"]))
 
     @property
     def z(self) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -201,13 +202,10 @@ def ask(
     """
     tokenizer: Any = model.tokenizer
     ends = answer_ends(model)
-    end_cache = dict.fromkeys(ends, True)
 
+    @cache  # decoded once per token of the vocabulary: a line break may be one part of many tokens
     def is_end(token: int) -> bool:
-        if token not in end_cache:
-            # Decoded once per token of the vocabulary: a line break may be one part of many tokens.
-            end_cache[token] = until == "line" and "\n" in tokenizer.decode([token])
-        return end_cache[token]
+        return token in ends or (until == "line" and "\n" in tokenizer.decode([token]))
 
     # Never cut: a shortened prompt asks another question.
     fitting = [place for place, tokens in prompts.items() if len(tokens) + max_new_tokens <= model.shape.n_ctx]

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from headwater.errors import InputError
 from headwater.options import checked_count, checked_number, shown
@@ -159,25 +159,23 @@ class FailureLimit:
 
     def map(self, ask: Callable[[T], U], things: Sequence[T], workers: int = 1) -> list[U | None]:
         """Ask about each thing, `workers` at a time; None for what brought no reply."""
-        failures: list[NoReplyError] = []
 
-        def one(thing: T) -> tuple[bool, Any]:
+        def one(thing: T) -> U | NoReplyError:
             try:
-                return True, ask(thing)
+                return ask(thing)
             except NoReplyError as error:
-                failures.append(error)
-                return False, None
+                return error
 
         if workers == 1:  # nothing is asked after what fails
             replies = [one(thing) for thing in things]
         else:
             with ThreadPoolExecutor(max_workers=workers) as pool:
                 replies = list(pool.map(one, things))
-        for heard, _ in replies:
-            self._unheard = 0 if heard else self._unheard + 1
+        for reply in replies:
+            self._unheard = self._unheard + 1 if isinstance(reply, NoReplyError) else 0
         if self._unheard >= SILENT:
             raise InputError(
-                f"Nothing replied {self._unheard} times in a row: {failures[-1]} Earlier replies are kept where "
+                f"Nothing replied {self._unheard} times in a row: {replies[-1]} Earlier replies are kept where "
                 "out= names a folder: the same call goes on from there."
             )
-        return [found for _, found in replies]
+        return [None if isinstance(reply, NoReplyError) else reply for reply in replies]

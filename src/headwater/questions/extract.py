@@ -179,17 +179,13 @@ def agreement(
         {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
     ]
     named = named.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=named.index, dtype=object))
-    rows: list[dict[str, object]] = []
+    tables = []
     for title, spans in ((name, extracted), (WHOLE, whole)):
         columns = zip(named["subject"], named["property"], named["answer"], spans, strict=True)
-        compared = pd.DataFrame([_compared(*row) for row in columns])
-        each = compared.groupby(named["dataset"].to_numpy(), sort=False)
-        counts, means = each.size(), each.mean()
-        rows += [
-            {"dataset": dataset, "extractor": title, "questions": int(counts[dataset])} | means.loc[dataset].to_dict()
-            for dataset in counts.index
-        ]
-    return pd.DataFrame(rows)
+        each = pd.DataFrame([_compared(*row) for row in columns]).groupby(named["dataset"].to_numpy(), sort=False)
+        counted = pd.DataFrame({"extractor": title, "questions": each.size()})
+        tables.append(counted.join(each.mean()).rename_axis("dataset").reset_index())
+    return pd.concat(tables, ignore_index=True)
 
 
 def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]:

@@ -44,19 +44,25 @@ WORLD_SETS = ("properties", "paraphrased", "natural", "multi_hop")
 Source = str | Path | pd.DataFrame
 
 
+class HasDatasets:
+    """What has a table of one or several question sets."""
+
+    table: pd.DataFrame
+
+    @property
+    def datasets(self) -> tuple[str, ...]:
+        """The names of the question sets, in the order of the table."""
+        return tuple(dict.fromkeys(self.table["dataset"]))
+
+
 @dataclass(frozen=True)
-class Questions:
+class Questions(HasDatasets):
     """One or several question sets."""
 
     table: pd.DataFrame
     """dataset, id, question, answers (tuple), subject and property (tuples of spans, empty where not given), and
     whatever else the file holds."""
     source: str = ""
-
-    @property
-    def datasets(self) -> tuple[str, ...]:
-        """The names of the sets, in the order of the table."""
-        return tuple(dict.fromkeys(self.table["dataset"]))
 
     def select(self, dataset: str) -> Questions:
         """Return one of the sets."""
@@ -248,30 +254,24 @@ def _as_text(value: object) -> str | None:
 
 # The public question sets, each in its own file format, brought to the columns of a plain question table.
 #
-# - popqa (subj and prop, or s_pop): the question is `question`, accepted answers possible_answers (a list, or its JSON
-#   text); kept: prop as relation, s_pop as popularity, s_pop, o_pop, subj, obj; the exact tokens from its 16 wordings.
-# - triviaqa (Question, Answer (also unfiltered and reading comprehension: an array under "Data")): the question is
-#   `Question`, accepted answers Answer.Value, Answer.Aliases; kept: QuestionId as id.
-# - triviaqa (question, answer: an object with value and aliases (or its JSON text)): the question is `question`,
-#   accepted answers answer.value, answer.aliases; kept: question_id as id.
-# - triviaqa (question, value, aliases): the question is `question`, accepted answers value, aliases; kept: question_id
-#   as id.
-# - hotpotqa (answer, one text, beside type, level or supporting_facts): the question is `question`, accepted answers
-#   answer; kept: _id as id, type, level.
-# - nq_open (answer, a list (or its JSON text), and no other column): the question is `question`, accepted answers
-#   answer.
-# - table (anything else): the question is `question`, accepted answers answers, answer or golden_answers; kept: all
-#   columns.
+# format     recognised by                              accepted answers                   kept
+# popqa      subj and prop, or s_pop                    possible_answers (a list, or its   prop as relation, s_pop as
+#                                                       JSON text)                         popularity, s_pop, o_pop,
+#                                                                                          subj, obj; the exact tokens
+# triviaqa   Question and Answer; in small letters,     Answer.Value and Answer.Aliases    QuestionId as id
+#            or value and aliases beside the question
+# hotpotqa   answer, one text, beside type, level or    answer                             _id as id, type, level
+#            supporting_facts
+# nq_open    answer, a list (or its JSON text), alone   answer
+# table      anything else                              the first of `ANSWER_COLUMNS`      all columns
 #
 # A copy that keeps a set's own fields under "metadata" and its answers under "golden_answers" is read like the
 # original. Columns that somebody added to a set's rows (`ADDED`) are kept, and go before what the format says itself.
 # PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang et al., EMNLP 2018. NQ-open: Lee et
 # al., ACL 2019.
 #
-# PopQA asks each of its 16 properties in one wording, so the exact tokens of its questions can be read off.
-#
-# Mallen et al., "When Not to Trust Language Models", ACL 2023. In each wording below, `{s}` is where the subject is
-# and square brackets mark the words that name the property.
+# PopQA asks each of its 16 properties in one wording, so the exact tokens of its questions can be read off. In each
+# wording below, `{s}` is where the subject is and square brackets mark the words that name the property.
 
 
 WORDINGS = {
