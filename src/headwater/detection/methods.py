@@ -201,11 +201,6 @@ def question_features(table: pd.DataFrame, relations: Sequence[str]) -> NDArray[
     return np.stack([*columns, *((named == relation).astype(np.float64) for relation in relations)], axis=1)
 
 
-def question_columns(table: pd.DataFrame) -> list[str]:
-    """Return which of the columns that `question` goes by the table has, with values that differ."""
-    return [name for name in ("relation", *QUESTION_NUMBERS) if name in table and table[name].nunique() > 1]
-
-
 def p_true(
     model: HookedModel,
     answered: AnsweredQuestions,
@@ -342,8 +337,9 @@ class AnswerSet:
 
     def notes(self) -> dict[str, str]:
         """Return why a method has no score here, by method."""
-        notes = {}
-        if not question_columns(self.answered.table):
+        notes, table = {}, self.answered.table
+        known = (name for name in ("relation", *QUESTION_NUMBERS) if name in table)
+        if not any(table[name].nunique() > 1 for name in known):
             notes["question"] = "the questions have no relation, popularity or depth that differs"
         try:
             truth_tokens(self.model)

@@ -24,7 +24,7 @@ from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.tokens import ChatText, encode, token_span
 from headwater.options import checked_name, shown
 from headwater.questions.asking import CHAT, PROMPT, SLOT, AnswerText, Frame, Messages, answer_texts, question_frame
-from headwater.questions.labels import LABEL, Judge, check_judge, label_score, scores_of
+from headwater.questions.labels import LABEL, Judge, label_score, scores_of
 from headwater.runs.analysis import Run
 
 if TYPE_CHECKING:
@@ -346,7 +346,10 @@ def plan_of(graph: DepthGraph, answers: str | None, judge: Judge, span: str, alo
     """
     if answers is not None:
         checked_name("answers", answers, SOURCES)
-    check_judge(judge)
+    if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
+        raise InputError(
+            f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
+        )
     usable = alone or answers == DATA
     has_answers = usable and graph.table["model_answer"].notna().any()
     has_scores = usable and graph.table["score"].notna().any()

@@ -18,7 +18,7 @@ from numpy import ndarray
 
 from headwater.runs.result import each_row
 from headwater.stats.discrimination import spearman
-from headwater.stats.resample import NOTHING, Bootstrap, Interval, interval
+from headwater.stats.resample import Bootstrap, Interval, interval
 
 SPANS = {
     "question": "the question",
@@ -282,22 +282,7 @@ def between_equal_lengths(
 ) -> Interval:
     """Return the difference of two depths' means within lengths, weighted by the smaller number of nodes."""
     has = ~np.isnan(values)
-    lengths = _lengths(tokens)
-    shared = np.intersect1d(lengths[(depth == a) & has], lengths[(depth == b) & has])
-    if not len(shared):
-        return NOTHING
-    sums, counts = [], []
-    for one in (a, b):
-        cells = [(depth == one) & has & (lengths == length) for length in shared]
-        sums.append(np.stack([graphs.sums(np.where(cell, values, 0.0)) for cell in cells], axis=1))
-        counts.append(np.stack([graphs.sums(cell.astype(float)) for cell in cells], axis=1))
-
-    (count_a, count_b), (sum_a, sum_b) = ([graphs.counts @ part for part in parts] for parts in (counts, sums))
-    # The smaller count: a length that one depth hardly has would be mostly the other's noise.
-    weight = np.minimum(count_a, count_b)
-    apart = sum_b / np.maximum(count_b, 1) - sum_a / np.maximum(count_a, 1)
-    total = weight.sum(axis=1)
-    return interval(np.where(total > 0, (weight * apart).sum(axis=1) / np.maximum(total, 1), math.nan))
+    return interval(graphs.difference_within(_lengths(tokens), values, (depth == a) & has, (depth == b) & has))
 
 
 def rank_correlation(x: Float[ndarray, " node"], y: Float[ndarray, " node"], graphs: Bootstrap) -> Interval:

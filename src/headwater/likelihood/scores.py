@@ -371,17 +371,13 @@ def _means_like(
     if not isinstance(other, TextStatistics):
         raise InputError(f"{name} must be what hw.token_statistics returns, found a {type(other).__name__}.")
     same = str.endswith if name == "prefixed" else str.__eq__
-    differing = (
-        [i for i, (a, b) in enumerate(zip(other.texts["content"], contents, strict=True)) if not same(a, b)]
-        if len(other.texts) == len(contents)
-        else [min(len(other.texts), len(contents))]
-    )
-    if len(differing):
+    pairs = list(zip(other.texts["content"], contents, strict=False))
+    differing = [place for place, pair in enumerate(pairs) if not same(*pair)]
+    if differing or len(other.texts) != len(contents):
         words = {"lowercased": "the lowercased texts", "prefixed": "the same texts after a prefix"}
         wanted = words.get(name, "the same texts")
-        raise InputError(
-            f"The statistics given as {name}= are not of {wanted}: they differ from text {differing[0]} on."
-        )
+        first = differing[0] if differing else len(pairs)
+        raise InputError(f"The statistics given as {name}= are not of {wanted}: they differ from text {first} on.")
     if "layer" in other.table and "layer" not in stats.table:
         raise InputError(
             f"The statistics given as {name}= have layers, the others have not; use layers='final' in both."

@@ -369,16 +369,13 @@ def _measure_windows(
     parts = []
 
     def run(group: Sequence[_Window]) -> None:
-        width = len(group[-1].ids)
-        tokens = torch.tensor([window.ids + [pad] * (width - len(window.ids)) for window in group])
-        lengths = torch.tensor([len(window.ids) for window in group])
+        batch = Batch.of([window.ids for window in group], pad).named(window.text for window in group)
         places = [(row, place) for row, window in enumerate(group) for place in window.scored]
         rows, columns = torch.tensor(places).T
-        batch = Batch(tokens, torch.arange(width) < lengths[:, None]).named(window.text for window in group)
         assert measure is not None
         found = measure(batch, rows, columns)
         text, shift = (torch.tensor([getattr(w, name) for w in group])[rows] for name in ("text", "shift"))
-        parts.append(found | {"text": text, "position": columns + shift, "token_id": tokens[rows, columns]})
+        parts.append(found | {"text": text, "position": columns + shift, "token_id": batch.tokens[rows, columns]})
         bar.update(len(group))
 
     for rows in by_length([len(window.ids) for window in windows], batch_size):

@@ -45,7 +45,7 @@ from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_tex
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
-from headwater.models.tokens import by_length
+from headwater.models.tokens import Batch, by_length
 from headwater.options import checked_count, checked_name, resolve_indices, shown
 from headwater.probes.linear import Probe
 from headwater.questions.answers import AnsweredQuestions, check_answered
@@ -270,10 +270,10 @@ def _measure(
     shape = (len(rows), len(spec.layers))
     results = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name in spec.edges}
     results["logit"] = torch.empty(len(rows), dtype=torch.float64)
-    # One probe reads a batch, so rows of different folds are not mixed.
-    by_fold = [np.flatnonzero(fold == place).tolist() for place in np.unique(fold)]
     cut = []
-    for part in by_fold:
+    # One probe reads a batch, so rows of different folds are not mixed.
+    for place in np.unique(fold):
+        part = np.flatnonzero(fold == place).tolist()
         # Rows that are read from about the same place on, and are of about equal length.
         dealt = by_length([len(rows[i].tokens) for i in part], batch_size, before=[rows[i].first for i in part])
         cut += [[part[i] for i in batch] for batch in dealt]
@@ -410,10 +410,9 @@ def measure_batch(
     device = model.device
     earliest = min(row.first for row in rows)
     first = earliest if earliest - shared >= BEFORE_A_GRAPH else shared
-    width = max(len(row.tokens) for row in rows)
     # Token 0 after the end of shorter rows: nothing before it sees it, and no gradient comes from it.
-    tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)
-    reads = torch.tensor([len(row.tokens) - 1 for row in rows], device=device)
+    batch = Batch.of([row.tokens for row in rows], pad=0)
+    tokens, reads, width = batch.tokens.to(device), (batch.lengths - 1).to(device), batch.tokens.shape[1]
     before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
     keys, edges = _edges(rows, first, width, spec.edges, device)
     # So many rows that the graphs of all layers fit: with more, the lower layers would run a second time.

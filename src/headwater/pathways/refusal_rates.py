@@ -191,15 +191,7 @@ def _row(subset: pd.DataFrame, column: str, control: str) -> dict[str, int | flo
     if is_q.any() and not is_q.all():
         draws = Bootstrap.of(subset["question"])
         q, a = (interval(draws.mean(np.where(mode, refused, np.nan))) for mode in (is_q, ~is_q))
-        total, weights = np.zeros(len(draws.counts)), np.zeros(len(draws.counts))
-        for stratum in np.unique(strata):
-            cells = [(strata == stratum) & mode for mode in (is_q, ~is_q)]
-            counts = [draws.counts @ draws.sums(cell.astype(float)) for cell in cells]
-            sums = [draws.counts @ draws.sums(np.where(cell, refused, 0.0)) for cell in cells]
-            weight = np.minimum(*counts)
-            apart = sums[1] / np.maximum(counts[1], 1) - sums[0] / np.maximum(counts[0], 1)
-            total, weights = total + weight * apart, weights + weight
-        difference = interval(np.where(weights > 0, total / np.maximum(weights, 1e-9), np.nan))
+        difference = interval(draws.difference_within(strata, refused, is_q, ~is_q))
     for name, estimate in (("q_refused", q), ("a_refused", a), ("difference", difference)):
         row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
     return row

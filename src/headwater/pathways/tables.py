@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.special import logit as log_odds
 
-from headwater.pathways.effects import Effects, each_half
+from headwater.pathways.effects import Effects, Halves, each_half
 from headwater.pathways.interventions import EXACT, EXACT_ON_RANDOM_ROWS, RANDOM
 from headwater.pathways.modes import (
     MODES,
@@ -250,9 +250,7 @@ LONG = 8
 PerExample = Float[np.ndarray, "seed example"]
 
 
-def relation_logits(
-    relations: NDArray[np.object_], z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]
-) -> PerExample:
+def relation_logits(relations: NDArray[np.object_], z: NDArray[np.int64], half: Halves) -> PerExample:
     """Return the log-odds of a wrong answer by relation, counted in the other half, one of each kind added."""
     logits = np.empty(half.shape)
     for seed, train, test in each_half(half):
@@ -265,7 +263,7 @@ def relation_logits(
 
 
 def relation_answer_logits(
-    relations: NDArray[np.object_], answers: Iterable[str], z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]
+    relations: NDArray[np.object_], answers: Iterable[str], z: NDArray[np.int64], half: Halves
 ) -> PerExample:
     """Return the log-odds of a wrong answer by relation and answer, counted in the other half.
 
@@ -282,24 +280,19 @@ def relation_answer_logits(
 
 
 def aware_logits(
-    states: States,
-    flips: Bool[np.ndarray, "seed example"],
-    half: Int[np.ndarray, "seed example"],
-    best: Int[np.ndarray, "seed example"],
+    states: States, flips: Bool[np.ndarray, "seed example"], half: Halves, best: Int[np.ndarray, "seed example"]
 ) -> PerExample:
     """Predict from the untouched state at l* who is Q-anchored; NaN where the other half has too few of a mode."""
     # One fit measures all of a half, so that its first example says which layer is l*.
     return _from_other_half(lambda seed, here: states[int(best[seed, here[0]])].double().numpy(), flips, half)
 
 
-def logit_baseline(
-    logits: PerExample, flips: Bool[np.ndarray, "seed example"], half: Int[np.ndarray, "seed example"]
-) -> PerExample:
+def logit_baseline(logits: PerExample, flips: Bool[np.ndarray, "seed example"], half: Halves) -> PerExample:
     """Predict the same from the truth probe's logit at l* and its size alone."""
     return _from_other_half(lambda seed, here: np.stack([logits[seed], np.abs(logits[seed])], 1), flips, half)
 
 
-def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray, "seed example"]) -> PerExample:
+def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Halves) -> PerExample:
     """Predict a wrong answer from the length and place of its exact tokens (`span_shapes`), each count by itself."""
     # Each count by itself: a slope could not say that two tokens are right more often than one or three.
     counts = [shapes[name].clip(0, LONG).to_numpy()[:, None] == np.arange(LONG + 1) for name in SHAPES]
@@ -310,7 +303,7 @@ def span_logits(shapes: pd.DataFrame, z: NDArray[np.int64], half: Int[np.ndarray
 def _from_other_half(
     features: Callable[[int, NDArray[np.int64]], Float[np.ndarray, "example feature"]],
     flips: Bool[np.ndarray, "seed example"],
-    half: Int[np.ndarray, "seed example"],
+    half: Halves,
 ) -> PerExample:
     result = np.full(flips.shape, np.nan)
     for seed, train, test in each_half(half):
@@ -324,7 +317,7 @@ def _from_other_half(
 def compare(
     draws: Bootstrap,
     truth: NDArray[np.bool_] | NDArray[np.int64],
-    half: Int[np.ndarray, "seed example"],
+    half: Halves,
     scores: Mapping[str, PerExample],
     question: str,
 ) -> pd.DataFrame:
@@ -349,7 +342,7 @@ def compare(
 
 
 def _mean_auc(
-    draws: Bootstrap, truth: NDArray[np.int64], half: Int[np.ndarray, "seed example"], scores: PerExample
+    draws: Bootstrap, truth: NDArray[np.int64], half: Halves, scores: PerExample
 ) -> Float[np.ndarray, " draw"]:
     """Average the AUCs of each half of each seed, as far as they are defined."""
     aucs, expected = [], np.broadcast_to(truth, half.shape)

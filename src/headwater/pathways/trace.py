@@ -194,12 +194,7 @@ class Pathways(HasDatasets, Result):
     ) -> Axes | Figure:
         """Draw ΔP against the layer: on `ax` with a small legend below, or as a figure of its own.
 
-        Args:
-            ax: where to draw.
-            title: in place of the figure's own.
-            figsize: of a new figure, width and height in inches.
-            split_by: see `headwater.figures.delta_p`.
-            value: `delta_p` or `delta_logit`.
+        `split_by` is as of `headwater.figures.delta_p`; `value` is `delta_p` or `delta_logit`.
         """
         return self._drawn(ax, title, figsize, split_by=split_by, value=value)
 

@@ -88,11 +88,7 @@ class AnsweredQuestions(HasDatasets, Result):
 
     def batch(self) -> Batch:
         """Return the tokens of all rows, prompts and answers, right-padded."""
-        lengths = torch.tensor([len(tokens) for tokens in self.table["tokens"]])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        tokens = torch.zeros(mask.shape, dtype=torch.long)
-        tokens[mask] = torch.tensor([token for row in self.table["tokens"] for token in row])
-        return Batch(tokens, mask)
+        return Batch.of(self.table["tokens"].tolist(), pad=0)
 
     def exact_question_tokens(self) -> tuple[tuple[int, ...], ...]:
         """Return E_Q of every row: the positions of the tokens of subject and property."""

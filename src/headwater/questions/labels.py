@@ -209,14 +209,6 @@ Key: TypeAlias = tuple[str, Sequence[str], str | None]
 """A question, its accepted answers, and the answer to judge; None where there is none."""
 
 
-def check_judge(judge: object) -> None:
-    """Refuse what is not a judge."""
-    if not (judge is None or callable(judge) or (isinstance(judge, str) and judge == LABEL)):
-        raise InputError(
-            f"judge={shown(judge)} is neither 'label' nor a function of question, accepted answers and answer."
-        )
-
-
 def label_score(question: str, accepted: Sequence[str], answer: str) -> float:
     """Return 5 where an accepted answer occurs in the answer, else 1."""
     return float(HIGHEST_SCORE if match(answer, accepted) else LOWEST_SCORE)

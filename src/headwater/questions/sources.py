@@ -313,17 +313,9 @@ def match_wording(question: str, relation: str | None = None) -> QuestionWording
 
 
 def _pattern(wording: str) -> re.Pattern[str]:
-    pieces = re.split(r"(\{s\}|\[[^]]*\])", wording)
     names = iter(("property", "property_too"))
-    written = (
-        "(?P<subject>.+)"
-        if piece == "{s}"
-        else f"(?P<{next(names)}>{re.escape(piece[1:-1])})"
-        if piece.startswith("[")
-        else re.escape(piece)
-        for piece in pieces
-    )
-    return re.compile("".join(written), re.DOTALL)
+    written = re.escape(wording).replace(r"\{s\}", "(?P<subject>.+)")
+    return re.compile(re.sub(r"\\\[(.+?)\\\]", lambda words: f"(?P<{next(names)}>{words[1]})", written), re.DOTALL)
 
 
 _PATTERNS = {relation: _pattern(wording) for relation, wording in WORDINGS.items()}

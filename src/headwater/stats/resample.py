@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
 from headwater.errors import InputError
@@ -133,6 +133,29 @@ class Bootstrap:
         tops, bottoms = self.counts @ top, self.counts @ bottom
         shares = tops / np.where(np.abs(bottoms) > NOTHING_LEFT, bottoms, np.nan)
         return shares + 0.0  # 0 of something negative is 0, not -0
+
+    def difference_within(
+        self,
+        strata: Int[ndarray, " example"],
+        values: Float[ndarray, " example"],
+        first: Bool[ndarray, " example"],
+        second: Bool[ndarray, " example"],
+    ) -> Float[ndarray, " draw"]:
+        """Return the mean value of the second group less the first's within strata, in every draw.
+
+        Strata are weighted by the smaller number of examples; NaN where none has both groups.
+        """
+        shared = np.intersect1d(strata[first], strata[second])
+        sums, counts = [], []
+        for group in (first, second):
+            cells = group[:, None] & (strata[:, None] == shared)
+            sums.append(self.counts @ self.sums(np.where(cells, values[:, None], 0.0)))
+            counts.append(self.counts @ self.sums(cells.astype(float)))
+        # The smaller count: a stratum that one group hardly has would be mostly the other's noise.
+        weight = np.minimum(*counts)
+        apart = sums[1] / np.maximum(counts[1], 1) - sums[0] / np.maximum(counts[0], 1)
+        total = weight.sum(axis=1)
+        return np.where(total > 0, (weight * apart).sum(axis=1) / np.maximum(total, 1), math.nan)
 
 
 def percentile_interval(

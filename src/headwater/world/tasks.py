@@ -152,7 +152,6 @@ class Line:
 class Task:
     """A task: what it draws a line with."""
 
-    name: str
     line: Callable[[np.random.Generator, Words, bool], Line]
     about: str
 
@@ -259,17 +258,14 @@ def capital(rng: np.random.Generator, words: Words, held_out: bool) -> Line:
     return Line(text.format(country), text.format(other), (f" {city}",), (f" {its}",), {"country": (country, other)})
 
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task("indirect_object", indirect_object, "Who receives, when of two people one is named again?"),
-        Task("greater_than", greater_than, "Which years can end a span that began in a year?"),
-        Task("induction", induction, "Which word came after this one before?"),
-        Task("successor", successor, "What comes next in the run?"),
-        Task("gendered_pronoun", gendered_pronoun, "He or she?"),
-        Task("agreement", agreement, "Is or are?"),
-        Task("capital", capital, "What is the capital of the country?"),
-    )
+TASKS = {
+    "indirect_object": Task(indirect_object, "Who receives, when of two people one is named again?"),
+    "greater_than": Task(greater_than, "Which years can end a span that began in a year?"),
+    "induction": Task(induction, "Which word came after this one before?"),
+    "successor": Task(successor, "What comes next in the run?"),
+    "gendered_pronoun": Task(gendered_pronoun, "He or she?"),
+    "agreement": Task(agreement, "Is or are?"),
+    "capital": Task(capital, "What is the capital of the country?"),
 }
 
 
