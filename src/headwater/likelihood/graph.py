@@ -260,11 +260,22 @@ def _by_id(file: Path, name: str) -> dict[str, Row]:
 
 
 def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: Mapping[str, Row]) -> list[Row]:
-    """Give every node its question, and check that the edges are the same from both ends."""
+    """Give every node its question, and check that the edges are the same from both ends, where both are given."""
     for name, row in question_of.items():
         if name not in nodes:
             raise InputError(f"{row.where}: the node {name!r} does not exist.{did_you_mean(name, nodes)}")
-    _check_both_ends(nodes)
+    forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
+    backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
+    has_both = any("direct_successors" in row.fields for row in nodes.values())
+    for below, above in sorted(forward ^ backward) if has_both else ():
+        names, other = (below, above) if (below, above) in forward else (above, below)
+        kind, back = ("successor", "predecessor") if names == below else ("predecessor", "successor")
+        where = f"{nodes[names].where}, node {names!r}"
+        if other not in nodes:
+            raise InputError(f"{where}: its {kind} {other!r} does not exist.{did_you_mean(other, nodes)}")
+        raise InputError(
+            f"{where}: {other!r} is its {kind}, but {names!r} is no {back} of {other!r} ({nodes[other].where})."
+        )
     rows = []
     for name, row in nodes.items():
         where = f"{row.where}, node {name!r}"
@@ -283,23 +294,6 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
             )
         rows.append(_node(row, name, questions[key], str(row.fields.get("group", name.split("_")[0]))))
     return rows
-
-
-def _check_both_ends(nodes: Mapping[str, Row]) -> None:
-    """Predecessors must name the same edges as successors, where successors are given."""
-    if not any("direct_successors" in row.fields for row in nodes.values()):
-        return
-    forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
-    backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
-    for below, above in sorted(forward ^ backward):
-        names, other = (below, above) if (below, above) in forward else (above, below)
-        kind, back = ("successor", "predecessor") if names == below else ("predecessor", "successor")
-        where = f"{nodes[names].where}, node {names!r}"
-        if other not in nodes:
-            raise InputError(f"{where}: its {kind} {other!r} does not exist.{did_you_mean(other, nodes)}")
-        raise InputError(
-            f"{where}: {other!r} is its {kind}, but {names!r} is no {back} of {other!r} ({nodes[other].where})."
-        )
 
 
 def _node(row: Row, name: str, question: Row, group: str) -> Row:

@@ -169,31 +169,25 @@ def agreement(
     ask = extractor_of(extractor, model)
     if ask is None:
         raise InputError("extractor=None names no extractor.")
-    pairs = [
-        _answered(place, question, accepted[0])
-        for place, (question, accepted) in enumerate(zip(named["question"], named["answers"], strict=True))
-    ]
-    extracted = call_extractor_on(ask, [(question, answer) for question, answer, _ in pairs], FailureLimit())
+    pairs, answers = [], []
+    for place, (question, accepted) in enumerate(zip(named["question"], named["answers"], strict=True)):
+        # In turn and not at random: no seed, and each wording is as frequent as the others.
+        sentence = SENTENCES[place % len(SENTENCES)]
+        start = sentence.index("{answer}")
+        pairs.append((question, sentence.replace("{answer}", accepted[0])))
+        answers.append(((start, start + len(accepted[0])),))
+    extracted = call_extractor_on(ask, pairs, FailureLimit())
     name = extractor if isinstance(extractor, str) else getattr(extractor, "__name__", type(extractor).__name__)
     whole: list[Mapping[str, tuple[Span, ...]] | None] = [
-        {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer, _ in pairs
+        {"subject": ((0, len(question)),), "answer": ((0, len(answer)),)} for question, answer in pairs
     ]
-    named = named.assign(answer=pd.Series([(span,) for _, _, span in pairs], index=named.index, dtype=object))
     tables = []
     for title, spans in ((name, extracted), (WHOLE, whole)):
-        columns = zip(named["subject"], named["property"], named["answer"], spans, strict=True)
+        columns = zip(named["subject"], named["property"], answers, spans, strict=True)
         each = pd.DataFrame([_compared(*row) for row in columns]).groupby(named["dataset"].to_numpy(), sort=False)
         counted = pd.DataFrame({"extractor": title, "questions": each.size()})
         tables.append(counted.join(each.mean()).rename_axis("dataset").reset_index())
     return pd.concat(tables, ignore_index=True)
-
-
-def _answered(place: int, question: str, accepted: str) -> tuple[str, str, Span]:
-    """A question, a sentence that answers it, and the characters of the exact answer."""
-    # In turn and not at random: no seed, and each wording is as frequent as the others.
-    sentence = SENTENCES[place % len(SENTENCES)]
-    start = sentence.index("{answer}")
-    return question, sentence.replace("{answer}", accepted), (start, start + len(accepted))
 
 
 def _compared(

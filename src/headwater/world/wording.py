@@ -40,8 +40,7 @@ class Sentence:
 def wording_of(relation: str) -> Wording:
     """Return the sentences of a relation, from the first entry of the file whose pattern is its name."""
     for entry in _entries():
-        match = re.fullmatch(entry["relation"], relation)
-        if match:
+        if match := re.fullmatch(entry["relation"], relation):
             words = {key: value.replace("_", " ").title() for key, value in match.groupdict().items()}
             words["target"] = relation.split("_to_")[-1].replace("_", " ")
 
