@@ -40,6 +40,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.attention import Heads, Pairs, edge_saliency, over_pairs
+from headwater.kernels.devices import to_device
 from headwater.models.forward import KeysValues, common_start, keys_values
 from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
@@ -412,7 +413,8 @@ def measure_batch(
     first = earliest if earliest - shared >= BEFORE_A_GRAPH else shared
     # Token 0 after the end of shorter rows: nothing before it sees it, and no gradient comes from it.
     batch = Batch.of([row.tokens for row in rows], pad=0)
-    tokens, reads, width = batch.tokens.to(device), (batch.lengths - 1).to(device), batch.tokens.shape[1]
+    tokens, reads = to_device(batch.tokens, device), to_device(batch.lengths - 1, device)
+    width = tokens.shape[1]
     before = keys_values(model, tokens[:, shared:first], start, probe.layer + 1)
     keys, edges = _edges(rows, first, width, spec.edges, device)
     # So many rows that the graphs of all layers fit: with more, the lower layers would run a second time.

@@ -52,7 +52,7 @@ class HasDatasets:
     @property
     def datasets(self) -> tuple[str, ...]:
         """The names of the question sets, in the order of the table."""
-        return tuple(dict.fromkeys(self.table["dataset"]))
+        return tuple(self.table["dataset"].unique())
 
 
 @dataclass(frozen=True)
