@@ -28,8 +28,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from headwater.planted.circuits import build_tokenizer
-from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, word_token
+from headwater.planted.circuits import CERTAIN, Head, Layout, PlantedModel, build_tokenizer, word_token
 from tests.planted_llama import Neurons, llama
 
 Pairs = Sequence[tuple[str, Sequence[str]]]

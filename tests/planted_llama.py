@@ -1,4 +1,4 @@
-"""Planted Llamas with MLPs, beside headwater's planted GPT-2 (`headwater.planted.wiring`).
+"""Planted Llamas with MLPs, beside headwater's planted GPT-2 (`headwater.planted.circuits`).
 
 Rotary positions are switched off through their own setting: linear scaling by 2⁶⁰ leaves every angle below 1e-15.
 """
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headwater.planted.wiring import (
+from headwater.planted.circuits import (
     ANY_CONFIG,
     CERTAIN,
     NORM_EPSILON,

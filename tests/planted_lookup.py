@@ -28,8 +28,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import headwater as hw
-from headwater.planted.circuits import build_tokenizer
-from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel, word_token
+from headwater.planted.circuits import CERTAIN, Head, Layout, PlantedModel, build_tokenizer, word_token
 from tests.planted_llama import Neurons, all_of, llama
 
 PROPERTIES = ("capital", "river")

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headwater.planted.circuits import build_tokenizer
-from headwater.planted.wiring import CERTAIN, Head, Layout, PlantedModel
+from headwater.planted.circuits import CERTAIN, Head, Layout, PlantedModel, build_tokenizer
 from tests.planted_llama import Neurons, llama
 
 CLEAN, CORRUPTED, ANSWER, OTHER = "signal", "nothing", "yes", "no"

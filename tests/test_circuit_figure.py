@@ -11,7 +11,7 @@ from matplotlib.patches import PathPatch
 from headwater.circuits.circuit import Circuit, circuit_from_edges
 from headwater.circuits.graph import Graph
 from headwater.colors import FAINT
-from headwater.figures import circuit as drawing
+from headwater.figures import circuits as drawing
 from tests import chance
 
 GROUPED = Graph(3, 4, 2, False)

@@ -13,7 +13,7 @@ import headwater as hw
 from headwater.colors import SETS, looks_of_sets, places_of_sets
 from headwater.detection.detection import Detection
 from headwater.figures.head_map import mark_of
-from headwater.figures.pathway_curves import look_of
+from headwater.figures.pathways import look_of
 from headwater.heads.categories import labels
 from headwater.heads.patterns import BEHAVIOURS
 from headwater.questions.sources import WORLD_SETS

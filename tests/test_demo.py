@@ -13,13 +13,11 @@ import torch
 from matplotlib.figure import Figure
 
 import headwater as hw
-from headwater.demo import real, steps
+from headwater.demo import page as tour_module
+from headwater.demo import steps
 from headwater.demo import steps as cli_demo
-from headwater.demo import tour as tour_module
-from headwater.demo.page import Section, leading, write_index, write_report
-from headwater.demo.real import REAL_STEPS
-from headwater.demo.steps import STEPS, Demo, prompt_pairs
-from headwater.demo.tour import MODELS, HelperProcess, Tour
+from headwater.demo.page import MODELS, HelperProcess, Section, Tour, leading, write_index, write_report
+from headwater.demo.steps import REAL_STEPS, STEPS, Demo, prompt_pairs
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores
@@ -285,8 +283,8 @@ def test_with_a_real_model_its_steps_come_first_and_a_line_says_what_is_weak(run
     monkeypatch.setattr(loading, "load", lambda name=None: model)
     found = {"run": lambda *_: Found.made(), "number": None, "table": None, "view": None}
     made = dataclasses.replace(REAL_STEPS["real_heads"], **found)
-    monkeypatch.setattr(real, "REAL_STEPS", {"real_heads": made})
-    monkeypatch.setattr(real, "THEN", ("answers",))
+    monkeypatch.setattr(cli_demo, "REAL_STEPS", {"real_heads": made})
+    monkeypatch.setattr(cli_demo, "THEN", ("answers",))
     begun = []
     beside = SimpleNamespace(before=begun.append)
     monkeypatch.setattr(tour_module, "HelperProcess", lambda *given: begun.append(given) or beside)
@@ -341,7 +339,7 @@ def test_the_head_that_the_weights_name_is_shown_beside_what_names_one_without_t
 @pytest.mark.real
 def test_smollm2_passes_a_capital_on_in_a_chat():
     """Its other step on a capital is `hw.evidence`, which the README's example runs on SmolLM2 in full."""
-    seen = Demo(hw.load(), 4, loaded=hw.load(real.MODEL))
+    seen = Demo(hw.load(), 4, loaded=hw.load(cli_demo.MODEL))
     said = REAL_STEPS["chat"].number(REAL_STEPS["chat"].run(seen, {"progress": False}))
     assert "at the country up to layer 23 (" in said.found
     assert "at the last token from layer 24 on (" in said.found

@@ -11,8 +11,18 @@ from scipy.stats import norm
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.figures.depth_profile import BLUE, GREEN, ORANGE, depth_profiles, layer_curves, plot_gaps
-from headwater.figures.likelihood import FRAME, WIDTH, token_heat_map, token_html
+from headwater.figures.likelihood import (
+    BLUE,
+    FRAME,
+    GREEN,
+    ORANGE,
+    WIDTH,
+    depth_profiles,
+    layer_curves,
+    plot_gaps,
+    token_heat_map,
+    token_html,
+)
 from headwater.likelihood.formulas import SCORES
 from tests import chance
 from tests.made_up import made_up_profile

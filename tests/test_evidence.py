@@ -15,8 +15,7 @@ from headwater.heads.classify import head_margins, layer_margins
 from headwater.heads.relations import Relation, load_relations, tokenize_relations
 from headwater.models.loading import weights_of
 from headwater.patching import sweep as sweep_module
-from headwater.planted.circuits import build_tokenizer
-from headwater.planted.wiring import CERTAIN, Head, Layout, gpt2, word_token
+from headwater.planted.circuits import CERTAIN, Head, Layout, build_tokenizer, gpt2, word_token
 from tests.planted_relations import relation
 
 N = 32

@@ -13,8 +13,7 @@ import headwater as hw
 from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PINK, PURPLE, RED
 from headwater.colors import SETS as LOOKS_OF_SETS
 from headwater.errors import InputError
-from headwater.figures.pathway_controls import LOOKS, main_layer
-from headwater.figures.pathway_curves import MODES, PUBLISHED, chance_note
+from headwater.figures.pathways import LOOKS, MODES, PUBLISHED, chance_note, main_layer
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.record import RunRecord
 from tests import chance

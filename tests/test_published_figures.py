@@ -12,8 +12,8 @@ from matplotlib.colors import to_hex
 import headwater as hw
 from headwater.colors import BLUE, GREEN, ORANGE
 from headwater.errors import InputError
-from headwater.figures.depth_profile import depth_profiles
 from headwater.figures.head_map import rule_note
+from headwater.figures.likelihood import depth_profiles
 from headwater.figures.published import lettered, set_name, set_names
 from tests import chance
 from tests.commands import run

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import headwater as hw
 from headwater.heads.relations import tokenize_relations
-from headwater.planted.wiring import PlantedModel
+from headwater.planted.circuits import PlantedModel
 from tests import chance
 from tests.planted_heads import implements, plant_relations
 from tests.planted_relations import CAPITALS, CHOSEN, OPPOSITES, WORDS

@@ -12,7 +12,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError
-from headwater.figures.pathway_curves import VALUES
+from headwater.figures.pathways import VALUES
 from headwater.figures.style import figure_of
 from headwater.runs.result import INLINE
 from headwater.views.attention import weights_of

@@ -16,19 +16,13 @@ from headwater.errors import InputError
 
 QUESTIONS = 300
 KINDS = {
-    "heads": ("HeadMap", "head_maps", "heads"),
-    "pathways": ("Pathways", "delta_p", "pathways"),
-    "saliency": ("Saliency", "saliency", "saliency"),
-    "memorization": ("DepthProfile", "depth_profiles", "profile"),
+    "heads": ("HeadMap", "head_maps", "heads", "head_map.rule_note"),
+    "pathways": ("Pathways", "delta_p", "pathways", "pathways.chance_note"),
+    "saliency": ("Saliency", "saliency", "saliency", "saliency_density.chance_note"),
+    "memorization": ("DepthProfile", "depth_profiles", "profile", "likelihood.answers_note"),
 }
-"""By kind: the class of the results, what draws several of them, and where a command with several results keeps one."""
-NOTES = {
-    "pathways": "pathway_curves.chance_note",
-    "saliency": "saliency_density.chance_note",
-    "memorization": "depth_profile.answers_note",
-    "heads published": "head_map.rule_note",
-}
-"""What says of a kind, perhaps in one style alone, what the figure does not show by itself; of `headwater.figures`."""
+"""By kind: the class of the results, what draws several of them, where a command with several results keeps one, and
+what says what the figure does not show by itself, of heads in the published style alone; of `headwater.figures`."""
 
 
 def figure(
@@ -68,24 +62,23 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
     """Draw a figure of finished runs; return `figure, models, files`, and a `note` of what it does not show itself."""
     from headwater import figures
 
-    result_class, draw, part = KINDS[kind]
+    result_class, draw, part, note = KINDS[kind]
     results: list[Any] = []
     for folder in runs:
         if not folder.is_dir():
             raise InputError(f"{folder} is not a folder: give the --out folder of a finished run.")
         # In the folder itself, or in the part that a command with several results made.
         inside = folder / part
-        results.append(getattr(hw, result_class).load(inside if part and inside.is_dir() else folder))
+        results.append(getattr(hw, result_class).load(inside if inside.is_dir() else folder))
     figure = getattr(figures, draw)(results, style=style, **options)
-    note = NOTES.get(kind, NOTES.get(f"{kind} {style}"))
-    note_text = attrgetter(note)(figures)(results) if note else ""
+    said = attrgetter(note)(figures)(results) if kind != "heads" or style == "published" else ""
     files = []
     if is_main():
         import matplotlib as mpl
 
         mpl.use("Agg")
         files = [str(file) for file in figures.save_figure(figure, out, ("png", "svg", "pdf"))]
-    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note_text}
+    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": said}
 
 
 def demo(
@@ -109,9 +102,8 @@ def demo(
         questions: Questions of each of the four sets.
         quiet: No progress bar.
     """
-    from headwater.demo.real import MODEL, REAL_STEPS, THEN
-    from headwater.demo.steps import STEPS, Demo
-    from headwater.demo.tour import HelperProcess, Tour
+    from headwater.demo.page import HelperProcess, Tour
+    from headwater.demo.steps import MODEL, REAL_STEPS, STEPS, THEN, Demo
     from headwater.models.packaged import PACKAGED, packaged_file
     from headwater.runs.folder import processes
 

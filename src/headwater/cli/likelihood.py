@@ -98,7 +98,16 @@ def memorization(
     )  # fmt: skip
     files = run.write(profile, "depth_profile")
     if run.out is not None and is_main():
-        files += _further_files(profile, run.out)
+        from headwater import figures
+        from headwater.demo.page import write_report
+
+        (run.out / "tokens.html").write_text(figures.token_html(profile), encoding="utf-8")
+        files += map(str, figures.save_figure(figures.token_heat_map(profile), run.out / "tokens", "png"))
+        if profile.by_layer["layer"].nunique() > 1:
+            curves = figures.layer_curves(profile)
+            files += map(str, figures.save_figure(curves, run.out / "layers", ("png", "svg", "pdf")))
+        files.append(str(run.out / "tokens.html"))
+        files.append(str(write_report({"memorization": profile}, run.out / "report.md")))
     run.finish(profile, files)
 
 
@@ -118,20 +127,6 @@ def _layers(text: str) -> Any:
     """Read the layers requested: a word, or numbers with commas between them."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().lstrip("-").isdigit() for part in parts) else text
-
-
-def _further_files(profile: hw.DepthProfile, out: Path) -> list[str]:
-    """Write the figures by token and by layer, and the report."""
-    from headwater.demo.page import write_report
-    from headwater.figures.depth_profile import layer_curves
-    from headwater.figures.likelihood import token_heat_map, token_html
-    from headwater.figures.style import save_figure
-
-    files = [str(file) for file in save_figure(token_heat_map(profile), out / "tokens", ("png",))]
-    (out / "tokens.html").write_text(token_html(profile), encoding="utf-8")
-    if profile.by_layer["layer"].nunique() > 1:
-        files += map(str, save_figure(layer_curves(profile), out / "layers", ("png", "svg", "pdf")))
-    return [*files, str(out / "tokens.html"), str(write_report({"memorization": profile}, out / "report.md"))]
 
 
 def score(

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from headwater.questions.extract import EndpointExtractor
     from headwater.runs.result import Result
 
-
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 """An option that is given or not; without `--no-...`."""
 ANY_TEXT = Parameter(allow_leading_hyphen=True)
@@ -201,7 +200,6 @@ def is_endpoint(words: list[str]) -> bool:
 
 
 # How commands write and report: results and `--json` go to stdout, everything else to stderr.
-
 
 AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False, "soft_wrap": True}
 """What is printed may hold square brackets and colons of its own."""

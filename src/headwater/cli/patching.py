@@ -27,7 +27,6 @@ from headwater.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-
 Axis = Literal["layer", "position", "head", "key", "feature"]
 Window = Annotated[str | None, Parameter(help='So many layers at once, as 3, or "cumulative". Default: one.')]
 Hours = Annotated[

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
@@ -229,7 +228,7 @@ def _report(
     reproduction: hw.reference.Reproduction,
     run: RunOptions,
     figures: Sequence[str] = (),
-    parts: Mapping[str, type[Result]] = MappingProxyType({}),
+    parts: Mapping[str, type[Result]] | None = None,
 ) -> None:
     """Write the figures of a reproduction and of its parts, and what these report; print the numbers side by side."""
     from headwater.demo.page import write_report
@@ -238,7 +237,7 @@ def _report(
     files: list[str] = []
     notes: list[str] = []
     if run.out is not None and is_main():
-        results = {name: of.load(run.out / name) for name, of in parts.items()}
+        results = {name: of.load(run.out / name) for name, of in (parts or {}).items()}
         for name, result in results.items():
             files += run.write(result, name, name)
         for kind in figures:

@@ -1,27 +1,35 @@
-"""What an analysis found, in words: sentences made of its numbers, as Markdown and as one self-contained HTML page.
+"""The tour: every analysis of its tables on a real model and on the embedded one, and a page that shows them.
 
-`write_report` writes what results report of themselves. `write_index` lays sections out on a page that holds its
-figures itself: it can be moved and mailed, and reaches for nothing outside.
+`Tour` runs the analyses. `write` puts a result's figure and tables into files, `write_report` what results report of
+themselves into Markdown. `write_index` lays sections out on one self-contained HTML page that holds its figures itself:
+it can be moved and mailed, and reaches for nothing outside.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import signal
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from html import escape
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import matplotlib as mpl
 import pandas as pd
+import torch
 
-from headwater.demo.steps import STEPS, Number
+from headwater.demo.steps import STEPS, Demo, Number, Step
+from headwater.errors import HeadwaterError, RunFolderError
 from headwater.figures.style import save_figure
+from headwater.models.loading import load
 from headwater.runs.folder import processes
 from headwater.runs.result import FITTING, View
 from headwater.runs.storage import write_atomically
-from headwater.views.page import made_by, page_of, picture_of, table_of, text_of
+from headwater.views.page import made_by, page_of, picture_of, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,27 +101,21 @@ def write_index(
 
     `run`, of any of the results, is for the line at its end; `models` says what was looked into, and what is weak.
     """
-    body = "".join(_section(number, section, file.parent) for number, section in enumerate(sections))
-    fitting = f"<script>{FITTING}</script>"
-    page = page_of(title, f"{_summary(sections, models)}\n{fitting}<main>{body}</main>", run)
+    first = others = body = ""
+    for number, one in enumerate(sections):
+        failed = " (failed)" if one.failure else ""
+        entry = f'<li><a href="#part{number}">{escape(one.title)}</a>{failed}{_found(one)}</li>'
+        if one.is_on_top or one.failure is not None:  # what failed is never folded
+            first += entry
+        else:
+            others += entry
+        body += _section(number, one, file.parent)
+    folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
+    said = f'<p class="asks">{escape(models)}</p>' if models else ""
+    found = f'<nav aria-label="What was found"><h2>What was found</h2>{said}{LEGEND}<ol>{first}</ol>{folded}</nav>'
+    page = page_of(title, f"{found}\n<script>{FITTING}</script><main>{body}</main>", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
-
-
-def _summary(sections: Sequence[Section], models: str) -> str:
-    """Return the lines on top, and folded below them those of the other sections; what failed is never folded."""
-    on_top = [section.is_on_top or section.failure is not None for section in sections]
-    entries = [
-        f'<li><a href="#part{number}">{text_of(one.title)}</a>{" (failed)" if one.failure else ""}{_found(one)}</li>'
-        for number, one in enumerate(sections)
-    ]
-    first, others = (
-        "".join(entry for entry, is_first in zip(entries, on_top, strict=True) if is_first is wanted)
-        for wanted in (True, False)
-    )
-    folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
-    models = f'<p class="asks">{text_of(models)}</p>' if models else ""
-    return f'<nav aria-label="What was found"><h2>What was found</h2>{models}{LEGEND}<ol>{first}</ol>{folded}</nav>'
 
 
 def _found(section: Section) -> str:
@@ -122,14 +124,14 @@ def _found(section: Section) -> str:
         return ""
     found, compared, is_weak = section.number
     weak = "<em>weak:</em> " if is_weak else ""
-    control = f'<br><span class="asks">Control: {text_of(compared)}.</span>' if compared else ""
-    return f"<p>{weak}{text_of(found[:1].upper() + found[1:])}.{control}</p>"
+    control = f'<br><span class="asks">Control: {escape(compared)}.</span>' if compared else ""
+    return f"<p>{weak}{escape(found[:1].upper() + found[1:])}.{control}</p>"
 
 
 def _section(number: int, section: Section, folder: Path) -> str:
-    parts = [f'<section id="part{number}"><h2>{text_of(section.title)}</h2>']
+    parts = [f'<section id="part{number}"><h2>{escape(section.title)}</h2>']
     if section.failure is not None:
-        parts.append(f'<p class="failed">This analysis failed, the others were kept: {text_of(section.failure)}</p>')
+        parts.append(f'<p class="failed">This analysis failed, the others were kept: {escape(section.failure)}</p>')
     parts.append(_found(section))
     pictures = [picture_of(image.read_bytes(), caption) for image, caption in section.figures]
     if section.view is not None:
@@ -138,14 +140,14 @@ def _section(number: int, section: Section, folder: Path) -> str:
     parts.append(f'<div class="beside">{"".join(pictures)}</div>' if len(pictures) > 1 else "".join(pictures))
     if section.beside is not None:
         title, view = section.beside
-        parts.append(f"<h3>{text_of(title)}</h3>{view.framed(title=title)}")
+        parts.append(f"<h3>{escape(title)}</h3>{view.framed(title=title)}")
     if section.table is not None and len(section.table):
         parts.append(_folded("Numbers", table_of(section.table)))
-    parts.append(_folded("What is asked, and how", f'<p class="asks">{text_of(section.question)}</p>'))
+    parts.append(_folded("What is asked, and how", f'<p class="asks">{escape(section.question)}</p>'))
     if section.lead:
-        parts.append(_folded("What is seen, in words", f"<p>{text_of(' '.join(section.lead))}</p>"))
+        parts.append(_folded("What is seen, in words", f"<p>{escape(' '.join(section.lead))}</p>"))
     if section.further:
-        further = "".join(f"<li>{text_of(one)}</li>" for one in section.further)
+        further = "".join(f"<li>{escape(one)}</li>" for one in section.further)
         parts.append(_folded(f"What else was found ({len(section.further)} sentences)", f"<ul>{further}</ul>"))
     if section.folder is not None:
         parts.append(f"<p>Tables and vector figures: {_files(section.folder, folder)}</p>")
@@ -154,24 +156,21 @@ def _section(number: int, section: Section, folder: Path) -> str:
 
 def _folded(name: str, inside: str) -> str:
     """Return HTML that unfolds under a name, which is text."""
-    return f"<details><summary>{text_of(name)}</summary>{inside}</details>"
+    return f"<details><summary>{escape(name)}</summary>{inside}</details>"
 
 
 def _files(path: Path, folder: Path) -> str:
     """Return links to the tables and figures of a result that lies beside the page; else the name of its folder."""
     if not path.is_relative_to(folder):
-        return f"<code>{text_of(str(path))}</code>"
+        return f"<code>{escape(str(path))}</code>"
     files = sorted(file for file in path.glob("*") if file.suffix in (".csv", ".pdf"))
     names = [file.relative_to(folder).as_posix() for file in files]
-    return ", ".join(f'<a href="{text_of(quote(name))}">{text_of(name)}</a>' for name in names)
+    return ", ".join(f'<a href="{escape(quote(name))}">{escape(name)}</a>' for name in names)
 
 
 def _markdown(text: str) -> str:
     """Text as it is, where Markdown would read marks of its own or HTML."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>#|!" else c for c in " ".join(text.split()))
-
-
-# A result as files for others: its figure as PNG, SVG and PDF, its tables as CSV beside the parquet that is kept.
 
 
 CSV_ROWS = 200_000
@@ -187,15 +186,15 @@ def write(result: Result, out: Path, figure: str) -> list[str]:
         return []
     mpl.use("Agg")
     files = write_figure(result.plot(), out / figure)
-    for field in dataclasses.fields(result):  # type: ignore[arg-type]
-        frame = getattr(result, field.name)
+    for name in (one.name for one in fields(result)):  # type: ignore[arg-type]
+        frame = getattr(result, name)
         if not isinstance(frame, pd.DataFrame):
             continue
-        files.append(str(out / f"{field.name}.parquet"))
+        files.append(str(out / f"{name}.parquet"))
         if len(frame) <= CSV_ROWS:
             joined = frame.map(lambda cell: " ".join(map(str, cell)) if isinstance(cell, tuple) else cell)
-            joined.to_csv(out / f"{field.name}.csv", index=False, lineterminator="\n")
-            files.append(str(out / f"{field.name}.csv"))
+            joined.to_csv(out / f"{name}.csv", index=False, lineterminator="\n")
+            files.append(str(out / f"{name}.csv"))
     return files
 
 
@@ -204,3 +203,114 @@ def write_figure(drawn: Figure | Axes, stem: Path) -> list[str]:
     if not processes().is_main:
         return []
     return [str(file) for file in save_figure(drawn, stem, ("png", "svg", "pdf"))]
+
+
+INDEX = "index.html"
+MODELS = (
+    "Up to “Where a chat answer can be changed” the model is SmolLM2-135M-Instruct (Apache-2.0). It is small, its "
+    "weights here have four bits, and each finding is of one wording of a prompt or two: other weights and wordings "
+    "may give other numbers. From “What the model answers” on it is the embedded model, a toy whose training texts are "
+    "known."
+)
+"""What the page says of its two models."""
+
+
+class HelperProcess:
+    """Analyses of the embedded model in a process beside this one; the tour then reads what they wrote.
+
+    Their matrices are too small for a second thread. As long as they take, one thread less works here.
+    """
+
+    def __init__(self, names: Sequence[str], questions: int, out: Path):
+        self.names, self.threads = names, torch.get_num_threads()
+        torch.set_num_threads(max(1, self.threads - 1))
+        self.process = get_context("spawn").Process(target=_run, args=(names, questions, out), daemon=True)
+        # Ctrl-C ends the tour, and the tour this process, which ignores from its first import on what is ignored here.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self.process.start()
+        signal.signal(signal.SIGINT, handler)
+
+    def before(self, name: str) -> None:
+        """Wait, if the next analysis is one of these; where all have ended, every thread works here again."""
+        if name in self.names:
+            self.process.join()
+        if not self.process.is_alive():
+            torch.set_num_threads(self.threads)
+
+
+def _run(names: Sequence[str], questions: int, out: Path) -> None:
+    """Run analyses of the embedded model, each into its folder."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an exit leaves nothing to warn of
+    torch.set_num_threads(1)
+    demo = Demo(load(), questions)
+    with suppress(Exception):  # the tour runs what is missing once more, and says why it fails
+        for name in names:
+            demo.found[name] = STEPS[name].run(demo, {"progress": False, "out": out / name})
+
+
+@dataclass
+class Tour:
+    """The results so far, and what of them was written."""
+
+    demo: Demo
+    steps: Mapping[str, Step]
+    out: Path
+    progress: bool
+    failed: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+    def take(self, name: str, step: Step) -> None:
+        """Run one analysis, or read it if it is done; what goes wrong is kept as its failure."""
+        missing = next((needed for needed in step.needs if needed not in self.demo.found), None)
+        if missing is not None:
+            self.failed[name] = f"It needs the analysis {missing!r}, which failed."
+            return
+        try:
+            result = step.run(self.demo, {"progress": self.progress, "out": self.out / name})
+            self.files += write(result, self.out / name, name)
+            for stem, draw, _ in step.companions:
+                self.files += write_figure(draw(result), self.out / name / stem)
+            self.demo.found[name] = result
+        except RunFolderError:
+            raise
+        except Exception as error:  # one analysis must not take the others with it
+            self.failed[name] = str(error) if isinstance(error, HeadwaterError) else f"{type(error).__name__}: {error}"
+
+    def summaries(self) -> dict[str, object]:
+        """Return the findings of each analysis as JSON values, or why it failed."""
+        found: dict[str, Any] = {name: result.findings() for name, result in self.demo.found.items()}
+        return found | {name: {"failed": why} for name, why in self.failed.items()}
+
+    def page(self) -> Path:
+        """Write the page."""
+        found = self.demo.found
+        run = next(iter(found.values())).run if found else None
+        sections = [self._section(name, step) for name, step in self.steps.items()]
+        real, models = ("", "") if self.demo.loaded is None else ("SmolLM2-135M-Instruct and on ", MODELS)
+        title = f"headwater on {real}its embedded model"
+        return write_index(sections, self.out / INDEX, title=title, run=run, models=models)
+
+    def _section(self, name: str, step: Step) -> Section:
+        if name in self.failed:
+            return Section(step.title, step.asks, failure=self.failed[name])
+        result = self.demo.found[name]
+        sentences = result.report()
+        conclusion = [sentences.pop()] if step.concludes else []
+        lead, further = leading(sentences, step.leads or [f"{name}:" for name in getattr(result, "datasets", ())])
+        view = step.view(self.demo, result) if step.view else result.view() if result.is_explored else None
+        return Section(
+            step.title,
+            step.asks,
+            number=step.number(result) if step.number else None,
+            is_on_top=step.is_on_top,
+            view=view,
+            beside=None if step.beside is None else (step.beside[0], step.beside[1](self.demo, result)),
+            lead=conclusion + lead,
+            further=further,
+            figures=[
+                (self.out / name / f"{stem}.png", caption)
+                for stem, caption in ((name, step.caption), *((stem, caption) for stem, _, caption in step.companions))
+            ],
+            table=step.table(result) if step.table else None,
+            folder=self.out / name,
+        )

@@ -31,6 +31,7 @@ from headwater.figures.style import (
     label,
     model_title,
     new_figure,
+    panel_grid,
     style,
     whole_numbers,
 )
@@ -116,16 +117,14 @@ def _plot_patterns(cache: Cache, ax: Axes | None, chosen: list[tuple[int, int]] 
     rows = -(-len(named) // columns)
     if ax is None:
         figure = new_figure(1.4 + 1.3 * max(columns, 2), 0.9 + 1.3 * max(rows, 2 - columns // 2))
-        panels = figure.subplots(rows, columns, squeeze=False).flatten().tolist()
+        panels = panel_grid(figure, len(named), columns)
     else:
         panels = [ax]
     tokens = cache.tokens.loc[cache.tokens["example"] == example, "token"].astype(str).tolist()
-    for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=False)):
+    for number, (panel, (name, weights)) in enumerate(zip(panels, named, strict=True)):
         image = _panel(panel, weights, tokens, number % columns == 0, number + columns >= len(named))
         panel.set_title(name, fontsize=7)
-    for panel in panels[len(named) :]:
-        panel.remove()
-    color_bar(image, panels[: len(named)], "Attention", aspect=30)
+    color_bar(image, panels, "Attention", aspect=30)
     if len(named) == 1:
         panels[0].set_title(f"{title}, {'head ' if chosen else ''}{named[0][0]}")
         return panels[0]

@@ -31,8 +31,6 @@ from headwater.probes.selectivity import ProbeFit
 from headwater.questions.answers import AnsweredQuestions
 from headwater.runs.result import DRAWINGS
 
-# Detection of wrong answers: the AUC of every method with its 95 % interval, a mark per question set.
-
 
 @DRAWINGS.add(Detection)
 def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
@@ -68,13 +66,8 @@ def plot_detection(detection: Detection, ax: Axes | None = None) -> Axes:
     return ax
 
 
-# The figure of answered questions: how many were answered rightly, wrongly, not to the end, or cannot be used.
-
-
-INKS = {"right": "white", "wrong": INK, "cut off": "white", "dropped": INK}
-ROOM = 0.06
-"""The least share that a number fits into."""
-COLORS = {"right": BLUE, "wrong": ORANGE, "cut off": FAINT, "dropped": "#d0d0d0"}
+COLORS = {"right": (BLUE, "white"), "wrong": (ORANGE, INK), "cut off": (FAINT, "white"), "dropped": ("#d0d0d0", INK)}
+"""Of bars, and of the numbers in them."""
 
 
 @DRAWINGS.add(AnsweredQuestions)
@@ -90,22 +83,17 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
     dropped = [(sum(row["dropped"].values()) - row["cut"]) / row["questions"] for row in sets]
     with one_panel(ax, 4.5, 1.0 + 0.3 * len(names)) as ax:
         starts = [0.0] * len(names)
-        for name, shares in zip(COLORS, (right, wrong, cut, dropped), strict=True):
+        for (name, (color, ink)), shares in zip(COLORS.items(), (right, wrong, cut, dropped), strict=True):
             if not any(shares):
                 continue
-            bars = ax.barh(range(len(names)), shares, left=starts, height=0.6, color=COLORS[name], label=name)
-            labels = [f"{share:.0%}" if share >= ROOM else "" for share in shares]
-            ax.bar_label(bars, labels, label_type="center", color=INKS[name], fontsize=7)
+            bars = ax.barh(range(len(names)), shares, left=starts, height=0.6, color=color, label=name)
+            fitting = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
+            ax.bar_label(bars, fitting, label_type="center", color=ink, fontsize=7)
             starts = [start + share for start, share in zip(starts, shares, strict=True)]
         ax.set_yticks(range(len(names)), names)
         ax.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xlabel="Share of the questions")
         legend_above(ax, 4, model_title(answered.run, "right and wrong answers"))
     return ax
-
-
-# What probes read by layer: AUC with its interval, the control task's AUC, and selectivity.
-#
-# Also the AUC of probes for wrong answers by token and layer, a map per question set; the best pair is framed.
 
 
 TOKEN_NAMES = {
@@ -122,7 +110,7 @@ TOKEN_NAMES = {
 
 @DRAWINGS.add(ProbeMap)
 def plot_probe_map(result: ProbeMap, ax: Axes | None = None) -> Axes | Figure:
-    """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1.
+    """Draw a row per token and a column per layer; darker is a higher AUC, from 0.5 to 1; the best pair is framed.
 
     A panel for each question set; on a given `ax`, the first one's.
     """

@@ -112,14 +112,21 @@ def head_maps(
         raise InputError("head_maps was given no maps: give it a list of results of classify_heads.")
     size, as_published = checked_place(ax, len(maps), figsize), is_published(style)
     if ax is not None:
-        drawn = _published_panel(maps[0], ax) if as_published else plot_head_map(maps[0], ax)
-        return apply_title_and_size(drawn, title, None)
+        if not as_published:
+            return apply_title_and_size(plot_head_map(maps[0], ax), title, None)
+        with shared_look(ax):
+            _draw(maps[0], ax, sized=False)
+            ax.set_title(drawn_label(model_name(maps[0].title)))
+            handles, words = _published_words(maps)
+            legend_beside(ax, False, handles=handles, labels=words)
+        return apply_title_and_size(ax, title, None)
     names = [model_name(name) if as_published else name for name in names_of(maps)]
     columns = min(len(maps), 2 if as_published else 4) if columns is None else checked_count("columns", columns)
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
     note = rule_note(maps) if as_published else ""
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
-    widths = [_panel_width(head_map) for head_map in maps]
+    # Layers are spaced as heads are, within reason.
+    widths = [PANEL_HEIGHT * float(np.clip(np.divide(*extent(one.categories)), 0.4, 2.5)) for one in maps]
     widths = [max(widths)] * len(maps) if as_published else widths
     pitches = [LEFT + max(wide, LETTER * len(name)) + GAP for wide, name in zip(widths, titles, strict=True)]
     pitches = [max(pitches)] * len(maps) if as_published else pitches
@@ -167,12 +174,6 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
     return figure.add_axes((left / x, bottom / y, width / x, height / y))
 
 
-def _panel_width(head_map: HeadMap) -> float:
-    """The width that spaces layers as heads are spaced, within reason."""
-    n_layers, n_heads = extent(head_map.categories)
-    return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
-
-
 def _count_column(name: str) -> float:
     return max(COUNT_COLUMN, LETTER * len(name)) + GAP
 
@@ -186,8 +187,7 @@ def frame(ax: Axes, heads: pd.DataFrame) -> None:
     """Give axes a place for each layer and head."""
     n_layers, n_heads = extent(heads)
     ax.set(xlim=(-0.7, n_layers - 0.3), ylim=(-0.7, n_heads - 0.3), xlabel="Layer", ylabel="Head")
-    for axis in (ax.xaxis, ax.yaxis):
-        whole_numbers(axis)
+    whole_numbers(ax.xaxis, ax.yaxis)
 
 
 def _shown(maps: Sequence[HeadMap]) -> list[str]:
@@ -208,9 +208,8 @@ def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))
-        best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])).clip(0, 1).fillna(1).to_numpy()
-        best = best if sized else np.ones_like(best)
-        area = _area(str(label)) * LARGEST_MARK**2 * (NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * best)
+        best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])) if sized else pd.Series([1.0])
+        area = np.broadcast_to(mark_area(_area(str(label)), best), len(heads))
         mark_heads(ax, heads, area, c=color, marker=shape, linewidths=0, label=str(label))
     used = _used(head_map)
     if len(used) and sized:
@@ -244,6 +243,12 @@ class Marks(PathCollection):
             self.set_sizes(np.maximum(self.areas * min(wide, high, 72 * CELL) ** 2, SMALLEST))
 
 
+def mark_area(area: float, excess: pd.Series) -> np.ndarray:
+    """Return the areas of marks, relative to a cell's, that grow with the excess; where there is none, as of 1."""
+    grown: pd.Series = NO_EXCESS_AREA + (1 - NO_EXCESS_AREA) * excess.clip(0, 1).fillna(1)
+    return area * LARGEST_MARK**2 * grown.to_numpy()
+
+
 def mark_heads(ax: Axes, heads: pd.DataFrame, areas: np.ndarray, **look: Any) -> None:
     """Draw a mark at each layer and head, of areas relative to a cell's."""
     marks: Any = ax.scatter(heads["layer"], heads["head"], **look)
@@ -268,10 +273,14 @@ def _area(label: str) -> float:
     return UNCLASSIFIED_AREA if label == UNCLASSIFIED else AREAS.get(mark_of(label)[1], 1.0)
 
 
+def legend_mark(color: str, shape: str, area: float, name: str = "") -> Line2D:
+    """Return a mark as a legend shows it, of an area relative to a disc's."""
+    look: dict[str, Any] = {"linestyle": "none", "markersize": 6.5 * area**0.5, "markeredgewidth": 0}
+    return Line2D([], [], marker=shape, color=color, label=name, **look)
+
+
 def _mark(label: str) -> Line2D:
-    color, shape = mark_of(label)
-    size = 6.5 * _area(label) ** 0.5
-    return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=size, markeredgewidth=0)
+    return legend_mark(*mark_of(label), _area(label))
 
 
 def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]]:
@@ -285,16 +294,6 @@ def _lines(maps: Sequence[HeadMap]) -> list[tuple[str, Line2D, list[int | None]]
         ring = Line2D([], [], linestyle="none", markeredgewidth=RING_LINE, **look)
         lines.append((USED, ring, [len(_used(one)) if one.is_validated else None for one in maps]))
     return lines
-
-
-def _published_panel(head_map: HeadMap, ax: Axes) -> Axes:
-    """One map in the published style on a caller's axes, with the published legend below it."""
-    with shared_look(ax):
-        _draw(head_map, ax, sized=False)
-        ax.set_title(drawn_label(model_name(head_map.title)))
-        handles, words = _published_words([head_map])
-        legend_beside(ax, False, handles=handles, labels=words)
-    return ax
 
 
 def _published_words(maps: Sequence[HeadMap]) -> tuple[list[Line2D], list[str]]:

@@ -46,7 +46,6 @@ AROUND = (1.5, 1.1)
 """Inches of what is written around the cells."""
 LETTERS = 9
 """Of a token in a cell; a longer one is cut."""
-COLORS = "Blues"
 
 
 @DRAWINGS.add(LayerPredictions)
@@ -76,7 +75,7 @@ def plot_layer_predictions(result: LayerPredictions, ax: Axes | None = None, *, 
     under = drawn.drop_duplicates("position").sort_values("position")["token"].tolist()
     with one_panel(ax, AROUND[0] + WIDTH * len(positions), AROUND[1] + HEIGHT * len(layers)) as ax:
         mesh = ax.pcolormesh(
-            probability, cmap=COLORS, vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
+            probability, cmap="Blues", vmin=0, vmax=1, rasterized=True, edgecolor="white", linewidth=0.4
         )
         _write(ax, tokens, probability)
         ax.spines[:].set_visible(False)
@@ -112,7 +111,6 @@ def _write(ax: Axes, tokens: np.ndarray, probability: np.ndarray) -> None:
 # The colour scale of the map diverges from 0 and reaches equally far both ways; its last column, set apart, is the
 # MLPs. What has no layer, the embedding and the bias, is in the title. Several prompts are averaged.
 
-
 LABEL = "Contribution to the logit difference"
 NAMES = {"embed": "Embedding", "head": "Heads", "mixer": "Layers without heads", "mlp": "MLPs", "bias": "Biases"}
 COLOURS = {"embed": PURPLE, "head": BLUE, "mixer": GREEN, "mlp": ORANGE, "bias": FAINT}
@@ -126,7 +124,9 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
         raise InputError(f"This attribution has {len(roles)} roles, each a panel; pass no ax.")
     with style(ax):
         if ax is None:
-            width, height = _size(result.table)
+            # The inches of a panel are those of its cells, within limits, and of what is written around them.
+            across, down = (result.table[name].fillna(0).max() + 1 for name in ("head", "layer"))
+            width, height = float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
             figure = new_figure(width * len(roles), height)
             panels = figure.subplots(1, len(roles), squeeze=False)[0].tolist()
         else:
@@ -136,12 +136,6 @@ def plot_direct_attribution(result: DirectAttribution, ax: Axes | None = None) -
             table, totals = (rows if role is None else rows[rows["role"] == role] for rows in both)
             _panel(one, result, table, totals, "" if role is None else f"{role}, ")
     return panels[0] if len(panels) == 1 else panels[0].figure
-
-
-def _size(table: pd.DataFrame) -> tuple[float, float]:
-    """The inches of a panel: those of its cells, within limits, and of what is written around them."""
-    across, down = (max(table[name].max() + 1, 1) if table[name].notna().any() else 1 for name in ("head", "layer"))
-    return float(np.clip(1.7 + 0.14 * across, 3.6, 7)), float(np.clip(1.0 + 0.11 * down, 2.6, 6))
 
 
 def _panel(ax: Axes, result: DirectAttribution, table: pd.DataFrame, totals: pd.DataFrame, what: str) -> None:
@@ -195,8 +189,7 @@ def _sources(ax: Axes, table: pd.DataFrame, means: pd.DataFrame) -> None:
     edges = np.arange(drawn.shape[1] + 1) - 0.5, np.arange(drawn.shape[0] + 1) - 0.5
     mesh = ax.pcolormesh(*edges, grid, cmap=DIVERGING, vmin=-limit, vmax=limit, rasterized=True)
     ax.spines[:].set_visible(False)
-    whole_numbers(ax.xaxis)
-    whole_numbers(ax.yaxis)
+    whole_numbers(ax.xaxis, ax.yaxis)
     ax.tick_params(length=0)
     others = _written(means[means["component"] != "head"])
     ax.set(xlabel=f"Position attended to{others}", ylabel="Layer (its heads together)")

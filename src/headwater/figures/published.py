@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from headwater.colors import FAINT, INK, places_of_sets
 from headwater.errors import InputError
-from headwater.figures.style import entitle, label, model_title, new_figure, style
+from headwater.figures.style import entitle, label, model_title, new_figure, panel_grid, style
 from headwater.options import checked_name
 from headwater.reference.published import Reproduction
 from headwater.runs.result import DRAWINGS
@@ -82,7 +82,6 @@ def lettered(number: int, name: str) -> str:
 
 # Measured against published numbers, a panel per quantity; on the diagonal the two are equal.
 
-
 COLUMNS = 3
 
 
@@ -98,11 +97,8 @@ def plot_reproduction(reproduction: Reproduction, ax: Axes | None = None) -> Fig
     columns, rows = min(COLUMNS, len(panels)), -(-len(panels) // COLUMNS)
     with style(ax):
         figure = new_figure(2.3 * columns, 2.4 * rows)
-        for place, panel in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
-            if place < len(panels):
-                _panel(panel, *panels[place])
-            else:
-                panel.set_axis_off()
+        for panel, (quantity, numbers) in zip(panel_grid(figure, len(panels), columns), panels, strict=True):
+            _panel(panel, quantity, numbers)
         entitle(figure, model_title(reproduction.run, "measured and published"))
     return figure
 

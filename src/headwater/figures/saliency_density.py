@@ -108,9 +108,9 @@ def saliency(
     with shared_look(ax):
         if ax is not None:
             (table,) = tables.values()
-            _alone(ax, table, names, axis, log_scale, model_title(listed[0].run, SEEN), as_published)
-            if as_published:
-                ax.set_title(model_name(short_name(listed[0].run.model)))
+            run = listed[0].run
+            heading = model_name(short_name(run.model)) if as_published else model_title(run, SEEN)
+            _alone(ax, table, names, axis, log_scale, heading, as_published)
             return apply_title_and_size(ax, title, None)
         width = max(3.4, 2.7 * len(tables))
         figure = new_figure(width, 1.9 * len(pairs) + 0.15 * len(names) + (0.6 if as_published else 0.9))

@@ -3,9 +3,8 @@
 Nothing here is global. `style()` is a context: what is drawn inside it has the look, and the caller's settings come
 back at its end.
 
-Text of any script in a figure: the fonts that this machine has for it, and a mark for what none of them holds.
-
-Matplotlib's own font has no Chinese, Korean, Thai or Hindi. It would draw boxes and warn once a character, each time.
+Text of any script is drawn in the fonts that this machine has for it, with a mark for what none of them holds:
+matplotlib's own font has no Chinese, Korean, Thai or Hindi, and would draw boxes and warn at each character.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from headwater.runs.storage import make_folder
 
 if TYPE_CHECKING:
     from headwater.runs.record import RunRecord
-
 
 OTHERS = (
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Micro Hei",
@@ -185,7 +183,12 @@ def style(ax: Axes | None = None) -> Iterator[None]:
     These settings alone: what matplotlib sets when it draws for the first time, as in a notebook, stays. Type that the
     caller chose stays, too.
     """
-    rules = _rules()
+    # Of the type, what the caller has not set; what was not set of it grows with a size that was.
+    is_set = {name: mpl.rcParams[name] != mpl.rcParamsDefault[name] for name in SIZES | UNLESS_SET}
+    size = mpl.rcParams["font.size"] if is_set["font.size"] else SIZES["font.size"]
+    sizes = {name: points * size / SIZES["font.size"] for name, points in SIZES.items()}
+    rules = RULES | {name: value for name, value in (sizes | UNLESS_SET).items() if not is_set[name]}
+    rules |= {"font.family": [*dict.fromkeys([*mpl.rcParams["font.family"], *others()])]}
     before = {name: mpl.rcParams[name] for name in rules}
     mpl.rcParams.update(rules)
     try:
@@ -202,21 +205,17 @@ def style(ax: Axes | None = None) -> Iterator[None]:
         mpl.rcParams.update(before)
 
 
-def _rules() -> dict[Any, Any]:
-    """The settings to draw with: the look, and of the type what the caller has not set."""
-    size = mpl.rcParams["font.size"] if _is_set("font.size") else SIZES["font.size"]
-    sizes = {name: points * size / SIZES["font.size"] for name, points in SIZES.items()}
-    unset = {name: value for name, value in (sizes | UNLESS_SET).items() if not _is_set(name)}
-    return RULES | unset | {"font.family": [*dict.fromkeys([*mpl.rcParams["font.family"], *others()])]}
-
-
-def _is_set(name: Any) -> bool:
-    return bool(mpl.rcParams[name] != mpl.rcParamsDefault[name])
-
-
 def new_figure(width: float, height: float, layout: Literal["constrained"] | None = "constrained") -> Figure:
     """Make a figure of some inches, or of the size that `plot(figsize=)` was given."""
     return plt.figure(figsize=requested_size() or (width, height), layout=layout, FigureClass=Drawing)
+
+
+def panel_grid(figure: Any, panels: int, columns: int, **shared: Any) -> list[Axes]:
+    """Put so many panels on a figure, in so many columns."""
+    axes: list[Axes] = figure.subplots(-(-panels // columns), columns, squeeze=False, **shared).ravel().tolist()
+    for spare in axes[panels:]:
+        spare.remove()
+    return axes[:panels]
 
 
 @contextmanager
@@ -256,9 +255,10 @@ def _last(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
-def whole_numbers(axis: Axis) -> None:
+def whole_numbers(*axes: Axis) -> None:
     """Put ticks at whole numbers alone, also where there is a single one, and no more than can be read."""
-    axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(nbins="auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def cell_ticks(axis: Axis, places: Iterable[float], names: Sequence[str], most: int | None = None, **look: Any) -> None:

@@ -33,6 +33,7 @@ from headwater.figures.style import (
     model_title,
     new_figure,
     one_panel,
+    panel_grid,
     plain_title,
     style,
     ticks,
@@ -172,11 +173,7 @@ def _axes(panels: list[Any], fixed: dict[str, Any]) -> list[Axes]:
     rows = -(-len(panels) // (n_metrics if n_metrics > 1 else max(1, int(WIDEST // needed))))
     columns = -(-len(panels) // rows)
     width = min(width, max(WIDEST / columns, NARROWEST))
-    figure = new_figure(columns * width, rows * height)
-    axes: list[Axes] = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for spare in axes[len(panels) :]:
-        spare.remove()
-    return axes[: len(panels)]
+    return panel_grid(new_figure(columns * width, rows * height), len(panels), columns)
 
 
 def _size(part: pd.DataFrame, fixed: dict[str, object]) -> tuple[float, float]:
@@ -357,10 +354,6 @@ def metric_label(metric: str, measure: str) -> str:
 # its 95 % bootstrap interval over prompts a band. What the doses are times is said by the caller.
 
 
-MOST = len(SETS)
-"""Layers that have a line."""
-
-
 @checked_call
 def dose_response(
     sweeps: Mapping[float, Sweep], *, ax: Axes | None = None, title: str | None = None, figsize: Size | None = None
@@ -393,9 +386,9 @@ def dose_response(
     ((site, metric),) = cells.to_numpy()
     summary = summarize(table, ["layer", "dose"], "effect", 0.95, 0).sort_values("dose")
     layers = sorted(summary["layer"].unique())
-    if len(layers) > MOST:
+    if len(layers) > len(SETS):
         raise InputError(
-            f"These sweeps are of {len(layers)} layers, and {MOST} can be distinguished: choose with layers=."
+            f"These sweeps are of {len(layers)} layers, and {len(SETS)} can be distinguished: choose with layers=."
         )
     with one_panel(ax, 3.6, 2.6) as ax:
         ax.axhline(0, color=FAINT, linewidth=0.6)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from headwater.rooms import lazy_exports
 
 if TYPE_CHECKING:
+    from headwater.planted.circuits import PlantedModel as PlantedModel
     from headwater.planted.circuits import induction as induction
     from headwater.planted.circuits import name_mover as name_mover
-    from headwater.planted.wiring import PlantedModel as PlantedModel
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

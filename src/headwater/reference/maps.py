@@ -16,7 +16,7 @@ Elhelo & Geva, "Inferring Functionality of Attention Heads from their Parameters
 Intervals: Wilson's over the items of a relation; of the best score they are those of the head that reached it, which
 was the best of all heads on these very items. Fisher's for correlations.
 
-Sources of several tokens: do static scores, which are about one token, tell what a head does at the last of several?
+After sources of several tokens, do static scores, which are about one token, tell what a head does at the last of them?
 
 1. Items: a source of several tokens, without a space in front, and a target of one, with it.
 2. Prompt: the opening, which ends in a space, and the source; both tokenized apart, as the published code does.
@@ -49,7 +49,7 @@ from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.models.tokens import Batch, pad_id
 from headwater.models.weights import open_weights
-from headwater.reference.published import Reproduction, Steps, compared, no_numbers, published_numbers, timed_steps
+from headwater.reference.published import Reproduction, Steps, published_numbers, timed_steps
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.stats.significance import wilson_interval
 
@@ -197,11 +197,10 @@ def reproduce_maps(
                 pass
 
         steps = timed_steps(run, practise, items, "pairs", sizes)
-        table = compared(pd.concat(list(parts(steps, relations)), ignore_index=True))
-        notes = [] if name else [no_numbers(weights.name, reference)]
-        notes += [OWN_TEMPLATES] if correlations and tuple(templates) == TEMPLATES else []
+        rows = pd.concat(list(parts(steps, relations)), ignore_index=True)
+        notes = [OWN_TEMPLATES] if correlations and tuple(templates) == TEMPLATES else []
         notes += [OWN_TASK] if ablations else []
-        return Reproduction(table, name, reference.source, notes, run.record)
+        return reference.reproduction(run, name, rows, notes)
 
     return run_or_resume(Reproduction, "reproduce_maps", weights, options, work, out=out, progress=progress)
 
@@ -221,8 +220,7 @@ def compare_scores(head_map: HeadMap, numbers: Mapping[str, Any]) -> pd.DataFram
             measured = ranked_heads(heads)
             agree = sum(ours == theirs for ours, theirs in zip(measured, ranking, strict=False))
             rows.append(("heads in their published place", relation, len(ranking), agree, None, None))
-    missing = [relation for relation in numbers if relation not in set(head_map.relations["relation"])]
-    for relation in missing:
+    for relation in [one for one in numbers if one not in set(head_map.relations["relation"])]:
         for quantity in ("score", "suppression"):
             rows.append((f"best {quantity}", relation, numbers[relation][quantity], None, None, None))
     table = pd.DataFrame(rows, columns=["quantity", "relation", "published", "measured", "low", "high"])

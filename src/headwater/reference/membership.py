@@ -10,14 +10,10 @@ of MIMIR (Duan et al. 2024).
 3. Where the published number is that of the K that did best on these very texts, the measured one is chosen so too.
 4. Of several files, such as the domains of MIMIR, the mean; its interval is that of independent means.
 
-5. Texts of WikiMIA put together (`joined_texts`) are scored stretch by stretch, not in lower case.
-
 The neighbourhood attack needs perturbed texts by another model: its column of measured numbers is empty.
 
-Texts of members and non-members put together, each stretch of 32 words distinguished within what is before it.
-
-Zhang et al., ICLR 2025, "WikiMIA_concat": a row has `input`, a text, and `label`, a list with 1 or 0 for every 32 of
-its words.
+Texts of members and non-members put together ("WikiMIA_concat") are scored stretch by stretch, each within what is
+before it, not in lower case. A row has `input`, a text, and `label`, a list with 1 or 0 for every 32 of its words.
 
 1. Words are what single spaces separate; the stretch j of a text is its words 32 j to 32 j + 32.
 2. The text is read once, whole. A stretch has the tokens that hold any of its characters, without the first one, as in
@@ -42,13 +38,13 @@ from headwater.calls import checked_call
 from headwater.data.rows import check_readable, read_objects
 from headwater.errors import InputError
 from headwater.likelihood.members import load_member_texts
-from headwater.likelihood.scores import MemorizationScores, memorization_scores, score_of
+from headwater.likelihood.scores import memorization_scores, score_of
 from headwater.likelihood.statistics import TextStatistics, token_statistics
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.loading import load
 from headwater.models.tokens import encode, token_span
 from headwater.options import checked_name, checked_path
-from headwater.reference.published import Reproduction, compared, no_numbers, not_kept, published_numbers
+from headwater.reference.published import Reproduction, published_numbers
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.identity import digest_of_file
 from headwater.stats.discrimination import auc, true_positives
@@ -175,47 +171,33 @@ def reproduce_membership(
     digests = [digest_of_file(Path(file)) for file in files]
     options = {"published": name, "benchmark": benchmark, "files": digests, "reference": reference}
 
+    def scored_file(run: Run, place: int, table: pd.DataFrame) -> _Scored:
+        """Score the texts of one file, or the stretches of texts put together."""
+
+        def statistics(part: str, of_texts: list[str], by: HookedModel = model) -> TextStatistics:
+            folder = run.below(f"file_{place}/{part}")
+            return token_statistics(by, of_texts, long="window", batch_size=batch_size, progress=progress, out=folder)
+
+        if benchmark == JOINED:
+            whole = statistics("texts", table.drop_duplicates("row")["text"].tolist())
+            scores = memorization_scores(of_stretches(model, whole, table))
+        else:
+            listed = table["text"].tolist()
+            stats, lowercased = statistics("texts", listed), statistics("lowercased", [one.lower() for one in listed])
+            under = None if reference is None else statistics("reference", listed, reference)
+            scores = memorization_scores(stats, lowercased=lowercased, reference=under)
+        wide = scores.wide()
+        columns = [str(name) for name in wide if score_of(str(name)) is not None]
+        return _Scored(table["member"].to_numpy(dtype=bool), {name: wide[name].to_numpy(float) for name in columns})
+
     def work(run: Run) -> Reproduction:
         numbers = source.models[name].get(benchmark, {}) if name else {}
-        scoring = {"long": "window", "batch_size": batch_size, "progress": progress}
-        if benchmark == JOINED:
-            scored = [_scored_joined(run, place, model, table, scoring) for place, table in enumerate(tables)]
-        else:
-            scored = [_scored(run, place, model, reference, table, scoring) for place, table in enumerate(tables)]
-        notes = [] if name else [no_numbers(model.name, source)]
-        notes += [not_kept(f"{name} on {benchmark}")] if name and not numbers else []
+        scored = [scored_file(run, place, table) for place, table in enumerate(tables)]
         rows = compare_membership(scored, benchmark, numbers)
-        return Reproduction(compared(rows), name, source.source, [*notes, BEST_K, BLIND], run.record)
+        not_kept = "" if numbers else f"{name} on {benchmark}"
+        return source.reproduction(run, name, rows, [BEST_K, BLIND], not_kept)
 
     return run_or_resume(Reproduction, "reproduce_membership", model, options, work, out=out, progress=progress)
-
-
-def _scored(
-    run: Run, place: int, model: HookedModel, other: HookedModel | None, table: pd.DataFrame, scoring: dict[str, Any]
-) -> _Scored:
-    """Score the texts of one file."""
-    below = f"file_{place}"
-    texts = table["text"].tolist()
-    lowered = [text.lower() for text in texts]
-    stats = token_statistics(model, texts, out=run.below(f"{below}/texts"), **scoring)
-    lowercased = token_statistics(model, lowered, out=run.below(f"{below}/lowercased"), **scoring)
-    under = (
-        token_statistics(other, texts, out=run.below(f"{below}/reference"), **scoring) if other is not None else None
-    )
-    return _wide(table, memorization_scores(stats, lowercased=lowercased, reference=under))
-
-
-def _scored_joined(run: Run, place: int, model: HookedModel, table: pd.DataFrame, scoring: dict[str, Any]) -> _Scored:
-    """Score the stretches of the texts of one file."""
-    whole = table.drop_duplicates("row")["text"].tolist()
-    stats = token_statistics(model, whole, out=run.below(f"file_{place}/texts"), **scoring)
-    return _wide(table, memorization_scores(of_stretches(model, stats, table)))
-
-
-def _wide(table: pd.DataFrame, scores: MemorizationScores) -> _Scored:
-    wide = scores.wide()
-    columns = [str(name) for name in wide if score_of(str(name)) is not None]
-    return _Scored(table["member"].to_numpy(dtype=bool), {name: wide[name].to_numpy(float) for name in columns})
 
 
 def compare_membership(scored: Sequence[_Scored], benchmark: str, numbers: Mapping[str, Any]) -> pd.DataFrame:

@@ -29,16 +29,7 @@ from headwater.likelihood.profile import DepthProfile, memorization
 from headwater.models.hooked import HookedModel
 from headwater.models.loading import load
 from headwater.questions.labels import Judge
-from headwater.reference.published import (
-    Reproduction,
-    Steps,
-    compared,
-    no_numbers,
-    not_kept,
-    published_numbers,
-    timed_steps,
-    usual_first,
-)
+from headwater.reference.published import Reproduction, Steps, published_numbers, timed_steps, usual_first
 from headwater.runs.analysis import Run, run_or_resume
 
 QUANTITIES = {"accuracy": "accuracy", "forward": "forward discrepancy", "backward_first": "backward discrepancy"}
@@ -97,29 +88,22 @@ def reproduce_memorization(
         usual = usual_first(graph.table["question"].str.len() + graph.table["answers"].str[0].str.len())
 
         def practise(trial: Steps, places: Sequence[int]) -> None:
-            profiled(trial, _alone(graph, usual[: len(places)]))
+            """Time some questions, without their edges."""
+            table = graph.table.iloc[usual[: len(places)]].reset_index(drop=True)
+            none = pd.Series([()] * len(table), dtype=object)
+            profiled(trial, replace(graph, table=table.assign(predecessors=none, successors=none)))
 
         steps = timed_steps(run, practise, len(graph), "questions")
         profile = profiled(steps, graph)
-        notes = [] if name else [no_numbers(model.name, reference)]
-        notes += [OWN_SCORES] if graph.table["score"].isna().all() else []
-        is_compared = bool(name) and predecessors == NONE
-        notes += [NOT_HELD] if name and not is_compared else []
-        notes += [not_kept(name)] if name and not reference.models[name].get("accuracy") else []
-        rows = compare_depth(profile.judged, reference.models[name] if name and is_compared else {})
+        numbers = reference.models[name] if name else {}
+        notes = [OWN_SCORES] if graph.table["score"].isna().all() else []
+        notes += [NOT_HELD] if name and predecessors != NONE else []
         notes += [*_answering_sentences(profile), *graph.notes]
-        return Reproduction(compared(rows), name, reference.source, notes, run.record)
+        rows = compare_depth(profile.judged, numbers if predecessors == NONE else {})
+        return reference.reproduction(run, name, rows, notes, "" if numbers.get("accuracy") else str(name))
 
-    return run_or_resume(
-        Reproduction, "reproduce_memorization", model, options | asking, work, out=out, progress=progress
-    )
-
-
-def _alone(graph: DepthGraph, places: Sequence[int]) -> DepthGraph:
-    """Return some of a graph's questions, without its edges."""
-    table = graph.table.iloc[list(places)].reset_index(drop=True)
-    none = pd.Series([()] * len(places), dtype=object)
-    return replace(graph, table=table.assign(predecessors=none, successors=none))
+    whole = options | asking
+    return run_or_resume(Reproduction, "reproduce_memorization", model, whole, work, out=out, progress=progress)
 
 
 def _asking(model: HookedModel, predecessors: str) -> dict[str, Any]:

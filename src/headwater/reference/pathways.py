@@ -37,16 +37,7 @@ from headwater.questions.asking import Example
 from headwater.questions.extract import Extractor
 from headwater.questions.labels import CONTAINS, Label
 from headwater.questions.sources import Questions, Source, load_questions
-from headwater.reference.published import (
-    Reproduction,
-    Steps,
-    compared,
-    no_numbers,
-    not_kept,
-    published_numbers,
-    timed_steps,
-    usual_first,
-)
+from headwater.reference.published import Reproduction, Steps, published_numbers, timed_steps, usual_first
 from headwater.runs.analysis import Run, run_or_resume
 
 METHODS = {
@@ -135,7 +126,6 @@ def reproduce_pathways(
     asking: dict[str, Any] = {"extractor": extractor, "prompt": prompt, "examples": examples, "label": label}
     asking |= {"max_new_tokens": max_new_tokens}
     options = {"published": name, "questions": drawn.table, "methods": list(methods), "controls": controls}
-
     numbers = reference.models[name] if name else {}
 
     def detected(steps: Steps, subset: Questions, *, practice: bool = False) -> Detection:
@@ -156,10 +146,9 @@ def reproduce_pathways(
 
     def work(run: Run) -> Reproduction:
         detection = detected(timed_steps(run, practise, len(drawn), "questions", PRACTICE, len(drawn.datasets)), drawn)
-        notes = [] if name else [no_numbers(model.name, reference)]
-        notes += [not_kept(name)] if name and not numbers.keys() & {"detection", "mode"} else []
-        table = compared(compare_detection(detection, numbers))
-        return Reproduction(table, name, reference.source, [*notes, NOT_STATED], run.record)
+        rows = compare_detection(detection, numbers)
+        not_kept = "" if numbers.keys() & {"detection", "mode"} else str(name)
+        return reference.reproduction(run, name, rows, [NOT_STATED], not_kept)
 
     whole = options | asking | probing
     return run_or_resume(Reproduction, "reproduce_pathways", model, whole, work, out=out, progress=progress)

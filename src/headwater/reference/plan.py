@@ -6,9 +6,8 @@ difference must know; how many numbers of a model were published, and how many o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from headwater.calls import checked_call
 from headwater.errors import RunFolderError
 from headwater.options import checked_path
 from headwater.reference.membership import JOINED
-from headwater.reference.published import Reproduction, published_numbers
+from headwater.reference.published import KINDS, Reproduction, published_numbers
 
 RUNS = "runs"
 BILLIONS = {
@@ -126,7 +125,12 @@ def reproduction_plan(runs: str | Path = RUNS) -> tuple[PlanLine, ...]:
         InputError: `runs` is not a path.
     """
     below = checked_path("runs", runs)
-    return tuple(line for kind in _LINES for line in _LINES[kind](below, kind))
+    return tuple(
+        _line(below, kind, model, *command)
+        for kind in KINDS
+        for model, numbers in published_numbers(kind).models.items()
+        for command in _commands(kind, numbers)
+    )
 
 
 def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:
@@ -139,7 +143,7 @@ def figure_commands(kind: str, runs: str | Path = RUNS) -> list[str]:
 
 
 def _line(
-    runs: Path, kind: str, model: str, words: str, data: tuple[str, ...], numbers: Mapping[str, Any], part: str = ""
+    runs: Path, kind: str, model: str, words: str, data: tuple[str, ...], numbers: Mapping[str, Any], part: str
 ) -> PlanLine:
     folder = runs / "-".join(filter(None, (kind, model.rpartition("/")[2], part)))
     weights = BILLIONS[model] * 1e9 * (4 if kind in ("maps", "membership") else 2) / 2**30
@@ -159,31 +163,19 @@ def _count(numbers: object) -> int:
     return 1
 
 
-def _maps(runs: Path, kind: str) -> Iterator[PlanLine]:
-    for model, numbers in published_numbers(kind).models.items():
+def _commands(kind: str, numbers: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], Mapping[str, Any], str]]:
+    """What measures the numbers of a model: a command's options, its data, its numbers, and of which benchmark."""
+    if kind == "maps":
         relations = numbers["relations"].values()
         ablated, longer = (any(part in one for one in relations) for part in ("ablation", "multi_token"))
         words = f"--datasets MAPS/datasets{' --ablations' * ablated}{' --multi-token' * longer}"
-        yield _line(runs, kind, model, words, ("MAPS/datasets",), numbers)
-
-
-def _alike(words: str, data: tuple[str, ...], runs: Path, kind: str) -> Iterator[PlanLine]:
-    for model, numbers in published_numbers(kind).models.items():
-        yield _line(runs, kind, model, words, data, numbers)
-
-
-def _membership(runs: Path, kind: str) -> Iterator[PlanLine]:
-    for model, numbers in published_numbers(kind).models.items():
+        yield words, ("MAPS/datasets",), numbers, ""
+    elif kind == "pathways":
+        named = " ".join(f"--questions {name}" for name in QUESTIONS)
+        yield f"{named} --extract rules --dtype bfloat16", QUESTIONS, numbers, ""
+    elif kind == "memorization":
+        yield "--data depthqa --dtype bfloat16", ("depthqa",), numbers, ""
+    else:
         for benchmark in (one for one in TEXTS if one in numbers):
             named = " ".join(f"--texts {name}" for name in TEXTS[benchmark])
-            words = f"{named} --benchmark {benchmark} --dtype float32"
-            yield _line(runs, kind, model, words, TEXTS[benchmark], numbers[benchmark], benchmark)
-
-
-_ASKED = " ".join(f"--questions {name}" for name in QUESTIONS) + " --extract rules --dtype bfloat16"
-_LINES: dict[str, Callable[[Path, str], Iterator[PlanLine]]] = {
-    "maps": _maps,
-    "pathways": partial(_alike, _ASKED, QUESTIONS),
-    "memorization": partial(_alike, "--data depthqa --dtype bfloat16", ("depthqa",)),
-    "membership": _membership,
-}
+            yield f"{named} --benchmark {benchmark} --dtype float32", TEXTS[benchmark], numbers[benchmark], benchmark

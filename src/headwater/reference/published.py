@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from headwater.models.families import ModelShape
 
-
 KINDS = ("maps", "pathways", "memorization", "membership")
 NUMBERS = ("published", "measured", "low", "high", "difference")
 
@@ -64,6 +63,23 @@ class Published:
                 f"the published model {published[0]} of {published[1]}. Give the published model itself."
             )
         return name
+
+    def reproduction(
+        self, run: Run, name: str | None, rows: pd.DataFrame, notes: Sequence[str], not_kept: str = ""
+    ) -> Reproduction:
+        """Put measured rows beside the numbers of a published model, with a note where there are none.
+
+        `not_kept` is what the publication lists, but of which no numbers are here.
+        """
+        none = []
+        if name is None:
+            none = [
+                f"No published numbers exist for {run.record.model}: the column is empty. They exist for "
+                f"{', '.join(self.models)}; if this is one of them under another name, name it with `published`."
+            ]
+        elif not_kept:
+            none = [f"The publication lists {not_kept}, but its numbers are not in this package: the column is empty."]
+        return Reproduction(compared(rows), name, self.source, [*none, *notes], run.record)
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,19 +164,6 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[named].join(numbers).assign(difference=numbers["measured"] - numbers["published"])
 
 
-def no_numbers(model: str, published: Published) -> str:
-    """Say that a model has no published numbers, and which models have."""
-    return (
-        f"No published numbers exist for {model}: the column is empty. They exist for {', '.join(published.models)}; "
-        "if this is one of them under another name, name it with `published`."
-    )
-
-
-def not_kept(model: str) -> str:
-    """Say that a publication lists a model, but that no numbers of it are kept."""
-    return f"The publication lists {model}, but its numbers are not in this package: the column is empty."
-
-
 def _short(name: str) -> str:
     return Path(name).name.lower().removeprefix("meta-")
 
@@ -169,7 +172,6 @@ def _short(name: str) -> str:
 #
 # How long: all pieces are made of a few items of one set, without a folder: once so that what a first call does is
 # done, then by the clock, of two sizes. What more items took more is what an item takes, and the rest what a set takes.
-
 
 R = TypeVar("R")
 

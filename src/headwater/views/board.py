@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from headwater.patching.prompts import Prompts, read_prompt_pair
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import View
 from headwater.views.clicks import EDGES, HEADS, HOWS, Clicks, HowName, Patched
-from headwater.views.page import asset, interactive, packed, text_of
+from headwater.views.page import asset, interactive, packed
 
 CELLS = ("resid_pre", "attn_out", "mlp_out")
 """The sites whose cells a board shows, where the model has them."""
@@ -152,7 +153,7 @@ class Board(Clicks):
         try:
             shown["text/html"] = self.view()._repr_html_()
         except InputError as error:
-            shown["text/html"] = f"<p>{text_of(str(error))}</p>"
+            shown["text/html"] = f"<p>{escape(str(error))}</p>"
         live = self.widget()._repr_mimebundle_() if has_widgets() else {}
         return shown | dict(live[0] if isinstance(live, tuple) else live or {})
 
@@ -199,7 +200,6 @@ def as_json(patched: Patched) -> dict[str, Any]:
 #
 # A page that is alone knows all single nodes: cells, heads, heads at each token, and edges into the last token that
 # the metric reads. One in a notebook knows the grids, and asks the kernel for whatever is clicked.
-
 
 LONGEST = 256
 """Tokens of the prompts of a page."""

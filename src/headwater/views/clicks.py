@@ -111,27 +111,22 @@ def share(effect: float, gap: float) -> float:
     return effect / gap if abs(gap) > 1e-9 else float("nan")
 
 
+@dataclass(eq=False, repr=False)
 class Clicks:
     """One pair of prompts whose nodes are changed by clicks, each kept until it is undone."""
 
-    def __init__(
-        self,
-        model: HookedModel,
-        clean: Prompts,
-        corrupted: Prompts,
-        sides: PromptPair,
-        metric: Metric,
-        dataset: Prompts | None,
-        sites: tuple[str, ...],
-        how: HowName,
-    ):
-        self.model, self.clean, self.corrupted, self.metric = model, clean, corrupted, metric
-        self.dataset, self.sites, self._how = dataset, sites, how
-        self.clicks: list[Patched] = []
-        """What was clicked and not undone, the latest last."""
-        self._sides = sides
-        self._benches: dict[str, RecordedPair] = {}
-        self._known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = {}
+    model: HookedModel
+    clean: Prompts
+    corrupted: Prompts
+    _sides: PromptPair
+    metric: Metric
+    dataset: Prompts | None
+    sites: tuple[str, ...]
+    _how: HowName
+    clicks: list[Patched] = field(default_factory=list)
+    """What was clicked and not undone, the latest last."""
+    _benches: dict[str, RecordedPair] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(default_factory=dict)
 
     @property
     def how(self) -> HowName:
@@ -255,11 +250,16 @@ class Clicks:
         value, of_parts, states = bench.look(nodes, [[part] for part in parts])
         first, after = bench.before, bench.read(states)
         by_layer = {"layer": range(len(after.by_layer)), "before": first.by_layer, "after": after.by_layer}
+        by_part = [
+            [part.head, part.position, part.key, one - before, share(one - before, goal - before)]
+            for part, one in zip(parts, of_parts, strict=True)
+        ]
+        columns = ["head", "position", "key", "effect", "normalized_effect"]
         return Patched(
             nodes, how, before, value, goal,
             top=self._top(first, after),
             layers=pd.DataFrame(by_layer).assign(change=lambda table: table["after"] - table["before"]),
-            parts=_parts_table(parts, of_parts, before, goal),
+            parts=pd.DataFrame(by_part, columns=columns).astype(dict.fromkeys(columns[:3], "Int64")),
             seconds=time.perf_counter() - since,
             code=self.code([node.described() for node in nodes], how),
         )  # fmt: skip
@@ -289,17 +289,6 @@ class Clicks:
     def __repr__(self) -> str:
         state = f"{len(self.tokens(self._how))} tokens, {self.metric.name}, {len(self.clicks)} clicks"
         return f"{type(self).__name__}({self.model.name}: {state})"
-
-
-def _parts_table(parts: Sequence[ActivationNode], values: Sequence[float], before: float, goal: float) -> pd.DataFrame:
-    """Lay out what each part does by itself."""
-    columns = ["head", "position", "key", "effect", "normalized_effect"]
-    rows = [
-        [part.head, part.position, part.key, value - before, share(value - before, goal - before)]
-        for part, value in zip(parts, values, strict=True)
-    ]
-    table = pd.DataFrame(rows, columns=columns)
-    return table.astype(dict.fromkeys(columns[:3], "Int64"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,9 +359,8 @@ class RecordedPair:
     ) -> tuple[float, list[float], Float[Tensor, "layer kept d_model"]]:
         """Change nodes together, and each of the other sets by itself, in one walk.
 
-        Returns:
-            The metric after the change, the same for each other set, and what is after each layer, at the positions of
-            the metric.
+        Return the metric after the change, the same for each other set, and what is after each layer, at the positions
+        of the metric.
         """
         if self.model.fingerprint != self._fingerprint:
             raise InputError("The model was changed since its runs were recorded: make another board, hw.board(...).")

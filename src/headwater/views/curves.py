@@ -14,10 +14,9 @@ import pandas as pd
 
 from headwater.colors import FAINT
 from headwater.errors import InputError
-from headwater.figures.depth_profile import AVERAGE, looks_of_depths, title_of
-from headwater.figures.likelihood import SEEN
-from headwater.figures.pathway_curves import DASHES, SPELLED, VALUES, default_split, look_of
-from headwater.figures.pathway_curves import title_of as pathways_title
+from headwater.figures.likelihood import AVERAGE, SEEN, looks_of_depths, title_of
+from headwater.figures.pathways import DASHES, SPELLED, VALUES, default_split, look_of
+from headwater.figures.pathways import title_of as pathways_title
 from headwater.figures.style import plain_title
 from headwater.likelihood.profile import DepthProfile
 from headwater.likelihood.statistics import STATISTICS, TextStatistics
@@ -106,7 +105,6 @@ def _by_layer(profile: DepthProfile, scores: list[str]) -> dict[str, object]:
 
 # The view of token statistics: a text as its tokens, in the colours of how likely each is; the lowest are framed.
 
-
 LARGEST = 100_000
 """Rows of the table in a page: texts beyond are left out, and the page says so."""
 
@@ -158,9 +156,6 @@ def _chosen(stats: TextStatistics, texts: Sequence[int] | int | None) -> list[in
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise InputError(f"texts={shown(texts)} must be the index of a text, or a list of them.")
     return [checked_count("texts", one, least=0, most=len(indices) - 1) for one in listed]
-
-
-# The view of pathways: ΔP against the layer by question set and mode, with random tokens knocked out as control.
 
 
 @VIEWS.add(Pathways)

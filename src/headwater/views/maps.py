@@ -1,4 +1,4 @@
-"""Views of maps by layer: head maps, the evidence of a relation, sweeps.
+"""Views by layer: head maps, the evidence of a relation, sweeps, circuits.
 
 Head maps: layer by head; hover for a head's relations, filter, colour by a relation, open its card.
 Several maps are side by side (`beside=`): what is pointed at, kept, filtered or coloured in one is so in all. With
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,28 @@ from pandas.api.types import is_numeric_dtype
 
 from headwater.causes.naming import NAMED
 from headwater.causes.results import Evidence
-from headwater.figures.evidence import MAPS, ROLE_LOOKS, evidence_title
+from headwater.circuits.circuit import Circuit, strength_order
+from headwater.circuits.circuit_runs import CircuitRuns
+from headwater.circuits.graph import Graph
+from headwater.circuits.result import EdgeEffects
+from headwater.errors import InputError
+from headwater.figures.circuits import ABOVE, BELOW, layout, lines_of
+from headwater.figures.circuits import title_of as circuit_title
 from headwater.figures.head_map import extent, mark_of, names_of, title_of
+from headwater.figures.heads import MAPS, ROLE_LOOKS, evidence_title
+from headwater.figures.style import WAYS
 from headwater.figures.sweep import LABELS, panel_axes, panels_of
 from headwater.figures.sweep import title_of as sweep_title
 from headwater.heads.card import SIGNS
 from headwater.heads.categories import UNCLASSIFIED, best_excess, label_counts, labels
 from headwater.heads.head_map import HeadMap
 from headwater.models.hooked import HookedModel
-from headwater.options import checked_kind
+from headwater.options import checked_count, checked_kind, checked_name
 from headwater.patching.summaries import MEASURES, ROLES
 from headwater.patching.sweep import Sweep
-from headwater.runs.result import VIEWS, View
-from headwater.views.page import interactive, line_of, packed, picture, rounded
+from headwater.runs.result import VIEWS, View, whole_summary
+from headwater.stats.resample import Bootstrap, percentile_interval
+from headwater.views.page import drawn, interactive, line_of, packed, page_around, picture, rounded, table_of
 
 CARDS = 64
 """Heads at most whose cards say what they write: the classified ones first, by their best excess."""
@@ -57,18 +67,16 @@ def view_head_map(
     relations = list(dict.fromkeys(name for one_map in maps for name in one_map.table["relation"]))
     present = {label for one_map in maps for label in one_map.categories["label"]}
     legend = [label for label in labels() if label in present]
-    names = names_of(maps)
-    rule = f"{maps[0].run.options['rule']} rule"
-    drawn = [_map(name, one_map, relations, legend) for name, one_map in zip(names, maps, strict=True)]
+    shown = [_map(name, one_map, relations, legend) for name, one_map in zip(names_of(maps), maps, strict=True)]
     if model is not None:
-        drawn[0]["writes"] = _written(maps[0], model)
+        shown[0]["writes"] = _written(maps[0], model)
     spec = {
         "title": title_of(maps),
-        "note": rule,
+        "note": f"{maps[0].run.options['rule']} rule",
         "relations": relations,
         "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in legend],
         "quiet": UNCLASSIFIED,
-        "maps": drawn,
+        "maps": shown,
     }
     return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec, height=620)
 
@@ -88,6 +96,11 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         whole[at] = values.to_numpy(dtype=float)
         return whole
 
+    # What heads suppress: layer, head, relation, and the numbers of that side.
+    rows = table[table["suppressed"]]
+    numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
+    places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
+    suppressed = zip(*places, *numbers, strict=True)
     flags = sum((table[flag].astype(bool) * bit for flag, bit in FLAGS.items()), start=table["layer"] * 0)
     return {
         "name": name,
@@ -99,20 +112,12 @@ def _map(name: str, head_map: HeadMap, relations: Sequence[str], legend: Sequenc
         "expected": packed(laid(table["expected"]), "f4"),
         "q": packed(laid(table["q_value"]), "f2"),
         "flags": packed(laid(flags, 0.0), "u1"),
-        "suppressed": _suppressed(table, relations),
+        "suppressed": [[*map(int, row[:3]), *row[3:]] for row in suppressed],
         # 0 not measured, 1 no, 2 yes: whole numbers of 8 bits have no NaN.
         "use": packed(laid(table["used"].astype("Int64").fillna(-1) + 1, 0.0), "u1") if head_map.is_validated else None,
         "loss": packed(laid(table["loss"]), "f2") if head_map.is_validated else None,
         "writes": None,
     }
-
-
-def _suppressed(table: pd.DataFrame, relations: Sequence[str]) -> list[list[object]]:
-    """List what heads suppress: layer, head, relation, and the numbers of that side."""
-    rows = table[table["suppressed"]]
-    numbers = [rounded(rows[f"suppression{'' if name == 'score' else f'_{name}'}"]) for name in NUMBERS]
-    places = rows["layer"], rows["head"], rows["relation"].map(list(relations).index)
-    return [[*map(int, row[:3]), *row[3:]] for row in zip(*places, *numbers, strict=True)]
 
 
 def _written(head_map: HeadMap, model: HookedModel | str | Path) -> dict[str, list[list[object]]]:
@@ -193,7 +198,6 @@ def _when(when: pd.DataFrame) -> dict[str, object]:
 
 # The view of a sweep: a heat map of two axes; site, metric, role, example and scale to choose, and cells to pick.
 
-
 MOST_NUMBERS = 2**22
 """Numbers of a page, at most: of larger sweeps the page holds the means over examples alone."""
 
@@ -245,3 +249,134 @@ def _places(column: pd.Series) -> list[int | str]:
     """Return the places along an axis: numbers in order, names as they come first."""
     seen = column.dropna().drop_duplicates()
     return [int(one) for one in seen.sort_values()] if is_numeric_dtype(column) else [str(one) for one in seen]
+
+
+# The view of edges and of circuits: layers upward, the strongest first; each edge with its interval and placebo.
+#
+# The placebo of an edge is drawn from the other edges between the same kinds of parts in the same layers: the 95 %
+# quantile of the sizes of their mean effects. The interval is the bootstrap's, over examples. How faithful the
+# strongest edges are alone is read of runs of just these, never in between.
+
+LARGEST = 200
+"""Edges that a page holds by default."""
+MOST = 5000
+"""Edges that a page holds at most."""
+ROWS = 50
+"""Edges in the table below a circuit."""
+
+
+@VIEWS.add(EdgeEffects)
+def view_edges(
+    edges: EdgeEffects, *, n: int | None = None, metric: str | None = None, runs: CircuitRuns | None = None
+) -> View:
+    """Show the strongest edges as a circuit; edges of single positions, or through MLPs, as their figure.
+
+    Args:
+        edges: a result of `hw.edges`.
+        n: how many edges the slider reaches; up to 200 by default.
+        metric: on which metric; the first by default.
+        runs: of `hw.run_circuits`: how faithful the strongest edges are alone, `edges.circuit(n)` of several sizes.
+    """
+    most = min(MOST, len(edges.chosen))
+    n = min(LARGEST, most) if n is None else checked_count("n", n, most=most)
+    if edges.by_position or {"positions", "through"} & set(edges.run.options):
+        return picture(edges)
+    spec = spec_of(edges, edges.circuit(n, metric=metric), metric, runs)
+    name = (metric or edges.metrics[0]).replace("_", " ")
+    note = (
+        f"the {n:,} strongest of {len(edges.chosen):,} edges; {WAYS[edges.run.options['direction']]}, effect on {name}"
+    )
+    return interactive(edges, "circuit.js", spec | {"note": note}, height=760)
+
+
+@VIEWS.add(Circuit)  # type: ignore[arg-type]
+def view_circuit(
+    circuit: Circuit,
+    *,
+    n: int | None = None,
+    edges: EdgeEffects | None = None,
+    metric: str | None = None,
+    runs: CircuitRuns | None = None,
+) -> View:
+    """Show a circuit: what `Circuit.view` says."""
+    if not len(circuit):
+        raise InputError("The circuit has no edges: there is nothing to show.")
+    most = min(MOST, len(circuit))
+    shown = circuit.strongest(min(LARGEST, most) if n is None else checked_count("n", n, most=most))
+    spec = spec_of(edges, shown, metric, runs)
+    spec["note"] = f"the {len(shown):,} strongest of {len(circuit):,} edges" * (len(shown) < len(circuit))
+    below = f"<p>{escape(repr(circuit))}.</p>{table_of(shown.table.head(ROWS))}"
+    return page_around(spec, "circuit.js", (drawn(shown), circuit_title(shown)), below, height=760)
+
+
+def spec_of(
+    edges: EdgeEffects | None, circuit: Circuit, metric: str | None, runs: CircuitRuns | None
+) -> dict[str, object]:
+    """Return what the script draws: nodes by place, the lines between them, and edges, the strongest first."""
+    graph, order = circuit.graph, strength_order(circuit.effects)
+    lines, rank = lines_of(circuit), np.argsort(order)
+    places = layout(graph, lines)
+    numbers = circuit.edges[order]
+    about: dict[str, object] = dict.fromkeys(("low", "high", "placebo"), [None] * len(order))
+    about |= {"others": [0] * len(order), "exact": [True] * len(order)}
+    if edges is not None:
+        about = _intervals(edges, numbers, metric)
+    return {
+        "title": circuit_title(circuit),
+        "examples": None if edges is None else len(edges.effects),
+        "colors": [ABOVE, BELOW],
+        "nodes": {
+            str(node): {"name": "logits" if node == len(graph.senders) else graph.senders.name(node), "at": list(place)}
+            for node, place in places.items()
+        },
+        "lines": [[int(rank[line.edge]), line.source, line.target, line.kind] for line in lines],
+        "edges": {"name": [graph.name(int(edge)) for edge in numbers], "effect": rounded(circuit.effects[order])}
+        | about,
+        "runs": None if runs is None else _alone(runs, numbers),
+    }
+
+
+def _intervals(edges: EdgeEffects, numbers: np.ndarray, metric: str | None) -> dict[str, object]:
+    """Return the interval and placebo of some edges, and whether their effects are runs."""
+    checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
+    m = 0 if metric is None else list(edges.metrics).index(checked_name("metric", metric, tuple(edges.metrics)))
+    exact, estimated = (part[:, 0, :, m].double().numpy() for part in (edges.effects, edges.estimates))
+    values, chosen = np.where(np.isnan(exact).all(0), estimated, exact), edges.chosen.numpy()
+    if absent := [int(edge) for edge in numbers if edge not in chosen]:
+        raise InputError(f"edges= holds no effect of {edges.graph.name(absent[0])}, an edge of the circuit.")
+    columns = np.searchsorted(chosen, numbers)
+    low, high = percentile_interval(Bootstrap.of(range(len(values))).mean(values[:, columns]))
+    placebo, others = _placebos(edges.graph, chosen, values.mean(0), columns)
+    result = {"low": rounded(low), "high": rounded(high), "placebo": rounded(placebo), "others": others}
+    return result | {"exact": [bool(one) for one in ~np.isnan(exact[:, columns]).all(0)]}
+
+
+def _alone(runs: CircuitRuns, numbers: np.ndarray) -> list[dict[str, object]]:
+    """Return how faithful the strongest edges are alone, by how many, beside random circuits of their shape."""
+    checked_kind("runs", runs, CircuitRuns, "hw.run_circuits(...)")
+    named = {name: one for name, one in runs.circuits.items() if 0 < len(one) <= len(numbers)}
+    nested = [name for name, one in named.items() if set(one.edges.tolist()) == set(numbers[: len(one)].tolist())]
+    summary = whole_summary(runs)
+    rows = summary[summary["circuit"].isin(nested) & (summary["metric"] == summary["metric"].iloc[0])]
+    if not len(rows):
+        raise InputError(
+            "runs= holds no circuit that is the strongest edges of this one: give hw.run_circuits circuits such as "
+            "circuit.strongest(20)."
+        )
+    rows = rows.sort_values("edges", kind="stable")
+    found: dict[str, list[Any]] = {name: rows[name].tolist() for name in ("edges", "examples")}
+    found |= {name: rounded(rows[name]) for name in ("faithfulness", "low", "high", "placebo", "placebo_high")}
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+
+
+def _placebos(graph: Graph, chosen: np.ndarray, means: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return of each edge how large other edges of its shape are (their 95 % quantile), and how many these are."""
+    shapes, sizes = graph.stratum[chosen], np.abs(means)
+    quantiles, counts = np.full(len(columns), np.nan), []
+    for place, column in enumerate(columns):
+        is_peer = (shapes == shapes[column]) & ~np.isnan(sizes)
+        is_peer[column] = False
+        counts.append(int(is_peer.sum()))
+        if is_peer.any():
+            quantiles[place] = np.quantile(sizes[is_peer], 0.95)
+    return quantiles, counts

@@ -6,11 +6,11 @@ The view of a result that has none of its own: what it says, its figure as a pic
 from __future__ import annotations
 
 import base64
-import html
 import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from html import escape
 from importlib.resources import files
 from io import BytesIO
 from typing import Any, Literal
@@ -49,8 +49,8 @@ code{font-size:.9em}footer{margin-top:3rem;font-size:.8rem;color:var(--faint)}
 
 def page_of(title: str, body: str, run: RunRecord | None = None, policy: str = "") -> str:
     """Return a page of HTML with a heading and, where there is a run, a line at its end that says what made it."""
-    foot = f"<footer>{text_of(made_by(run))}</footer>" if run is not None else ""
-    return _document(text_of(title), STYLE, f"<h1>{text_of(title)}</h1>{body}{foot}", policy)
+    foot = f"<footer>{escape(made_by(run))}</footer>" if run is not None else ""
+    return _document(escape(title), STYLE, f"<h1>{escape(title)}</h1>{body}{foot}", policy)
 
 
 def _document(title: str, style: str, body: str, policy: str) -> str:
@@ -60,11 +60,6 @@ def _document(title: str, style: str, body: str, policy: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
     )
-
-
-def text_of(text: str) -> str:
-    """Return text as HTML."""
-    return html.escape(text, quote=True)
 
 
 def short_of(text: str) -> str:
@@ -79,8 +74,8 @@ def picture_of(png: bytes, caption: str, dpi: int = 300) -> str:
     # The first number of a PNG's header is its width.
     width = int.from_bytes(png[16:20], "big") * 126 / dpi
     return (
-        f'<figure><img src="data:image/png;base64,{data}" width="{width:.0f}" alt="{text_of(caption)}">'
-        f"<figcaption>{text_of(caption)}</figcaption></figure>\n"
+        f'<figure><img src="data:image/png;base64,{data}" width="{width:.0f}" alt="{escape(caption)}">'
+        f"<figcaption>{escape(caption)}</figcaption></figure>\n"
     )
 
 
@@ -94,9 +89,9 @@ def table_of(table: pd.DataFrame) -> str:
     """Return a table as HTML."""
     numeric = [pd.api.types.is_numeric_dtype(table[name]) for name in table]
     kinds = [' class="n"' if is_number else "" for is_number in numeric]
-    head = "".join(f"<th{kind}>{text_of(str(name))}</th>" for name, kind in zip(table, kinds, strict=True))
+    head = "".join(f"<th{kind}>{escape(str(name))}</th>" for name, kind in zip(table, kinds, strict=True))
     rows = "".join(
-        "<tr>" + "".join(f"<td{kind}>{text_of(_cell(v))}</td>" for v, kind in zip(row, kinds, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{kind}>{escape(_cell(v))}</td>" for v, kind in zip(row, kinds, strict=True)) + "</tr>"
         for row in table.itertuples(index=False)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n'
@@ -114,13 +109,12 @@ def _cell(value: Any) -> str:
 
 DPI = 144
 """Dots per inch of the picture below a view: a notebook holds it twice."""
-COLORS = 128
 
 
 @VIEWS.add(Result)
 def picture(result: Result) -> View:
     """Show what a result reports, its main figure and its summary."""
-    report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
+    report = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.report())
     figure = drawn(result)
     height = f"<script>{asset('height.js')}</script>"
     body = report + picture_in(figure, caption_of(result)) + table_of(result.summary()) + height
@@ -140,7 +134,7 @@ def drawn(result: Result | Circuit) -> bytes | str:
         plt.close(figure_of(figure))
     # A quarter as large in few colours; those far from the others, as a legend's, stay.
     written = BytesIO()
-    few = whole.quantize(COLORS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few = whole.quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     few.save(written, "png", optimize=True)
     return written.getvalue()
 
@@ -148,7 +142,7 @@ def drawn(result: Result | Circuit) -> bytes | str:
 def picture_in(figure: bytes | str, caption: str) -> str:
     """Return what `drawn` gave as HTML."""
     if isinstance(figure, str):
-        return f'<p class="failed">{text_of(figure)}</p>'
+        return f'<p class="failed">{escape(figure)}</p>'
     return picture_of(figure, caption, DPI)
 
 
@@ -196,17 +190,14 @@ def packed(values: np.ndarray, encoding: Encoding) -> dict[str, object]:
 
 
 def interactive(result: Result, scripts: str | Sequence[str], spec: Mapping[str, object], height: int = 620) -> View:
-    """Return the page of a result that is drawn by a script.
+    """Return the page of a result that is drawn by a script: files in `assets/`, after `core.js`; the last one draws.
 
-    Args:
-        result: what is shown.
-        scripts: the files in `assets/` that draw it, the last one of all; `core.js` is before them.
-        spec: what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads
-            the page, that of the figure where one draws the same; its `note`, if there is one, is below.
-        height: of the frame in a notebook, in pixels, until the page says its own.
+    `spec` is what the script reads: JSON values, and numbers as `packed` gives them. Its `title` heads the page, that
+    of the figure where one draws the same; its `note`, if there is one, is below. The frame in a notebook has `height`
+    pixels until the page says its own.
     """
-    report = "".join(f"<p>{text_of(sentence)}</p>" for sentence in result.report())
-    below = f'{report}{table_of(result.summary())}<p class="faint">{text_of(made_by(result.run))}</p>'
+    report = "".join(f"<p>{escape(sentence)}</p>" for sentence in result.report())
+    below = f'{report}{table_of(result.summary())}<p class="faint">{escape(made_by(result.run))}</p>'
     return page_around(spec, scripts, (drawn(result), caption_of(result)), below, height)
 
 
@@ -230,7 +221,7 @@ def page_around(
     for mark in "<>&":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     drawing = "".join(map(asset, [scripts] if isinstance(scripts, str) else scripts))
-    title, picture = text_of(str(spec["title"])), figure[0]
+    title, picture = escape(str(spec["title"])), figure[0]
     body = (
         f'<div id="look"></div><div id="still"><h1>{title}</h1>{picture_in(*figure)}</div>'
         f"<details><summary>what it says</summary>{below}</details>\n"
@@ -244,10 +235,6 @@ def page_around(
 def asset(name: str) -> str:
     """Return a file of `assets/`: a script or a style of our own, put into the page whole."""
     return files("headwater.views").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-DIGITS = 7
-"""Of a number in a page; those shown have fewer."""
 
 
 def line_of(
@@ -274,4 +261,4 @@ def line_of(
 
 def rounded(numbers: pd.Series | np.ndarray) -> list[float | None]:
     """Return numbers as JSON has them: to seven digits, and None where there is none."""
-    return [float(f"{one:.{DIGITS}g}") if math.isfinite(one) else None for one in map(float, numbers)]
+    return [float(f"{one:.7g}") if math.isfinite(one) else None for one in map(float, numbers)]

@@ -1,32 +1,35 @@
-"""The controls of anchored pathways: how often predictions flip, by layer and intervention, and ΔP at l* by mode.
+"""Pathways: what becomes of a truthfulness probe when its answers may not look at the question's words, and controls.
 
-A knockout of E_Q says something only beside the same knockout of as many random question tokens, on the rows that have
-as many: these are counted in the titles. A mode says something only where another probe gave it than the one whose ΔP
-is shown.
-
-How often a model declines what it answered in either mode, with 95 % intervals.
-
-What would overturn the finding: the probe's AUC beside relation, answer words, span length, and the margin. Above,
-which answers are wrong; below, which examples are Q-anchored: a mark and 95 % interval per score.
+ΔP against the layer: a panel per model; ΔP in percentage points against the layer whose probe is read. A question set
+has its colour and mark; Q-anchored examples are drawn solid, A-anchored ones dashed with open marks. 95 % bands over
+examples; one legend below all panels, with the number of examples in each mode at l*, and a dagger where the probe is
+not above chance. The published form (Luo et al., ACL 2026, Figure 2) has no marks, and A-anchored examples in colours
+of their own: orange, red, brown and grey; how many examples there are and what the probe tells is said below its
+legend. A curve of fewer than ten examples is thin, with open marks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
 from headwater.calls import checked_call
-from headwater.colors import BLUE, FAINT, GREEN, ORANGE, PURPLE, RED, looks_of_sets
-from headwater.errors import InputError
+from headwater.colors import BLUE, BROWN, FAINT, GREEN, ORANGE, PURPLE, RED, SETS, looks_of_sets, places_of_sets
+from headwater.errors import InputError, did_you_mean
+from headwater.figures.published import StyleName, in_order, is_published, model_name, set_name, set_names
 from headwater.figures.style import (
     BANDS_ARE,
+    DAGGER,
+    DAGGER_IS,
     DASHED,
     LINES_ARE,
     checked_place,
@@ -36,18 +39,256 @@ from headwater.figures.style import (
     model_title,
     new_figure,
     one_panel,
-    style,
+    panel_grid,
+    plain_title,
+    short_name,
     ticks,
     whole_numbers,
 )
+from headwater.figures.style import style as shared_look
+from headwater.options import shown as written
 from headwater.pathways.interventions import ANSWER_ONLY, EXACT, EXACT_ON_RANDOM_ROWS, RANDOM, RANDOM_SWAP, SWAP
-from headwater.pathways.modes import ALL, MODES, WITHIN
+from headwater.pathways.modes import ALL, BEST_LAYER, CROSSED, FEWEST, MODES, PER_LAYER, RANDOM_SPLIT, WITHIN, SplitName
 from headwater.pathways.refusal_rates import Refusals
+from headwater.pathways.report import SetAtBest
 from headwater.pathways.tables import ANY_MODE, AWARE, BY_LOGIT, MARGIN, PROBE, RELATION, RELATION_ANSWER, SPANS
 from headwater.pathways.tables import WRONG_ANSWER as WRONG
 from headwater.pathways.trace import Pathways
-from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, whole_summary
+from headwater.runs.result import DRAWINGS, Size, apply_title_and_size, whole_summary, with_interval
 from headwater.stats.resample import Bootstrap, interval
+
+PUBLISHED = (ORANGE, RED, BROWN, FAINT)
+"""The published colours of A-anchored examples, by question set."""
+DASHES: dict[str, Any] = {"Q-anchored": "-", "A-anchored": DASHED}
+HOLLOW: dict[str, Any] = {"linewidth": 0.5, "markerfacecolor": "white", "markersize": 3.2}
+SHORT = {"delta_p": "ΔP", "delta_logit": "change of the probe's logit"}
+VALUES = {"delta_p": "ΔP (percentage points)", "delta_logit": "Change of the probe's logit"}
+SPLIT_BY = {
+    PER_LAYER: "modes at each layer",
+    BEST_LAYER: "modes at l*",
+    CROSSED: "modes by another probe",
+    RANDOM_SPLIT: "modes by random tokens (control)",
+}
+"""What a title says of how the modes are distinguished."""
+COUNTED = "examples in this mode at l*, the probe's best layer"
+SPELLED = f"ΔP: the question's exact words severed; {BANDS_ARE}"
+MOST_SETS = 4
+PANEL = (2.9, 2.3)
+LINE = 0.17
+ROOMY: dict[str, Any] = {"handlelength": 2.6, "columnspacing": 2.0, "title_fontsize": 7, "borderpad": 0.1}
+
+
+@checked_call
+def delta_p(
+    pathways: Sequence[Pathways],
+    *,
+    split_by: SplitName | None = None,
+    value: str = "delta_p",
+    titles: Sequence[str] | None = None,
+    columns: int | None = None,
+    style: StyleName = "headwater",
+    ax: Axes | None = None,
+    title: str | None = None,
+    figsize: Size | None = None,
+) -> Axes | Figure:
+    """Draw ΔP against the layer, a panel per model, with one legend for all.
+
+    Args:
+        pathways: results of `hw.trace_pathways`.
+        split_by: how the modes are defined: "per layer" (published), "best layer", "cross-fitted" or "random tokens".
+        value: `delta_p` or `delta_logit`.
+        titles: of the panels; by default the models' names.
+        columns: panels in a row; up to three by default.
+        style: "headwater", or "published": models, series and axes by their published names, without counts.
+        ax: where to draw a single model's, with the legend below it; default: a new figure.
+        title: above all panels; of a single one, in place of its own.
+        figsize: width and height of a new figure, in inches.
+
+    Raises:
+        InputError: there is nothing to draw, or no such split, value or style; or `ax` was given for several.
+    """
+    shown, as_published = list(pathways), is_published(style)
+    size = checked_place(ax, len(shown), figsize)
+    if not shown:
+        raise InputError("delta_p was given nothing: give it a list of results of trace_pathways.")
+    if not isinstance(value, str) or value not in VALUES:
+        raise InputError(f"value={written(value)} cannot be drawn.{did_you_mean(value, VALUES)}")
+    splits = [_split(result, split_by) for result in shown]
+    titles = _titles(shown, splits, value, as_published) if titles is None else [label(one) for one in titles]
+    if len(titles) != len(shown):
+        raise InputError(f"{len(titles)} titles were given for {len(shown)} panels.")
+    columns = columns or min(len(shown), 3)
+    rows = -(-len(shown) // columns)
+    names = _names(shown)
+    names = in_order(names) if as_published else names
+    axis_name = VALUES[value].partition(" (")[0] if as_published else VALUES[value]
+    with shared_look(ax):
+        handles, labels = _published_legend(names) if as_published else _legend(shown, names, split_by)
+        look: dict[str, Any] = {"loc": "upper center", "ncols": 2, "title": None if as_published else _counted(shown)}
+        if ax is not None:
+            _draw(ax, shown[0], names, splits[0], value, as_published)
+            ax.set(ylabel=axis_name, title=titles[0])
+            ax.legend(handles, labels, bbox_to_anchor=(0.5, -0.2), **look, **ROOMY)
+            return apply_title_and_size(ax, title, None)
+        entries = 1 + len(shown) * len(names) if as_published else 4 + bool(chance_note(shown))
+        below = LINE * (len(names) + entries) + 0.1
+        figure = new_figure(max(PANEL[0] * columns, 3.6), PANEL[1] * rows + below)
+        height = (size or figure.get_size_inches())[1]
+        halves: Any = figure.subfigures(2, 1, height_ratios=(max(height - below, below), below))
+        above, legend = halves
+        axes = panel_grid(above, len(shown), columns)
+        for panel, result, split, name in zip(axes, shown, splits, titles, strict=True):
+            _draw(panel, result, names, split, value, as_published)
+            panel.set_title(name)
+        for panel in axes[::columns]:
+            panel.set_ylabel(axis_name)
+        legend.legend(handles, labels, **look, **ROOMY)
+        if as_published:
+            legend.text(0.5, 0.0, _counts_note(shown), ha="center", va="bottom", fontsize=6)
+        elif len(shown) > 1:
+            entitle(figure, f"{SHORT[value]} without the question's exact words")
+    return apply_title_and_size(figure, title, size)
+
+
+def _titles(shown: Sequence[Pathways], splits: Sequence[str], value: str, as_published: bool) -> list[str]:
+    """The titles of panels that were given none."""
+    if as_published:
+        return [model_name(short_name(result.run.model)) for result in shown]
+    if len(shown) == 1:
+        return [label(title_of(shown[0], splits[0], value))]
+    return [model_title(result.run, SPLIT_BY[split]) for result, split in zip(shown, splits, strict=True)]
+
+
+@DRAWINGS.add(Pathways)
+def plot_delta_p(
+    pathways: Pathways, ax: Axes | None = None, *, split_by: SplitName | None = None, value: str = "delta_p"
+) -> Axes | Figure:
+    """Draw one model's ΔP against the layer: on `ax` with a small legend below, or as a figure of its own."""
+    return delta_p([pathways], split_by=split_by, value=value, ax=ax)
+
+
+def default_split(pathways: Pathways) -> str:
+    """Return how modes are distinguished where nobody chose: as published where that was traced, else at l*."""
+    return PER_LAYER if (pathways.curves["split_by"] == PER_LAYER).any() else BEST_LAYER
+
+
+def _split(pathways: Pathways, split_by: str | None) -> str:
+    splits = list(dict.fromkeys(pathways.curves["split_by"]))
+    if split_by is None:
+        return default_split(pathways)
+    if not isinstance(split_by, str) or split_by not in splits:
+        raise InputError(f"There are no curves split by {written(split_by)}.{did_you_mean(split_by, splits)}")
+    return split_by
+
+
+def _names(shown: Sequence[Pathways]) -> list[str]:
+    """The question sets of all panels, in order; each has its colours."""
+    names = list(dict.fromkeys(name for one in shown for name in one.datasets))
+    if len(names) > MOST_SETS:
+        raise InputError(f"A figure shows at most {MOST_SETS} question sets; these results hold {len(names)}.")
+    return names
+
+
+def title_of(pathways: Pathways, split_by: str, value: str = "delta_p") -> str:
+    """Return the title of one model's curves as plain text: what is drawn, and what split the examples."""
+    return plain_title(pathways.run.model, f"{SHORT[value]}, {SPLIT_BY[split_by]}")
+
+
+def _draw(ax: Axes, pathways: Pathways, names: Sequence[str], split_by: str, value: str, as_published: bool) -> None:
+    curves = pathways.curves[pathways.curves["split_by"] == split_by]
+    ax.axhline(0, color=FAINT, linewidth=0.6)
+    for mode in MODES:
+        for name in pathways.datasets:
+            line = curves[(curves["dataset"] == name) & (curves["mode"] == mode)].sort_values("layer")
+            look = look_of(name, mode, names, as_published)
+            if 0 < line["examples"].max() < FEWEST:
+                look |= HOLLOW | {"marker": SETS[places_of_sets(names)[name]][1]}
+            bounds = line[f"{value}_low"], line[f"{value}_high"]
+            ax.fill_between(line["layer"], *bounds, color=look["color"], alpha=0.15, linewidth=0)
+            ax.plot(line["layer"], line[value], **look)
+    ax.set_xlabel("Layer" if pathways.run.options["window"] is None else "Layer around which edges are severed")
+    whole_numbers(ax.xaxis)
+    ax.margins(x=0.04)
+
+
+def look_of(name: str, mode: str, names: Sequence[str], as_published: bool = False) -> dict[str, Any]:
+    """Return how the line of a question set and mode is drawn beside those of other sets."""
+    place = places_of_sets(names)[name]
+    color, mark = SETS[place]
+    mark = "" if as_published else mark
+    look: dict[str, Any] = {"color": color, "linestyle": DASHES[mode], "marker": mark, "markersize": 2.6}
+    if mode == MODES[0]:
+        return look
+    return look | ({"color": PUBLISHED[place]} if as_published else {"markerfacecolor": "white", "markersize": 3.2})
+
+
+def _legend(shown: Sequence[Pathways], names: Sequence[str], split_by: str | None) -> tuple[list[Line2D], list[str]]:
+    """A column per mode: its name, then its question sets."""
+    handles, labels = [], []
+    for mode in MODES:
+        handles.append(Line2D([], [], linestyle="none"))
+        labels.append(mode)
+        for name in names:
+            counts = ", ".join(_count(one, name, mode, split_by) + DAGGER * _at_chance(one, name) for one in shown)
+            handles.append(Line2D([], [], **look_of(name, mode, names)))
+            labels.append(f"{label(name)} ({counts})")
+    return handles, labels
+
+
+def _published_legend(names: Sequence[str]) -> tuple[list[Line2D], list[str]]:
+    """The published series, a column per mode."""
+    found = [(mode, name) for mode in MODES for name in names]
+    handles = [Line2D([], [], **look_of(name, mode, names, as_published=True)) for mode, name in found]
+    called = set_names(names)
+    return handles, [f"{mode.replace('anchored', 'Anchored')} ({called[name]})" for mode, name in found]
+
+
+def _counts_note(shown: Sequence[Pathways]) -> str:
+    """A line per panel and question set: how many examples are in each mode at l*, and what the probe there tells."""
+    lines = []
+    for result in shown:
+        for name in result.datasets:
+            view, counts = SetAtBest(result, name), [_count(result, name, mode, BEST_LAYER) for mode in MODES]
+            auc = with_interval(*view.baseline(WRONG, PROBE))
+            note = f"n = {counts[0]} Q-anchored + {counts[1]} A-anchored; probe's AUC {auc}"
+            lines.append(label(f"{model_name(short_name(result.run.model))}, {set_name(name)}: {note}"))
+    return "\n".join(lines)
+
+
+def chance_note(shown: Sequence[Pathways]) -> str:
+    """Name the runs and question sets whose probe is not above chance: their curves are about nothing; "" without."""
+    found = [f"{short_name(one.run.model)}, {name}" for one in shown for name in one.datasets if _at_chance(one, name)]
+    return f"The probe is not above chance, so that its curves say nothing: {'; '.join(found)}." if found else ""
+
+
+def _at_chance(pathways: Pathways, name: str) -> bool:
+    """Whether the probe of a question set is not above chance."""
+    return name in pathways.datasets and not SetAtBest(pathways, name).baseline(WRONG, PROBE)[1] > 0.5
+
+
+def _counted(shown: Sequence[Pathways]) -> str:
+    marked = f"\n{DAGGER_IS}" if chance_note(shown) else ""
+    return f"In brackets{', panel by panel' if len(shown) > 1 else ''}: {COUNTED}\n{SPELLED}{marked}"
+
+
+def _count(pathways: Pathways, name: str, mode: str, split_by: str | None) -> str:
+    """How many examples of a question set are in a mode at l*, averaged over seeds (crossed modes are as many)."""
+    modes = pathways.modes[pathways.modes["dataset"] == name]
+    if modes.empty:
+        return "–"
+    if split_by == RANDOM_SPLIT:
+        curves = pathways.curves[(pathways.curves["dataset"] == name) & (pathways.curves["split_by"] == split_by)]
+        at_best = curves[(curves["mode"] == mode) & (curves["layer"] == main_layer(pathways, name))]
+        return f"{at_best['share'].sum() * modes['example'].nunique():,.0f}"
+    return f"{(modes['mode'] == mode).sum() / modes['seed'].nunique():,.0f}"
+
+
+# The controls: how often predictions flip, by layer and intervention, and ΔP at l* by mode.
+#
+# A knockout of E_Q says something only beside the same knockout of as many random question tokens, on the rows that
+# have as many: these are counted in the titles. A mode says something only where another probe gave it than the one
+# whose ΔP is shown. What would overturn the finding: the probe's AUC beside relation, answer words, span length, and
+# the margin.
 
 LOOKS: dict[str, dict[str, Any]] = {
     EXACT: {"color": BLUE, "linestyle": "-", "marker": "o"},
@@ -58,10 +299,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     ANSWER_ONLY: {"color": PURPLE, "linestyle": (0, (1, 1.2)), "marker": "^"},
 }
 MODE_LOOKS = {"Q-anchored": (BLUE, "o"), "A-anchored": (ORANGE, "s")}
-PANEL = (2.5, 1.9)
-NARROW = 2.4
-"""Inches of a panel below which a legend is in one column."""
-MOST_ACROSS = 4
+CONTROLS_PANEL = (2.5, 1.9)
 RANDOM_ARE = "random: examples with as many random tokens"
 
 
@@ -81,7 +319,7 @@ def flip_rates(
         InputError: `ax` was given for several question sets.
     """
     table = pathways.controls[pathways.controls["group"] == ALL]
-    with style(ax):
+    with shared_look(ax):
         figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
             for intervention, look in LOOKS.items():
@@ -118,7 +356,7 @@ def controls(
     """
     table = pathways.controls_at_best
     shown = [name for name in LOOKS if (table["intervention"] == name).any()]
-    with style(ax):
+    with shared_look(ax):
         figure, axes = panels(pathways, ax, figsize, sharey=True, names=1.7)
         for ax, dataset in zip(axes, pathways.datasets, strict=True):
             ax.axvline(0, color=FAINT, linewidth=0.6)
@@ -144,14 +382,10 @@ def panels(
     requested_size = checked_place(ax, n, figsize)
     if ax is not None:
         return None, [ax]
-    across = n if n <= MOST_ACROSS and n != 4 else 2 if n == 4 else MOST_ACROSS
-    rows = -(-n // across)
-    size = max(PANEL[0] * across, 3.4) + names, PANEL[1] * rows + 0.4
+    across = 2 if n == 4 else min(n, 4)
+    size = max(CONTROLS_PANEL[0] * across, 3.4) + names, CONTROLS_PANEL[1] * -(-n // across) + 0.4
     figure = new_figure(*(requested_size or size))
-    axes = figure.subplots(rows, across, squeeze=False, sharey=sharey).ravel().tolist()
-    for spare in axes[n:]:
-        spare.remove()
-    return figure, axes[:n]
+    return figure, panel_grid(figure, n, across, sharey=sharey)
 
 
 def entitled(
@@ -197,7 +431,7 @@ def _legend_below(figure: Figure | None, axes: list[Axes], title: str) -> None:
     look: dict[str, Any] = {"handlelength": 2.6, "title": title, "title_fontsize": 7}
     if figure is None:
         look |= {"loc": "upper center", "bbox_to_anchor": (0.5, -0.22)}
-        is_narrow = axes[0].get_window_extent().width / axes[0].figure.dpi < NARROW
+        is_narrow = axes[0].get_window_extent().width / axes[0].figure.dpi < 2.4
         axes[0].legend(list(marks.values()), list(marks), ncols=1 if is_narrow else min(across, 2), fontsize=6, **look)
         return
     figure.legend(list(marks.values()), list(marks), loc="outside lower center", ncols=across, **look)
@@ -245,7 +479,7 @@ def baselines(
     if not table["score"].isin([*SHOWN[WRONG][1:], *SHOWN[ANY_MODE][1:]]).any():
         raise InputError("This trace measured no baseline: there is nothing to draw.")
     sets = pathways.datasets
-    with style(ax):
+    with shared_look(ax):
         figure = new_figure(1.9 * len(sets) + 1.8, 2.9)
         axes = figure.subplots(2, len(sets), squeeze=False, sharex=True, sharey="row", height_ratios=(4, 3))
         for row, (question, scores) in zip(axes, SHOWN.items(), strict=True):
@@ -262,8 +496,8 @@ def baselines(
     return apply_title_and_size(figure, title, size)
 
 
-def _baseline_panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:
-    table = rows.set_index("score").reindex(scores)  # type: ignore[attr-defined]
+def _baseline_panel(ax: Axes, rows: pd.DataFrame, scores: tuple[str, ...]) -> None:
+    table = rows.set_index("score").reindex(scores)
     colors = [BLUE, *[ORANGE] * (len(scores) - 1)]
     y = range(len(scores))
     ax.axvline(0.5, color=FAINT, linewidth=0.7, linestyle=(0, (3, 2)))
@@ -278,7 +512,6 @@ def _baseline_panel(ax: Axes, rows: object, scores: tuple[str, ...]) -> None:
 # Two mechanisms would show as two peaks of the logit change, also among the questions of one relation with one
 # prediction: two peaks of all changes may be two relations, or two predictions. What the tests say is written into each
 # panel.
-
 
 SIDES: dict[str, tuple[str, Any, str]] = {"predicted right": (GREEN, "-", ""), "predicted wrong": (RED, DASHED, "////")}
 """Colour, dash and hatch."""
@@ -302,13 +535,16 @@ def logit_changes(
     Raises:
         InputError: `ax` was given for several question sets.
     """
-    with style(ax):
+    with shared_look(ax):
         figure, axes = panels(pathways, ax, figsize)
         for ax, name in zip(axes, pathways.datasets, strict=True):
-            changes = _changes(pathways, name)
-            verdicts = pathways.components[
-                (pathways.components["dataset"] == name) & (pathways.components["intervention"] == EXACT)
-            ].set_index("population")["verdict"]
+            # A row per example: its mean change in standard deviations of the logit, and what was predicted.
+            own = pathways.modes[pathways.modes["dataset"] == name]
+            spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
+            scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
+            changes = pd.DataFrame({"change": scaled["change"].mean(), "predicted_wrong": scaled["logit"].mean() > 0})
+            tested = pathways.components.query("dataset == @name and intervention == @EXACT")
+            verdicts = tested.set_index("population")["verdict"]
             ax.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
             grid = np.linspace(changes["change"].min() - 0.4, changes["change"].max() + 0.4, 300)
             for side, (color, dash, hatch) in SIDES.items():
@@ -345,21 +581,13 @@ def mode_properties(
     modes = pathways.modes
     has_popularity = "popularity" in modes and bool(modes["popularity"].notna().any())
     size = checked_place(ax, 1 + has_popularity, figsize)
-    with style(ax):
+    with shared_look(ax):
         drawn = ax or new_figure(6.4 if has_popularity else 3.2, 2.7)
         axes = [drawn] if isinstance(drawn, Axes) else drawn.subplots(1, 1 + has_popularity, squeeze=False)[0]
         _accuracy(axes[0], pathways)
         if has_popularity:
             _popularity(axes[1], pathways)
     return apply_title_and_size(drawn, title, size)
-
-
-def _changes(pathways: Pathways, dataset: str) -> pd.DataFrame:
-    """A row per example: its mean change in standard deviations of the logit, and what was predicted."""
-    own = pathways.modes[pathways.modes["dataset"] == dataset]
-    spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
-    scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
-    return pd.DataFrame({"change": scaled["change"].mean(), "predicted_wrong": scaled["logit"].mean() > 0})
 
 
 def _density(values: NDArray[np.float64], grid: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,592 @@
+"""Heads beside one another: what they attend to, which of them compose, the singular vectors of one; and maps compared.
+
+Maps are compared from model to model, against the threshold, and with what heads do when they run. Last, from weights
+to a cause: whether the head that a relation's weights name carries the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from headwater.causes.naming import BASELINES, NAMED, WAYS
+from headwater.causes.results import Evidence, EvidenceSuite
+from headwater.colors import BLUE, FAINT, GREEN, INK, ORANGE, PINK, PURPLE
+from headwater.errors import InputError
+from headwater.figures.head_map import (
+    AREAS,
+    CELL,
+    LARGEST,
+    NONE,
+    extent,
+    frame,
+    legend_mark,
+    mark_area,
+    mark_heads,
+)
+from headwater.figures.style import (
+    DASHED,
+    LINES_ARE,
+    MARKS_ONLY,
+    cell_ticks,
+    color_bar,
+    columns,
+    entitle,
+    figure_of,
+    inches,
+    label,
+    legend_above,
+    legend_below,
+    legend_beside,
+    model_title,
+    new_figure,
+    one_panel,
+    others,
+    panel_grid,
+    style,
+    ticks,
+    whole_numbers,
+)
+from headwater.figures.sweep import UNSEEN, shown
+from headwater.heads.ablation import HeadAblation
+from headwater.heads.behaviour import NONE as NOT_CALLED
+from headwater.heads.behaviour import AttentionBehaviour, named, words
+from headwater.heads.categories import CATEGORIES
+from headwater.heads.comparison import HeadComparison
+from headwater.heads.dynamic import DynamicScores
+from headwater.heads.patterns import BEHAVIOURS
+from headwater.heads.scoring import Sensitivity
+from headwater.heads.weight_maps import CIRCUITS, LONG, SIGNS, Composition, SingularVectors
+from headwater.options import checked_name
+from headwater.runs.result import DRAWINGS, whole_summary
+
+# What heads attend to, on random tokens and on text, and what their parameters say: maps of layer by head.
+#
+# The colour and shape of a mark say the behaviour that names the head there; its area grows with the excess. Heads that
+# are called by none are small grey discs. The legend counts heads, on random tokens and on text. Below: the share of OV
+# eigenvalues, from brown (suppresses) to violet (copies), with a dot where it lies beyond 95 % of random heads; and how
+# much of the scores before the softmax the positions decide. What has no value is grey.
+
+
+SEEN = {"random": "random tokens", "text": "text"}
+SHADES: dict[str, tuple[str, str, tuple[float, ...]]] = {
+    "copying": ("Σλ / Σ|λ|, eigenvalues of OV", "PuOr", (-1.0, -0.5, 0.0, 0.5, 1.0)),
+    "position": ("its share of the scores' variance", "Blues", (0.0, 0.5, 1.0)),
+}
+"""By column of `AttentionBehaviour.heads`: what its bar says, its colours, and the ticks of the bar."""
+UNCALLED_AREA = 0.12
+LEFT, BOTTOM, TITLE, LEGEND, LINES = 1.0, 0.75, 0.8, 1.6, 1.7
+"""Inches: beside a map and below it, above and below all of them, beside a single one, the least height of a map."""
+
+
+@DRAWINGS.add(AttentionBehaviour)
+def plot_behaviour(result: AttentionBehaviour, ax: Axes | None = None, *, on: str | None = None) -> Axes | Figure:
+    """Draw the maps: what `AttentionBehaviour.plot` says."""
+    run_on = list(result.table["on"].unique())
+    present = [*run_on, *(name for name in SHADES if result.heads[name].notna().any())]
+    shown = present if on is None else [checked_name("on", on, present)]
+    if ax is not None and len(shown) > 1:
+        raise InputError("This figure has several panels: name one with on=, or leave ax= out.")
+    with style(ax):
+        axes, labelled = [ax] if ax is not None else _axes(result, shown), dict[str, pd.DataFrame]()
+        for name, place in zip(shown, axes, strict=True):
+            frame(place, result.heads)
+            title = SEEN.get(name, name)
+            alone = f"attention on {title}" if name in SEEN else f"{title} by head"
+            place.set_title(title if len(shown) > 1 else model_title(result.run, alone))
+            if name in SHADES:
+                _shade(result.heads, name, place)
+            else:
+                labelled[name] = _mark_heads(result.table[result.table["on"] == name], place)
+        if labelled:
+            _legend(labelled, axes, ax is None)
+        if len(shown) > 1:
+            entitle(figure_of(axes[0]), model_title(result.run, "what heads attend to"))
+    return axes[0] if len(shown) == 1 else figure_of(axes[0])
+
+
+def _legend(labelled: dict[str, pd.DataFrame], axes: Sequence[Axes], is_alone: bool) -> None:
+    """Say beside a map or below several what marks mean, and how many heads each names, map by map."""
+    counts = [one["label"].value_counts() for one in labelled.values()]
+    texts = {name: " / ".join(f"{count.get(name, 0):,}" for count in counts) for name in (*BEHAVIOURS, NOT_CALLED)}
+    maps = f"heads ({' / '.join(labelled)}), " if len(labelled) > 1 else ""
+    handles = [legend_mark(*_look(name), f"{words(name)} ({text})") for name, text in texts.items()]
+    look: dict[str, Any] = {"handles": handles, "title": f"{maps}area: excess over chance"}
+    if len(axes) == 1:
+        legend_beside(axes[0], is_alone, **look)
+    else:
+        legend_below(figure_of(axes[0]), len(handles), **look)
+
+
+def _axes(result: AttentionBehaviour, shown: Sequence[str]) -> list[Axes]:
+    """Make a figure of fitting size with axes for each map, those with marks above, and room for the legend."""
+    (n_layers, n_heads), maps = extent(result.heads), len(shown)
+    rows = [row for row in ([n for n in shown if n in SEEN], [n for n in shown if n in SHADES]) if row]
+    cell = min(CELL, LARGEST[0] / n_layers / maps**0.5, LARGEST[1] / n_heads)
+    width, height = max(n_layers * cell, 1.3), max(n_heads * cell, LINES)
+    columns = max(map(len, rows))
+    figure = new_figure(
+        columns * (LEFT + width) + LEGEND * (maps == 1), len(rows) * (BOTTOM + height) + TITLE * (maps > 1)
+    )
+    panels = figure.subplots(len(rows), columns, squeeze=False)
+    for spare in (one for line, row in zip(panels, rows, strict=True) for one in line[len(row) :]):
+        spare.remove()
+    return [one for line, row in zip(panels, rows, strict=True) for one in line[: len(row)]]
+
+
+def _mark_heads(table: pd.DataFrame, ax: Axes) -> pd.DataFrame:
+    """Mark each head; return a row per head: what names it, and the excess of that."""
+    excess = table.rename(columns={"behaviour": "label"})[["layer", "head", "label", "excess"]]
+    heads = named(table).merge(excess, on=["layer", "head", "label"], how="left")
+    for name, rows in heads.groupby("label"):
+        color, shape, area = _look(str(name))
+        mark_heads(ax, rows, mark_area(area, rows["excess"]), c=color, marker=shape, linewidths=0, label=str(name))
+    return heads
+
+
+def _shade(heads: pd.DataFrame, name: str, ax: Axes) -> None:
+    """Colour each head by a number of its own, with a bar that says which."""
+    bar, colors, ticks = SHADES[name]
+    values = heads.pivot_table(index="head", columns="layer", values=name, dropna=False)
+    ax.set_facecolor(UNSEEN)
+    grid = np.ma.masked_invalid(values.reindex(columns=range(int(heads["layer"].max()) + 1)).to_numpy())
+    edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
+    mesh = ax.pcolormesh(*edges[::-1], grid, cmap=colors, vmin=ticks[0], vmax=1.0, rasterized=True)
+    ax.set(xlim=(edges[1][0], edges[1][-1]), ylim=(edges[0][0], edges[0][-1]))
+    if name == "copying":
+        beyond = heads[(heads[name] > heads[f"{name}_high"]) | (heads[name] < heads[f"{name}_low"])]
+        mark_heads(ax, beyond, np.full(len(beyond), 0.35**2), c="white", edgecolors=INK, linewidths=0.5)
+        ax.set_xlabel("Layer (dot: beyond random heads)")
+    color_bar(mesh, ax, bar, ticks=ticks)
+
+
+def _look(name: str) -> tuple[str, str, float]:
+    """Return the colour, shape and relative area of a behaviour's marks."""
+    if name not in BEHAVIOURS:
+        return *NONE, UNCALLED_AREA
+    row = BEHAVIOURS[name]
+    return row.color, row.mark, AREAS.get(row.mark, 1.0)
+
+
+# Composition of heads: earlier heads upwards, later heads to the right, a map for the queries, keys and values.
+#
+# The colour is the score above what matrices turned at random would have, from white; lines part the layers. Pairs that
+# cannot be (the later head is not later) are left grey.
+
+
+@DRAWINGS.add(Composition)
+def plot_composition(result: Composition, ax: Axes | None = None, *, kind: str | None = None) -> Axes | Figure:
+    """Draw the scores: what `Composition.plot` says."""
+    present = list(result.table["kind"].unique())
+    kinds = present if kind is None else [checked_name("kind", kind, present)]
+    if ax is not None and len(kinds) > 1:
+        raise InputError("This figure has several panels: name one with kind=, or leave ax= out.")
+    above = (result.table["score"] - result.table["expected"]).clip(lower=0)
+    limit = float(above.max()) or 1.0
+    with style(ax):
+        n = len(kinds)
+        axes = [ax] if ax is not None else panel_grid(new_figure(0.6 + 2.5 * n, 2.8), n, n)
+        for panel, name in zip(axes, kinds, strict=True):
+            part = result.table[result.table["kind"] == name]
+            mesh = _map(panel, part, above[part.index], limit)
+            by = LONG[str(name)]
+            panel.set_title(by if n > 1 else model_title(result.run, f"composition of heads by {by}"))
+        axes[0].set_ylabel("Earlier head, by layer")
+        color_bar(mesh, axes, f"Score above chance ({result.table['expected'].iloc[0]:.2f})", fraction=0.04)
+        if n > 1:
+            entitle(figure_of(axes[0]), model_title(result.run, "composition of heads, by parameters"))
+    return axes[0] if n == 1 else figure_of(axes[0])
+
+
+def _map(ax: Axes, part: pd.DataFrame, above: pd.Series, limit: float) -> Any:
+    heads = max(part["writer_head"].max(), part["reader_head"].max()) + 1
+    layers = int(part["reader_layer"].max()) + 1
+    grid = np.full((heads * (layers - 1), heads * (layers - 1)), np.nan)
+    rows = part["writer_layer"].to_numpy() * heads + part["writer_head"].to_numpy()
+    columns = (part["reader_layer"].to_numpy() - 1) * heads + part["reader_head"].to_numpy()
+    grid[rows, columns] = above
+    ax.set_facecolor(UNSEEN)
+    mesh = ax.pcolormesh(np.ma.masked_invalid(grid), cmap="Blues", vmin=0, vmax=limit, rasterized=True)
+    for edge in range(1, layers - 1):
+        ax.axhline(edge * heads, color="white", linewidth=0.6)
+        ax.axvline(edge * heads, color="white", linewidth=0.6)
+    places = np.arange(0, layers - 1, -(-layers // 12))
+    ax.set_yticks((places + 0.5) * heads, [str(one) for one in places])
+    ax.set_xticks((places + 0.5) * heads, [str(one + 1) for one in places])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("Later head, by layer")
+    return mesh
+
+
+TOKENS = 4
+"""Listed of each side and sign, where there is room."""
+SIZE = 6
+"""Of their type, in points."""
+
+
+@DRAWINGS.add(SingularVectors)
+def plot_singular_vectors(result: SingularVectors, ax: Axes | None = None) -> Axes:
+    """Draw the vectors that have tokens as bars, with their tokens written beside them."""
+    table = result.table
+    vectors = table["vector"].unique().tolist()
+    values = result.values.set_index("vector").loc[vectors]
+    first = table.iloc[0]
+    with one_panel(ax, 7.2, 0.9 + 0.42 * len(vectors)) as ax:
+        ax.barh(vectors, values["share"], height=0.55, color=BLUE, label="share of the circuit")
+        ax.plot(values["random_share"], vectors, "|", color=INK, markersize=9, label="of random factors")
+        # Beside the bars: two thirds of the width, in letters of their size.
+        room = 72 * 0.64 * inches(ax)[0] / (0.55 * SIZE)
+        widest = float(max(values["share"].max(), values["random_share"].max()))
+        for vector in vectors:
+            for sign, offset in zip(SIGNS, (-0.19, 0.19), strict=True):
+                part = table[(table["vector"] == vector) & (table["sign"] == sign)]
+                sides = [part.loc[part["side"] == side, "token"] for side in CIRCUITS[str(first["circuit"])]]
+                lines = (_line(sign, sides, n) for n in range(TOKENS, 0, -1))
+                line = next((line for line in lines if columns(line) <= room), _line(sign, sides, 1))
+                ax.text(
+                    widest * 1.06, vector + offset, line, size=SIZE, va="center", in_layout=False,
+                    family=["sans-serif", *others()], color=INK if sign == "+" else FAINT,
+                )  # fmt: skip
+        ax.set_yticks(vectors, [str(vector) for vector in vectors])
+        ax.set(xlim=(0, widest * 3.2), ylim=(max(vectors) + 0.6, 0.4))
+        ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= widest * 1.01]
+        ax.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks])
+        ax.set(ylabel="Singular vector")
+        ax.set_xlabel("Share of the circuit (bar; tick: random factors)", loc="left")
+        circuit = f"what {str(first['circuit']).upper()} of layer {first['layer']}, head {first['head']} does to tokens"
+        ax.set_title(model_title(result.run, circuit))
+    return ax
+
+
+def _line(sign: str, sides: Iterable[Iterable[str]], n: int) -> str:
+    """The first tokens of both sides."""
+    first = (" ".join(map(shown, islice(side, n))) for side in sides)
+    return f"{sign.replace('-', '−')}  {'  →  '.join(first)}"
+
+
+# What changed in the heads from one model to another: layer by head, or model by model.
+#
+# Two models: a mark where a head gained (triangle up), lost (triangle down), strengthened or weakened (plus, minus) a
+# relation, in the colour of the relation's category; the largest change of a head is drawn. Grey discs are heads that
+# are classified in the first model and did not change. More than two: how many heads each category has, model by model,
+# and below, how many heads gained and lost a relation against the first.
+
+
+MARKS = {"gained": "^", "lost": "v", "stronger": "+", "weaker": "_"}
+UNCHANGED = "#cfcfcf"
+APART = 0.24
+"""Inches between heads."""
+
+
+@DRAWINGS.add(HeadComparison)
+def plot_comparison(comparison: HeadComparison, ax: Axes | None = None) -> Axes | Figure:
+    """Draw the changes of heads, or of more than two models the curves over models.
+
+    A given `ax` takes the changes from the first model to one other.
+    """
+    if ax is not None and len(comparison.models) != 2:
+        raise InputError("The figure of more than two models has two panels: leave ax= out, or compare two models.")
+    with style(ax):
+        return _draw_changes(comparison, ax) if len(comparison.models) == 2 else _draw_curves(comparison)
+
+
+def _draw_changes(comparison: HeadComparison, ax: Axes | None) -> Axes:
+    table = comparison.table
+    n_layers, n_heads = extent(table)
+    is_alone = ax is None
+    if ax is None:
+        cell = min(APART, LARGEST[0] / n_layers, LARGEST[1] / n_heads)
+        size = (max(n_layers * cell, 1.4) + 2.6, max(n_heads * cell, 1.6) + 0.9)
+        ax = new_figure(*size).add_subplot()
+    first, other = comparison.models
+    frame(ax, table)
+    ax.set_title(label(f"{first} → {other}: heads that changed"))
+    largest = comparison.changed.drop_duplicates(["layer", "head"])
+    classified = table[(table["model"] == first) & table["found"] & table["category"].notna()]
+    heads, drawn = (one[["layer", "head"]].drop_duplicates() for one in (classified, largest))
+    same = heads[~pd.MultiIndex.from_frame(heads).isin(pd.MultiIndex.from_frame(drawn))]
+    ax.scatter(same["layer"], same["head"], s=14, c=UNCHANGED, linewidths=0)
+    for (change, category), rows in largest.groupby(["change", largest["category"].fillna("")]):
+        color = CATEGORIES[str(category)].color if category else INK
+        ax.scatter(rows["layer"], rows["head"], s=30, c=color, marker=MARKS[str(change)], linewidths=1.2)
+    handles = [_named_mark("o", UNCHANGED, f"classified, unchanged ({len(same):,})")]
+    counts = largest["change"].value_counts()
+    handles += [_named_mark(mark, INK, f"{name} ({counts.get(name, 0):,})") for name, mark in MARKS.items()]
+    present = [name for name in CATEGORIES if name in set(largest["category"])]
+    handles += [_named_mark("s", CATEGORIES[name].color, name) for name in present]
+    legend_beside(ax, is_alone, handles=handles, title="mark: change, colour: category")
+    return ax
+
+
+def _draw_curves(comparison: HeadComparison) -> Figure:
+    models, summary = comparison.models, whole_summary(comparison)
+    figure = new_figure(max(3.6, 0.5 * len(models) + 2.2), 4.0)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    at = range(len(models))
+    for name, category in CATEGORIES.items():
+        heads = summary[summary["category"] == name]["heads"]
+        upper.plot(at, heads, marker=category.mark, color=category.color, markersize=4, clip_on=False, label=name)
+    upper.set(ylabel="Heads", ylim=(0, None), title="Heads by category")
+    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    every = summary[summary["category"] == "any"]
+    lower.bar(at, every["gained"], width=0.6, color=BLUE, label="gained")
+    lower.bar(at, -every["lost"], width=0.6, color=ORANGE, hatch="///", edgecolor="white", label="lost")
+    lower.axhline(0, color=FAINT, linewidth=0.6)
+    most = max(1, int(every[["gained", "lost"]].to_numpy().max()))
+    lower.set(ylabel="Heads", ylim=(-1.15 * most, 1.15 * most))
+    lower.set_title(label(f"Gained or lost a relation since {models[0]}"))
+    lower.yaxis.set_major_formatter(lambda value, _: f"{abs(value):g}")
+    lower.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    lower.set_xticks(at, ticks(models, 24), rotation=30 if len(models) > 4 else 0)
+    whole_numbers(upper.yaxis, lower.yaxis)
+    return figure
+
+
+def _named_mark(shape: str, color: str, name: str) -> Line2D:
+    return Line2D([], [], linestyle="none", marker=shape, color=color, markersize=5, label=name)
+
+
+# How many heads are classified, against the threshold: a line per category, a panel per rule.
+#
+# The black line counts heads in any category; a head of several counts in the line of each. The dashed upright line is
+# the threshold of the head map itself, in the panel of its rule. Where other settings were scored, a last panel has the
+# heads that each calls, and how many of them the map calls alike.
+
+PANEL = (2.7, 2.8)
+
+
+@DRAWINGS.add(Sensitivity)
+def plot_sensitivity(sensitivity: Sensitivity, ax: Axes | None = None) -> Axes | Figure:
+    """Draw what `HeadMap.sensitivity` returns.
+
+    A given `ax` takes that of a map without a null model, which has one panel.
+    """
+    rules = list(dict.fromkeys(sensitivity.table["rule"]))
+    n_settings = sensitivity.table["setting"].nunique()
+    n_panels = len(rules) + (n_settings > 1)
+    if ax is not None and n_panels > 1:
+        raise InputError("The figure has several panels, a panel per rule and one of other settings: leave ax= out.")
+    with style(ax):
+        if ax is not None:
+            _draw_rule(sensitivity, rules[0], ax)
+            ax.set_title(model_title(sensitivity.run, f"heads classified, {rules[0]} rule"))
+            ax.legend(loc="upper right")
+            return ax
+        figure = new_figure(max(n_panels * PANEL[0], 3.6), max(PANEL[1], 1.4 + 0.2 * n_settings))
+        panels = figure.subplots(1, n_panels, squeeze=False)[0]
+        for panel, rule in zip(panels, rules, strict=False):
+            _draw_rule(sensitivity, rule, panel)
+        for panel in panels[1 : len(rules)]:
+            panel.sharey(panels[0])
+            panel.set_ylabel("")
+        handles, names = panels[0].get_legend_handles_labels()
+        if n_panels > len(rules):
+            rows, last = sensitivity.at_own_threshold, panels[-1]
+            handles.append(last.barh(range(len(rows)), rows["heads"], color=FAINT, height=0.7))
+            handles.append(last.scatter(rows["kept"], range(len(rows)), color=INK, s=12, zorder=2))
+            names += ["called", "of these, in the map"]
+            last.set(yticks=[*range(len(rows))], yticklabels=rows["setting"], ylim=(len(rows) - 0.5, -0.5))
+            last.set(xlabel="Heads", title="other settings")
+            whole_numbers(last.xaxis)
+        columns = max(2, int(figure.bbox_inches.width))
+        figure.legend(handles, names, loc="outside lower center", ncols=columns, title="dashed: the map's")
+        entitle(figure, model_title(sensitivity.run, "heads classified, by threshold"))
+    return figure
+
+
+def _draw_rule(sensitivity: Sensitivity, rule: str, ax: Axes) -> None:
+    rows = sensitivity.as_mapped[sensitivity.as_mapped["rule"] == rule]
+    ax.plot(rows["threshold"], rows["heads"], color=INK, marker="o", markersize=3, clip_on=False, label="any category")
+    for name, category in CATEGORIES.items():
+        if name in rows:
+            ax.plot(
+                rows["threshold"], rows[name], color=category.color, marker=category.mark, markersize=3, linewidth=0.9,
+                clip_on=False, label=label(name),
+            )  # fmt: skip
+    if rule == sensitivity.run.options["rule"]:
+        ax.axvline(sensitivity.run.options["threshold"], color=FAINT, linewidth=0.8, linestyle=DASHED, zorder=0)
+    most = max(1, int(sensitivity.table["heads"].max()))
+    what = "excess\n(score beyond chance)" if rule == "controlled" else "score"
+    ax.set(xlabel=f"Threshold of the {what}", ylabel="Heads", ylim=(0, 1.05 * most), title=f"{rule} rule")
+    cell_ticks(ax.xaxis, rows["threshold"], [f"{one:g}" for one in rows["threshold"]])
+    whole_numbers(ax.yaxis)
+
+
+CONTEXT_LOOKS = {"without": (BLUE, "o"), "with": (ORANGE, "s")}
+
+
+@DRAWINGS.add(DynamicScores)
+def plot_correlations(scores: DynamicScores, ax: Axes | None = None) -> Axes:
+    """Draw the correlation of static and dynamic scores with its interval, a line per relation and context."""
+    rows = scores.correlations[scores.correlations["sign"] == "score"]
+    names = list(dict.fromkeys(rows["relation"]))
+    heads = f"{int(rows['heads'].max()):,}"
+    with one_panel(ax, 4.5, 0.95 + 0.22 * len(names)) as ax:
+        for shift, (context, (color, mark)) in zip((-0.15, 0.15), CONTEXT_LOOKS.items(), strict=True):
+            found = rows[rows["context"] == context].set_index("relation").loc[names]
+            y = [place + shift for place in range(len(names))]
+            ax.hlines(y, found["low"], found["high"], colors=color, linewidths=1)
+            ax.plot(found["pearson"], y, mark, color=color, markersize=4, label=f"{context} context")
+        ax.set_yticks(range(len(names)), ticks(name.replace("_", " ") for name in names))
+        ax.set(
+            xlim=(min(0.0, rows["low"].min(skipna=True) or 0.0), 1.02),
+            xlabel=f"Pearson correlation over {heads} heads ({LINES_ARE})",
+        )
+        ax.set_ylim(len(names) - 0.4, -0.6)
+        legend_above(ax, 2, model_title(scores.run, "scores of heads, static and dynamic"), **MARKS_ONLY)
+    return ax
+
+
+@DRAWINGS.add(HeadAblation)
+def plot_ablation(ablation: HeadAblation, ax: Axes | None = None) -> Axes:
+    """Draw accuracy against the number of heads removed."""
+    table = ablation.table
+    base = table[(table["role"] == "relation") & (table["removed"] == "none")]
+    with one_panel(ax, 3.6, 3.0) as ax:
+        for removed, color, look in (("relation heads", BLUE, "o-"), ("random heads", FAINT, "s--")):
+            rows = table[(table["role"] == "relation") & (table["removed"] == removed)]
+            if rows.empty:
+                continue
+            means = rows.groupby("n_heads")["accuracy"].agg(["mean", "min", "max"])
+            x = [0, *means.index]
+            start = base["accuracy"].iloc[0]
+            ax.fill_between(x, [start, *means["min"]], [start, *means["max"]], color=color, alpha=0.2, linewidth=0)
+            draws = rows["draw"].nunique()
+            name = f"{removed} ({draws} draws, band: all)" if draws > 1 else removed
+            ax.plot(x, [start, *means["mean"]], look, color=color, markersize=3, label=name)
+        controls = table[(table["role"] == "control") & (table["removed"] == "relation heads")]
+        if len(controls):
+            ax.plot(
+                controls["n_heads"], controls["accuracy"], "x", color=INK, markersize=5, label="on control relations"
+            )
+        ax.set(ylim=(-0.03, 1.03), xlabel="Heads removed", ylabel="Accuracy")
+        whole_numbers(ax.xaxis)
+        items = base["items"].iloc[0]
+        seen = f"{label(ablation.relation.replace('_', ' '))} ({items:,} items)"
+        legend_above(ax, 1, model_title(ablation.run, f"heads removed,\n{seen}"))
+    return ax
+
+
+# From weights to a cause: of one relation five panels, of several a line each.
+#
+# The maps of one relation share their layers and heads, and a ring marks the head that weights and attention name. A
+# share of 1 is the largest effect of a head there; lines are 95 % intervals over sources.
+
+WAY_LOOKS: dict[str, tuple[str, str]] = {
+    NAMED: (BLUE, "o"),
+    "attention": (ORANGE, "s"),
+    "other relations' weights": (GREEN, "^"),
+    "other relations' effect": (PINK, "D"),
+    "effect": (INK, "|"),
+    "weights": (PURPLE, "v"),
+    "shuffled targets": (FAINT, "x"),
+}
+MAPS = {
+    "margin": "weights write: margin (logits)",
+    "attention": "who looks: attention",
+    "effect": "who moves it: share of gap",
+}
+ROLE_LOOKS = {"source": (ORANGE, "s"), "last": (BLUE, "o")}
+OURS = "named", "named together"
+
+
+@DRAWINGS.add(EvidenceSuite)
+def plot_suite(suite: EvidenceSuite, ax: Axes | None = None) -> Axes:
+    """Draw relation by relation the named head's share of the largest effect, the baselines beside it."""
+    order = suite.measured.sort_values(["family", "share"], ascending=[True, True])["relation"].tolist()
+    if not order:
+        raise InputError(f"{suite.run.model} can do none of these relations: there is nothing to draw.")
+    with one_panel(ax, 6.5, 1.2 + 0.17 * len(order)) as ax:
+        place = {relation: number for number, relation in enumerate(order)}
+        for way in (*BASELINES, NAMED):
+            rows = suite.ways[(suite.ways["way"] == way) & suite.ways["share"].notna()]
+            _shares(ax, rows["relation"].map(place), rows, way, with_lines=way == NAMED)
+        families = suite.table.set_index("relation")["family"]
+        cell_ticks(ax.yaxis, range(len(order)), [f"{relation}  ({families[relation]})" for relation in order])
+        ax.set(ylim=(-0.7, len(order) - 0.3), xlim=(min(-0.05, ax.get_xlim()[0]), 1.05))
+        ax.set_xlabel(f"Share of the largest effect ({LINES_ARE.removeprefix('lines: ')} of weights and attention)")
+        ax.set_title(model_title(suite.run, "do weights name the cause?"))
+        legend_beside(ax, title="head named by")
+    return ax
+
+
+@DRAWINGS.add(Evidence)
+def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
+    """Draw five panels; on axes of one's own the last: the share of the head that each way names."""
+    if not result.is_measured:
+        raise InputError(result.verdict)
+    with style(ax):
+        if ax is not None:
+            rows = result.ways.dropna(subset=["share"]).set_index("way")
+            names = [way for way in reversed(WAYS) if way in rows.index]
+            for number, way in enumerate(names):
+                _shares(ax, [number], rows.loc[[way]], way, with_lines=True)
+            ax.set(yticks=range(len(names)), yticklabels=names, ylim=(-0.6, len(names) - 0.4))
+            ax.set(xlabel=f"Share of the largest effect ({LINES_ARE})", title=model_title(result.run, result.relation))
+            return ax
+        figure = new_figure(10.0, 5.2)
+        # Each row is laid out by itself: the names of costs are long.
+        above, below = figure.subfigures(2, 1)  # type: ignore[misc]
+        axes = [*above.subplots(1, 3), *below.subplots(1, 2)]
+        named = result.way(NAMED)
+        for (column, title), place in zip(MAPS.items(), axes, strict=False):
+            _evidence_map(result.table, column, place)
+            place.set_title(title)
+            for color, width in (("white", 2.6), (INK, 1.2)):  # seen on dark cells and on light ones
+                place.plot(named["layer"], named["head"], "o", ms=9, mfc="none", mec=color, mew=width)
+        when, cost = axes[3:]
+        for role, rows in result.when.groupby("role", sort=False):
+            color, mark = ROLE_LOOKS[str(role)]
+            when.fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.2, lw=0)
+            when.plot(rows["layer"], rows["share"], color=color, marker=mark, ms=2.5, label=f"at the {role} token")
+        when.set(xlabel="Before layer", ylabel="Share of gap", title="when: residual stream patched")
+        whole_numbers(when.xaxis)
+        when.legend()
+        rows, y = result.cost.iloc[::-1], range(len(result.cost))
+        both = list(zip(rows["what"], rows["heads"], strict=True))
+        # Heads ablated together are named line by line above.
+        names = [what if not heads or "," in heads else f"{what} {heads}" for what, heads in both]
+        colors = [FAINT if what.startswith("random") else BLUE if what in OURS else ORANGE for what, _ in both]
+        cost.hlines(y, rows["low"], rows["high"], color=colors, lw=1.2)
+        cost.scatter(rows["cost"], y, c=colors, s=14)
+        cost.axvline(0, color=FAINT, lw=0.6)
+        cell_ticks(cost.yaxis, y, ticks(names))
+        cost.set(xlabel="Logits lost", title="what ablation costs")
+        entitle(figure, evidence_title(result))
+    return figure
+
+
+def evidence_title(found: Evidence) -> str:
+    """Return the title of figure and view."""
+    return model_title(found.run, f"{found.relation}, from weights to a cause")
+
+
+def _shares(ax: Axes, y: Any, rows: pd.DataFrame, way: str, *, with_lines: bool) -> None:
+    color, mark = WAY_LOOKS[way]
+    if with_lines:
+        ax.hlines(y, rows["low"], rows["high"], color=color, lw=1.0)
+    # Baselines are larger and hollow: one that is level is seen around the mark of what is compared with it.
+    size, edge = (6.5, 1.1) if way in BASELINES else (4.0, 1.2 if mark in "|x" else 0)
+    face = "none" if way in BASELINES else color
+    ax.plot(rows["share"], y, mark, color=color, mfc=face, ms=size, mew=edge, label=way, ls="none")
+
+
+def _evidence_map(table: pd.DataFrame, column: str, ax: Axes) -> None:
+    grid = table.pivot(index="head", columns="layer", values=column).to_numpy(dtype=float)
+    largest = np.nanmax(np.abs(grid))
+    edges = [np.arange(n + 1) - 0.5 for n in grid.shape]
+    ax.set_facecolor("#f4f4f4")
+    mesh = ax.pcolormesh(
+        *edges[::-1], np.ma.masked_invalid(grid), cmap="RdBu_r", vmin=-largest, vmax=largest, rasterized=True
+    )
+    ax.set(xlabel="Layer", ylabel="Head")
+    whole_numbers(ax.xaxis, ax.yaxis)
+    color_bar(mesh, ax)
