@@ -116,8 +116,12 @@ class BareModel:
             # Without __init__, which would make parameters. Dictionaries of parameters and hooks are shared.
             twin = self._made[id(module)] = object.__new__(type(module))
             attributes = dict(vars(module))
-            if inner is None and "config" in attributes:
-                attributes["config"] = self._with_attention(attributes["config"])
+            if inner is None and (config := attributes.get("config")) is not None:
+                # A config is asked for its attention when the model runs.
+                if id(config) not in self._copies:
+                    self._copies[id(config)] = config, copy.copy(config)
+                    self._copies[id(config)][1]._attn_implementation = self.attention
+                attributes["config"] = self._copies[id(config)][1]
             # a block's wrapper calls what it wraps between two hook points of its own
             within = module._modules if inner is None else {"_original_component": inner}
             copies = {name: part and self._without_wrappers(part, points) for name, part in within.items()}
@@ -125,14 +129,6 @@ class BareModel:
             self.firing |= {id(part) for part in attributes["_modules"].values()}
             vars(twin).update(attributes)
         return self._made[id(module)]
-
-    def _with_attention(self, config: Any) -> Any:
-        """Copy a config, which is asked for its attention when the model runs."""
-        if id(config) not in self._copies:
-            copied = copy.copy(config)
-            copied._attn_implementation = self.attention
-            self._copies[id(config)] = config, copied
-        return self._copies[id(config)][1]
 
 
 def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
@@ -169,7 +165,10 @@ def bare_model(model: Model, hooked: Iterable[str] = ()) -> BareModel | None:
     # Ids are safe as keys: the model holds its wrappers for as long as it lives.
     wrappers = frozenset(map(id, bare.kept))
     if wrappers not in model.unwrapped_checked:
-        model.unwrapped_checked[wrappers] = _gives_the_same_logits(model, bare)
+        tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
+        with torch.inference_mode():
+            expected = model.run(tokens, keep="last")[:, -1]
+            model.unwrapped_checked[wrappers] = same_but_for_rounding(expected, bare.last_logits(tokens))
     return bare if model.unwrapped_checked[wrappers] else None
 
 
@@ -195,13 +194,6 @@ def is_the_same_in_one_pass(model: Model) -> bool:
     if family is None or not getattr(inner, "_supports_sdpa", False):
         return False
     return not any(getattr(inner.config, option, None) for option in family.not_in_one_pass)
-
-
-@torch.inference_mode()
-def _gives_the_same_logits(model: Model, bare: BareModel) -> bool:
-    tokens = few_tokens(model.shape.d_vocab, model.shape.n_ctx, model.device)
-    expected = model.run(tokens, keep="last")[:, -1]
-    return same_but_for_rounding(expected, bare.last_logits(tokens))
 
 
 # The residual stream after layers of a model that nobody edits, for results that are compared with no other run.

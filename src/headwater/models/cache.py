@@ -231,9 +231,21 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     """
     if positions is None:
         return texts
+    rows: list[int] = []
     roles: list[str] = []
     if (numbers := _numbers(positions)) is None:
-        rows, roles = _found_in_each(positions, texts)
+        n_texts, spans = len(texts.texts), texts._spans
+        for example, (start, text) in enumerate(zip(texts._starts.tolist(), texts.texts["text"], strict=True)):
+            of_text = slice(start, start + len(texts.strings[example]))
+            offsets = None if spans is None else tuple(map(tuple, spans[of_text].tolist()))
+            prompt = Prompt(tuple(texts._ids[of_text].tolist()), texts.strings[example], offsets, text)
+            if isinstance(positions, Mapping):
+                by_role = roles_of(positions, prompt, example, n_texts)
+            else:
+                by_role = {"": positions_of(positions, prompt, example, n_texts)}
+            for role, found in by_role.items():
+                rows += [start + position for position in found]
+                roles += [role] * len(found)
     else:
         if not numbers:
             raise InputError("positions= names no position.")
@@ -248,31 +260,8 @@ def kept_at(positions: Any, texts: TokenizedTexts) -> TokenizedTexts:
     return dataclasses.replace(texts, table=table, asked=numbers)
 
 
-def _found_in_each(positions: Any, texts: TokenizedTexts) -> tuple[list[int], list[str]]:
-    """Look for what is named in each text by itself; return which tokens of all it is, and their roles."""
-    n_texts, spans = len(texts.texts), texts._spans
-    rows: list[int] = []
-    roles: list[str] = []
-    for example, (start, text) in enumerate(zip(texts._starts.tolist(), texts.texts["text"], strict=True)):
-        of_text = slice(start, start + len(texts.strings[example]))
-        offsets = None if spans is None else tuple(map(tuple, spans[of_text].tolist()))
-        prompt = Prompt(tuple(texts._ids[of_text].tolist()), texts.strings[example], offsets, text)
-        if isinstance(positions, Mapping):
-            by_role = roles_of(positions, prompt, example, n_texts)
-        else:
-            by_role = {"": positions_of(positions, prompt, example, n_texts)}
-        for role, found in by_role.items():
-            rows += [start + position for position in found]
-            roles += [role] * len(found)
-    return rows, roles
-
-
 def seen_by(sites: Sequence[Site], texts: TokenizedTexts) -> TokenizedTexts:
-    """Keep of texts no token that some of these sites leaves out.
-
-    Raises:
-        InputError: nothing is left of a text.
-    """
+    """Keep of texts no token that some of these sites leaves out; refuse a text of which nothing is left."""
     if not any(site.leaves_out for site in sites):
         return texts
     ids, kept = np.split(texts._ids, texts._starts[1:].numpy()), texts.table["position"].to_numpy()
@@ -487,20 +476,12 @@ class Cache(TokenizedTexts, Result):
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
     ) -> Shaped[np.ndarray, "token width"]:
-        """Return a row per token and a column per number, as scikit-learn takes them.
-
-        Raises:
-            InputError: see `rows`.
-        """
+        """Return `rows` with a row per token and a column per number, as scikit-learn takes them."""
         rows = self.rows(site, layer, role=role)
         return rows.reshape(len(rows), -1).cpu().numpy()
 
     def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
-        """Return `frame` with a further column for every number, named by its place: `z.0.3` is head 0, number 3.
-
-        Raises:
-            InputError: see `rows`.
-        """
+        """Return `frame` with a column for every number of `rows`, named by its place: `z.0.3` is head 0, number 3."""
         activation, _ = self._find((site, layer))
         sizes = (*activation.size, int(self.lengths[0])) if activation.has_keys else activation.size
         labels = [

@@ -58,7 +58,16 @@ class Conversion:
         }
         if config.tie_word_embeddings:
             del parameters[UNEMBEDDING]
-        self.groups = _grouped(parameters, self.taken_apart(parameters))
+        stored = self.taken_apart(parameters)
+        alike = {name for name in parameters if name in stored and stored[name].shape == parameters[name].shape}
+        groups: dict[str, TensorGroup] = {name: ([name], {name: tuple(stored[name].shape)}) for name in alike}
+        # The others by block, so that converting needs the memory of one block, not of the model.
+        for name in sorted(parameters.keys() - alike):
+            groups.setdefault(_block_of(name), ([], {}))[0].append(name)
+        for name in sorted(stored.keys() - alike):
+            if (block := _block_of(name)) in groups:
+                groups[block][1][name] = tuple(stored[name].shape)
+        self.groups = [groups[name] for name in sorted(groups)]
         self.tensors = {name: shape for _, tensors in self.groups for name, shape in tensors.items()}
 
     def taken_apart(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -73,20 +82,8 @@ class Conversion:
         return name if name == UNEMBEDDING else f"{self._prefix}{name}"
 
 
-def _grouped(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> list[TensorGroup]:
-    """Put what is stored otherwise than as a parameter each together, block by block."""
-    # By block, so that converting needs the memory of one block, not of the model.
-    groups: dict[str, TensorGroup] = {}
-    others = {"parameters": dict[str, list[str]](), "tensors": dict[str, list[str]]()}
-    for kind, here, there in (("parameters", parameters, stored), ("tensors", stored, parameters)):
-        for name in sorted(here):
-            if name in there and here[name].shape == there[name].shape:
-                groups[name] = [name], {name: tuple(here[name].shape)}
-            else:
-                others[kind].setdefault(".".join(name.split(".")[:2]), []).append(name)
-    for block, names in others["parameters"].items():
-        groups[block] = names, {name: tuple(stored[name].shape) for name in others["tensors"].get(block, ())}
-    return [groups[name] for name in sorted(groups)]
+def _block_of(name: str) -> str:
+    return ".".join(name.split(".")[:2])
 
 
 def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
@@ -97,10 +94,7 @@ def expected_tensors(config: object) -> dict[str, tuple[int, ...]]:
 def block_model(config: Any, read: Read, like: Tensor) -> nn.Module:
     """Build a model of the first block and one token, without its unembedding, as transformers builds it.
 
-    Tensors come from `read` by name, and go to the device and dtype of `like`.
-
-    Returns:
-        the model; its embedding is one row of zeros.
+    Tensors come from `read` by name, and go to the device and dtype of `like`; the embedding is one row of zeros.
     """
     family, config = family_of(config), deepcopy(text_config(config))
     config.num_hidden_layers = 1

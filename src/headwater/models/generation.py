@@ -620,10 +620,9 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
 
 
 class _Cached:
-    """The rows still going, their keys and values, and the token each reads next.
+    """The rows still going, their keys and values, and the token each reads next; all steps `bare` where that is given.
 
-    With `bare`, the model without wrappers where it can be used for all steps, so many tokens that all prompts begin
-    with are run once (`shared`).
+    So many tokens that all prompts begin with (`shared`) are then run once.
     """
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
@@ -692,11 +691,7 @@ class _Cached:
 
 
 class _Watched(_Cached):
-    """The same for hooks to act on: the first step is a run of the prompts.
-
-    Every row stays where it is; those that have ended read padding, and their logits are left out. In later steps the
-    layers without hooks go without wrappers, where the model allows it; hooks are attached once for all these steps.
-    """
+    """The same for hooks to act on, as 4 above says; they are attached once for all steps after the first."""
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
         super().__init__(model, prompts)
@@ -709,7 +704,13 @@ class _Watched(_Cached):
         if self._step == 0:
             with reads(self._first):
                 out = self._model.run(self._prompts, self._hooks, keep="last", past_key_values=self._cache)[:, -1]
-            self._push_right()
+            # Keys and values move so that each row ends in the last column, as in a batch padded on the left.
+            for layer in self._cache.layers if self._padded else ():
+                where = to_device(self._shift, layer.keys.device)[:, None, :, None]
+                layer.keys, layer.values = (
+                    kept.gather(2, where.expand(-1, kept.shape[1], -1, kept.shape[3]))
+                    for kept in (layer.keys, layer.values)
+                )
         else:
             with reads(Reading(self._positions, self._first.prompts, self._first.rows)):
                 out = self._next()
@@ -748,17 +749,6 @@ class _Watched(_Cached):
         edits = not isinstance(function, TrustedHook) or function.edits
         # Silent in other runs; whether each fired in a step of its own is asked in `_next`.
         return name, TrustedHook(act, edits, may_be_silent=True, is_idle=lambda: self._acting is None)
-
-    def _push_right(self) -> None:
-        """Move keys and values so that each row ends in the last column, as in a batch padded on the left."""
-        if not self._prompts.padded:
-            return
-        for layer in self._cache.layers:
-            where = to_device(self._shift, layer.keys.device)[:, None, :, None]
-            layer.keys, layer.values = (
-                kept.gather(2, where.expand(-1, kept.shape[1], -1, kept.shape[3]))
-                for kept in (layer.keys, layer.values)
-            )
 
 
 class _Rerun:

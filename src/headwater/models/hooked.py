@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import html
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,6 @@ from headwater.models.edits import (
     Attached,
     Attachments,
     Hook,
-    HookFunction,
     PromptHook,
     discarded_edits_raise,
     hooks_for,
@@ -108,9 +107,6 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         A chat is a list of messages, `{"role": "user", "content": ...}`, and becomes the text that the tokenizer's chat
         template writes, up to where the answer begins; after a last message of the assistant, its continuation.
         Texts begin with `model.bos`, once; token ids are taken as they are.
-
-        Raises:
-            InputError: see `headwater.models.tokens.make_batch`.
         """
         batch = make_batch(
             inputs,
@@ -231,7 +227,17 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
             return
         with self.lock, discarded_edits_raise(self._reporters, self.shape):
             hook_dict = self.raw.hook_dict
-            attached = [self._attached(name, function, hook_dict) for name, function in listed]
+            attached = []
+            for name, function in listed:
+                place = place_named(name)
+                if place and (reason := place[0].lacks(self, place[1])):
+                    raise InterventionError(reason)
+                if name not in hook_dict:
+                    raise InterventionError(
+                        f"{self.name} has no activation named {name!r}.{did_you_mean(name, hook_dict)}"
+                    )
+                at_site = () if place is None else (place[0], place[0].lacks(self, place[1], edited=True))
+                attached.append(Attached(name, function, *at_site))
             # Tells a context in which the model never ran, where no hook can fire, from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):
@@ -263,16 +269,6 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
     def _reporters(self) -> list[torch.nn.Module]:
         """The attentions that show a hook what has been used already (GPT-J, GPT-Neo, OPT)."""
         return [module for module in self.raw.modules() if hasattr(type(module), REPORT)]
-
-    def _attached(self, name: str, function: HookFunction, hook_dict: Mapping[str, Any]) -> Attached:
-        place = place_named(name)
-        if place and (reason := place[0].lacks(self, place[1])):
-            raise InterventionError(reason)
-        if name not in hook_dict:
-            raise InterventionError(f"{self.name} has no activation named {name!r}.{did_you_mean(name, hook_dict)}")
-        if place is None:
-            return Attached(name, function)
-        return Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True))
 
 
 def check_model(model: Any, option: str = "model") -> None:

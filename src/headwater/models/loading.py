@@ -229,13 +229,19 @@ def _from_lens(
         raise InputError(
             f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it before."
         )
+    if tokenizer is None:
+        tokenizer = getattr(raw, "tokenizer", None)
+        # TransformerLens has set it to write a BOS token; its own files have it as published.
+        if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
+            with contextlib.suppress(ModelError):
+                tokenizer = load_tokenizer(tokenizer.name_or_path)
     hf_config = getattr(getattr(raw, "original_model", None), "config", None)
     model = HookedModel(
         raw,
         name=name or str(getattr(raw.cfg, "model_name", None) or type(raw).__name__),
         shape=_shape(hf_config, raw.cfg),
         config=hf_config if getattr(hf_config, "model_type", None) is not None else vars(raw.cfg).copy(),
-        tokenizer=tokenizer or _as_published(getattr(raw, "tokenizer", None)),
+        tokenizer=tokenizer,
     )
     if getattr(raw, "compatibility_mode", False) or str(raw.cfg.normalization_type or "").endswith("Pre"):
         warnings.warn(
@@ -244,14 +250,6 @@ def _from_lens(
             stacklevel=3,
         )
     return _checked(model)
-
-
-def _as_published(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a TransformerLens model, which was set to write a BOS token, as its own files have it."""
-    if tokenizer is not None and tokenizer.init_kwargs.get("add_bos_token"):
-        with contextlib.suppress(ModelError):
-            return load_tokenizer(tokenizer.name_or_path)
-    return tokenizer
 
 
 def _boot(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> HookedModel:
@@ -513,17 +511,13 @@ def read_lens_checkpoint(
     *,
     pickled: bool,
 ) -> object:
-    """Build the model of a HookedTransformer's checkpoint.
-
-    Returns:
-        A TransformerBridge around TransformerLens's native model; under transformer-lens 3.9 a HookedTransformer.
-    """
+    """Build a TransformerBridge around TransformerLens's native model; with its version 3.9 a HookedTransformer."""
     for field, plain in UNSUPPORTED.items():
         if config.get(field, plain) != plain:
             raise ModelError(
                 f"{path}: a HookedTransformer with {field}={config[field]} cannot be rebuilt from its state dict."
             )
-    state = _read_state(_lens_weights(path), pickled)
+    state = _read_state(path, pickled)
     dtype = dtype or next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     config = config | {"dtype": dtype, "device": str(device), "init_weights": False, "trust_remote_code": False}
     try:
@@ -541,7 +535,13 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     from transformer_lens.model_bridge.sources.native import boot
 
     if config.get("positional_embedding_type") == "rotary" and not config.get("rotary_adjacent_pairs"):
-        state = _interleave_rotary(state, config.get("rotary_dim") or config["d_head"])
+        # The two halves of the rotated coordinates of queries and keys side by side: 0, n/2, 1, n/2 + 1, ...
+        rotary_dim = config.get("rotary_dim") or config["d_head"]
+        pairs = torch.arange(rotary_dim).reshape(2, -1).T.flatten()
+        state = {
+            name: torch.cat([tensor[..., pairs], tensor[..., rotary_dim:]], -1) if name.endswith(ROTATED) else tensor
+            for name, tensor in state.items()
+        }
     native_config = TransformerBridgeConfig.from_dict(config | {"architecture": None})
     where = {"device": config["device"], "dtype": config["dtype"]}
     raw = boot(native_config, tokenizer=tokenizer, model_name="HookedTransformer checkpoint", **where)
@@ -556,15 +556,6 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
     whole = {name: converted[name] if name in converted else torch.zeros_like(expected[name]) for name in expected}
     raw.load_state_dict(whole, strict=True)
     return raw.eval().requires_grad_(False)
-
-
-def _interleave_rotary(state: dict[str, Tensor], rotary_dim: int) -> dict[str, Tensor]:
-    """Put the two halves of the rotated coordinates of queries and keys side by side: 0, n/2, 1, n/2 + 1, ..."""
-    pairs = torch.arange(rotary_dim).reshape(2, -1).T.flatten()
-    return {
-        name: torch.cat([tensor[..., pairs], tensor[..., rotary_dim:]], -1) if name.endswith(ROTATED) else tensor
-        for name, tensor in state.items()
-    }
 
 
 def _build_hooked_transformer(
@@ -582,7 +573,17 @@ def _build_hooked_transformer(
     return model.eval().requires_grad_(False)
 
 
-def _read_state(file: Path, pickled: bool) -> dict[str, Tensor]:
+def _read_state(path: Path, pickled: bool) -> dict[str, Tensor]:
+    """Read the tensors of a file, or of the one state dict in a folder."""
+    files = [path]
+    if not path.is_file():
+        files = [file for suffix in WEIGHTS for file in sorted(path.glob(f"*{suffix}"))]
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ModelError(
+            f"{path} must hold one state dict ({', '.join(WEIGHTS)}); found: {found}. Or give the file itself."
+        )
+    (file,) = files
     if file.suffix != ".safetensors" and not pickled:
         raise ModelError(
             f"The weight file {file} is pickled: pass pickled=True to read its tensors (never code), or save it as "
@@ -599,18 +600,6 @@ def _read_state(file: Path, pickled: bool) -> dict[str, Tensor]:
     if not any(tensor.is_floating_point() for tensor in tensors.values()):
         raise ModelError(f"The weight file {file} holds no weights.")
     return tensors
-
-
-def _lens_weights(path: Path) -> Path:
-    if path.is_file():
-        return path
-    files = [file for suffix in WEIGHTS for file in sorted(path.glob(f"*{suffix}"))]
-    if len(files) != 1:
-        found = ", ".join(file.name for file in files) or "none"
-        raise ModelError(
-            f"{path} must hold one state dict ({', '.join(WEIGHTS)}); found: {found}. Or give the file itself."
-        )
-    return files[0]
 
 
 def _lens_config(path: Path) -> dict[str, Any] | None:
@@ -647,22 +636,21 @@ WEIGHT_BUFFERS = (".weight", ".qweight")
 
 def refuse_adapters(model: Any) -> None:
     """Refuse a PeftModel, and a model some of whose layers carry adapters (`add_adapter`)."""
+    kind = type(model).__name__
+    first = next((name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")), None)
     if is_a(model, "PeftModel"):
-        if not any(is_a(module, "BaseTunerLayer") for module in model.modules()):
+        if first is None:
             raise InputError(
-                f"A {type(model).__name__} of peft was given that changes no weights, as learned prompts do not: there "
-                "is nothing to merge, and headwater does not run it. Give its get_base_model() to load that."
+                f"A {kind} of peft was given that changes no weights, as learned prompts do not: there is nothing to "
+                "merge, and headwater does not run it. Give its get_base_model() to load that."
             )
         raise InputError(
-            f"A {type(model).__name__} of peft was given, whose adapters act beside the weights: {MERGE}; or give what "
-            "its merge_and_unload() returns."
+            f"A {kind} of peft was given, whose adapters act beside the weights: {MERGE}; or give what its "
+            "merge_and_unload() returns."
         )
-    for name, module in model.named_modules():
-        if is_a(module, "BaseTunerLayer"):
-            where = name.replace(WRAPPED, "")  # as a TransformerBridge names what it wraps
-            raise InputError(
-                f"Adapters act beside the weights of this {type(model).__name__}, first at {where}: {MERGE}."
-            )
+    if first is not None:
+        where = first.replace(WRAPPED, "")  # as a TransformerBridge names what it wraps
+        raise InputError(f"Adapters act beside the weights of this {kind}, first at {where}: {MERGE}.")
 
 
 def with_adapters_merged(model: Any) -> Any:
@@ -674,7 +662,6 @@ def with_adapters_merged(model: Any) -> Any:
     whole = model.get_base_model() if is_a(model, "PeftModel") else model
     adapted = any(is_a(module, "BaseTunerLayer") for module in whole.modules())
     if not adapted or not isinstance(whole, PreTrainedModel):
-        refuse_adapters(model)
         return model
     merged = twin(whole).eval()
     for name, module in list(merged.named_modules()):
@@ -706,22 +693,21 @@ def twin(hf: PreTrainedModel) -> PreTrainedModel:
 
 def refuse_quantized(model: Any) -> None:
     """Refuse weights that are not stored as float numbers, or not in memory."""
+    this = f"this {type(model).__name__}"
     advice = "headwater reads float weights: load the model without quantization, or save a dequantized copy."
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn.", "bitsandbytes.")):
-            raise ModelError(f"{name} of this {type(model).__name__} is a quantized {type(module).__name__}; {advice}")
+            raise ModelError(f"{name} of {this} is a quantized {type(module).__name__}; {advice}")
     packed = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(WEIGHT_BUFFERS)]
     for name, tensor in [*model.named_parameters(), *packed]:
         if tensor.is_meta:
             raise ModelError(
-                f"{name} of this {type(model).__name__} is not in memory: it was offloaded, to the host or to disk, or "
-                "never loaded (device 'meta'). Load the whole model on one device; hw.load(folder) does."
+                f"{name} of {this} is not in memory: it was offloaded, to the host or to disk, or never loaded (device "
+                "'meta'). Load the whole model on one device; hw.load(folder) does."
             )
         if type(tensor.data) is not torch.Tensor or not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(
-                f"{name} of this {type(model).__name__} is stored as {kind} {type(tensor.data).__name__}; {advice}"
-            )
+            raise ModelError(f"{name} of {this} is stored as {kind} {type(tensor.data).__name__}; {advice}")
     if getattr(model, "is_quantized", False):
         raise ModelError(f"This {type(model).__name__} is quantized; {advice}")
 
@@ -735,12 +721,11 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
         return model
     config = text_config(model.config)
     decoder: Any = model.get_decoder()
-    if (plain := SAME_TEXT_MODELS.get(config.model_type)) is not None:
-        text = _with_parameters_of(decoder, plain, config)
-        text.set_output_embeddings(model.get_output_embeddings())
-    elif decoder.get_output_embeddings() is not None:  # a language model by itself (Llama 4)
+    if decoder.get_output_embeddings() is not None:  # a language model by itself (Llama 4)
         text = decoder
     else:
+        if (plain := SAME_TEXT_MODELS.get(config.model_type)) is not None:
+            config = CONFIG_MAPPING[plain].from_dict({**config.to_dict(), "model_type": plain})
         try:
             with torch.device("meta"):
                 text = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -749,21 +734,15 @@ def language_model(model: PreTrainedModel) -> PreTrainedModel:
                 f"{name} is multimodal, and transformers has no text model of its type {config.model_type!r} by "
                 "itself: give a language model, or run this one with transformers."
             ) from None
-        setattr(text, text.base_model_prefix, decoder)
+        if plain is None:
+            setattr(text, text.base_model_prefix, decoder)
+        else:  # of another class, whose parameters have the same names; the numbers of its rotary embedding are in none
+            text.model.rotary_emb = type(text.model.rotary_emb)(config).to(decoder.device)
+            text.model.load_state_dict(decoder.state_dict(), assign=True)
         text.set_output_embeddings(model.get_output_embeddings())
     text.name_or_path = model.name_or_path
     text.eval()
     _same_logits(model, text, f"The text model of this {name}, {type(text).__name__},")
-    return text
-
-
-def _with_parameters_of(decoder: Any, plain: str, config: Any) -> Any:
-    """Return a language model of another type that holds a decoder's parameters under the same names."""
-    like = CONFIG_MAPPING[plain].from_dict({**config.to_dict(), "model_type": plain})
-    with torch.device("meta"):
-        text = AutoModelForCausalLM.from_config(like, attn_implementation="eager")
-    text.model.rotary_emb = type(text.model.rotary_emb)(like).to(decoder.device)  # its numbers are in no state
-    text.model.load_state_dict(decoder.state_dict(), assign=True)
     return text
 
 
@@ -813,8 +792,8 @@ def for_adapter(config: Any) -> tuple[Any, Callable[[Any], None] | None]:
 
 def keep_dtype_when_rotated(raw: Any, hf: Any) -> None:
     """Let queries and keys have the dtype of the weights, as in transformers, once they are rotated."""
-    known = hf.config.model_type in FAMILIES
-    if not (known and FAMILIES[hf.config.model_type].rotates_in_float32):
+    model_type = hf.config.model_type
+    if model_type not in FAMILIES or not FAMILIES[model_type].rotates_in_float32:
         return
 
     def cast(point: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,16 +28,12 @@ from headwater.calls import checked_calls
 from headwater.errors import ModelError
 from headwater.models.families import ModelShape, family_named, text_config
 from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
-from headwater.models.tokens import Batch, Bos, Inputs, Tokenizer, resolve_bos
+from headwater.models.tokens import Batch, Bos, Tokenizer, resolve_bos
 from headwater.runs.identity import tokenizer_digest
 
 
 class RunLock:
-    """Held while a model runs; the thread that holds it may take it again.
-
-    Raises:
-        ModelError: on entering, in a process that was forked while another thread was running it.
-    """
+    """Held while a model runs, by one thread, which may take it again; not after a fork in which another one ran it."""
 
     def __init__(self) -> None:
         self._lock, self._torn = threading.RLock(), False
@@ -114,11 +110,10 @@ class Model:
         shape: ModelShape,
         config: Any,
         tokenizer: Tokenizer | None = None,
-        revision: str | None = None,
     ):
         self.raw = raw
         self.name = name
-        self.revision = revision
+        self.revision: str | None = None
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
@@ -211,34 +206,18 @@ class Model:
         with self.lock:
             return self._modules.as_loaded()
 
-    if TYPE_CHECKING:  # HookedModel's own
+    # What HookedModel adds, for whoever knows a Model alone.
+
+    tokenize: Callable[..., Batch]
+    token_strings: Callable[..., tuple[str, ...]]
+    run: Callable[..., Tensor]
+    hooks: Callable[..., AbstractContextManager[None]]
+
+    if TYPE_CHECKING:
 
         @property
         def interventions(self) -> dict[str, object]:
             """What acts in the model beside its weights."""
-
-        def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
-            """Make a right-padded batch."""
-
-        def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
-            """Return the text of each token."""
-
-        def run(
-            self,
-            inputs: Inputs,
-            hooks: Iterable[Any] = (),
-            *,
-            keep: Any = None,
-            stop_at: int | None = None,
-            grad: bool = False,
-            past_key_values: Any = None,
-            attention_mask: Tensor | None = None,
-            position_ids: Tensor | None = None,
-        ) -> Tensor:
-            """Run inputs, with hooks."""
-
-        def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
-            """Attach hooks for as long as the context lasts."""
 
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:

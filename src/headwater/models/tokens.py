@@ -156,7 +156,13 @@ def make_batch(
             batch = _from_texts(parts, tokenizer, bos)
         else:
             batch = _from_ids(parts, inputs, tokenizer, config)
-    _check_ids(batch, d_vocab, n_ctx)
+    ids = batch.tokens[batch.mask]
+    if d_vocab is not None and not 0 <= int(ids.min()) <= int(ids.max()) < d_vocab:
+        outside = int(ids.max()) if int(ids.max()) >= d_vocab else int(ids.min())
+        raise InputError(f"Token id {outside} is outside the model's vocabulary of {d_vocab}.")
+    longest = int(batch.lengths.max())
+    if n_ctx is not None and longest > n_ctx:
+        raise InputError(f"A sequence has {longest} tokens; the model reads at most {n_ctx}.")
     return batch
 
 
@@ -389,16 +395,6 @@ def _special_id(name: str, *holders: object) -> int | None:
     """Return a special token's id as the first holder names it that names one; None where none does."""
     ids = (getattr(holder, name, None) for holder in holders)
     return next((value for value in ids if isinstance(value, int)), None)
-
-
-def _check_ids(batch: Batch, d_vocab: int | None, n_ctx: int | None) -> None:
-    ids = batch.tokens[batch.mask]
-    if d_vocab is not None and not 0 <= int(ids.min()) <= int(ids.max()) < d_vocab:
-        outside = int(ids.max()) if int(ids.max()) >= d_vocab else int(ids.min())
-        raise InputError(f"Token id {outside} is outside the model's vocabulary of {d_vocab}.")
-    longest = int(batch.lengths.max())
-    if n_ctx is not None and longest > n_ctx:
-        raise InputError(f"A sequence has {longest} tokens; the model reads at most {n_ctx}.")
 
 
 def warn_of_missing_spaces(answers: Sequence[object], ends: Sequence[str], tokenizer: Tokenizer | None) -> None:

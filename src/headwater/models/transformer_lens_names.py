@@ -18,7 +18,7 @@ writing into it does not change the model. `headwater.models.open_weights` reads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -34,7 +34,7 @@ from headwater.models.model import Model
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
+from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -148,8 +148,6 @@ class TransformerLensNames(Model):
         if is_one(fwd_hooks) or any(is_one(hook) or isinstance(hook, str) or len(hook) != 2 for hook in fwd_hooks):  # type: ignore[arg-type]
             raise InputError(f"fwd_hooks={shown(fwd_hooks)} must be a list of (name, function(activation, hook)).")
         hooks = [(same[0], function) for names, function in fwd_hooks for same in self._by_place(self._named(names))]
-        if return_type is not None:
-            checked_name("return_type", return_type, RETURNS)
         return self._returned(batch, hooks, return_type, checked_flag("loss_per_token", loss_per_token), stop_at_layer)
 
     def run_with_cache(
@@ -191,22 +189,20 @@ class TransformerLensNames(Model):
         device = None if device is None else usable_device(device)
         if checked_flag("remove_batch_dim", remove_batch_dim) and len(batch) > 1:
             raise InputError(f"remove_batch_dim=True is for a single text, and {len(batch)} were given.")
-        if return_type is not None:
-            checked_name("return_type", return_type, RETURNS)
         must_fire = names_filter is not None and not callable(names_filter)
         names = self._named(names_filter)
 
-        def keep(aliases: list[str]) -> HookFunction:
-            def hold(activation: object, hook: object) -> None:
-                if isinstance(activation, Tensor):
-                    # A tensor made in inference mode could not be written into afterwards, nor take part in a gradient.
-                    with torch.inference_mode(False):
-                        copy = activation.detach().clone().to(device or activation.device)
-                    activations.update(dict.fromkeys(aliases, copy))
+        def keep(activation: object, hook: object, aliases: list[str]) -> None:
+            if isinstance(activation, Tensor):
+                # A tensor made in inference mode could not be written into afterwards, nor take part in a gradient.
+                with torch.inference_mode(False):
+                    copy = activation.detach().clone().to(device or activation.device)
+                activations.update(dict.fromkeys(aliases, copy))
 
-            return read_hook(hold, may_be_silent=not must_fire)
-
-        hooks: list[Hook] = [(aliases[0], keep(aliases)) for aliases in self._by_place(names)]
+        hooks: list[Hook] = [
+            (aliases[0], read_hook(partial(keep, aliases=aliases), may_be_silent=not must_fire))
+            for aliases in self._by_place(names)
+        ]
         out = self._returned(batch, hooks, return_type, False, stop_at_layer)
         cache = ActivationCache({name: activations[name] for name in names if name in activations}, self.raw)
         return out, cache.remove_batch_dim() if remove_batch_dim else cache
@@ -241,25 +237,19 @@ class TransformerLensNames(Model):
         """
         if self.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer: pass tokenizer= to hw.load.")
-        plain = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-        rows = [plain] if is_one(plain) else list(plain)
+        rows = one_or_several(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
         if rows and not is_one(rows[0]):
             return [str(self.to_string(row)) for row in rows]
         self.token_strings(rows)
         return str(self.tokenizer.decode(rows, clean_up_tokenization_spaces=False))
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str] | list[list[str]]:
-        """Return the text of each token of a text or of token ids; of several texts, a list of lists.
-
-        Raises:
-            InputError: see `to_tokens` and `to_string`.
-        """
+        """Return the text of each token of a text or of token ids; of several texts, a list of lists."""
         if isinstance(input, str):
             return list(self.token_strings(self.to_tokens(input, prepend_bos, truncate=False)[0].tolist()))
         if not isinstance(input, Tensor) and not is_one(input) and any(isinstance(one, str) for one in input):
             return [list(map(str, self.to_str_tokens(one, prepend_bos))) for one in input]
-        plain = input.tolist() if hasattr(input, "tolist") else input
-        rows = [plain] if is_one(plain) else list(plain)
+        rows = one_or_several(input.tolist() if hasattr(input, "tolist") else input)
         if len(rows) == 1 and not is_one(rows[0]):
             rows = rows[0]
         return list(self.token_strings(rows))
@@ -282,10 +272,7 @@ class TransformerLensNames(Model):
         Raises:
             InputError: it is none of this model.
         """
-        try:
-            return self.token_strings([whole_number(token)])[0]
-        except TypeError:
-            raise InputError(f"{shown(token)} is not a token id.") from None
+        return self.token_strings([token])[0]
 
     @cached_property
     def _source(self) -> WeightSource:
@@ -341,12 +328,9 @@ class TransformerLensNames(Model):
                     "token ids, or model.tokenize(tokens, mask=...)."
                 )
             return batch
-        is_text = isinstance(input, str) or (
-            not isinstance(input, Batch) and not is_one(input) and all(isinstance(one, str) for one in input)
-        )
-        if prepend_bos is None or not is_text:
+        texts = [] if prepend_bos is None else one_or_several(input)
+        if not texts or not all(isinstance(text, str) for text in texts):
             return self.tokenize(input)
-        texts = [input] if isinstance(input, str) else list(input)
         return self.tokenize([self.to_tokens(text, prepend_bos, truncate=False)[0].tolist() for text in texts])
 
     def _named(self, names: object) -> list[str]:
@@ -381,22 +365,19 @@ class TransformerLensNames(Model):
     def _returned(
         self, batch: Batch, hooks: Sequence[Hook], return_type: str | None, per_token: bool, stop_at: int | None
     ) -> Any:
+        """Run the model; return its logits, the loss -ln p of each token but the first (or the mean), or both."""
+        if return_type is not None:
+            checked_name("return_type", return_type, RETURNS)
         # Cloned outside of the run's inference mode, for the same reason as activations above.
         out = self.run(batch, hooks, stop_at=stop_at).clone()
         if stop_at is not None or return_type == "logits":
             return out
         if return_type is None:
             return None
-        loss = _loss(out, batch, per_token)
+        tokens, real = batch.tokens.to(out.device), batch.mask[:, 1:].to(out.device)
+        loss = -out[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        if not per_token:
+            if not bool(real.any()):
+                raise InputError("There is no loss of a single token: the first token of a text is not predicted.")
+            loss = loss[real].mean()
         return (out, loss) if return_type == "both" else loss
-
-
-def _loss(logits: Float[Tensor, "batch position d_vocab"], batch: Batch, per_token: bool) -> Tensor:
-    """Return -ln p of each token but the first, from the logits before it; their mean over real tokens."""
-    tokens, real = batch.tokens.to(logits.device), batch.mask[:, 1:].to(logits.device)
-    log_probs = logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    if per_token:
-        return -log_probs
-    if not bool(real.any()):
-        raise InputError("There is no loss of a single token: the first token of a text is not predicted.")
-    return -log_probs[real].mean()

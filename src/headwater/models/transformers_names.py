@@ -10,40 +10,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.activations import NewGELUActivation
-from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import cached_file, logging
-
-__all__ = [
-    "CONFIG_MAPPING",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoModelForImageTextToText",
-    "AutoTokenizer",
-    "DynamicCache",
-    "GPT2Config",
-    "GPT2LMHeadModel",
-    "NewGELUActivation",
-    "PreTrainedModel",
-    "PreTrainedTokenizerBase",
-    "PreTrainedTokenizerFast",
-    "cached_file",
-    "quiet_transformers",
-    "revert_weight_conversion",
-]
+from transformers import CONFIG_MAPPING as CONFIG_MAPPING
+from transformers import AutoConfig as AutoConfig
+from transformers import AutoModelForCausalLM as AutoModelForCausalLM
+from transformers import AutoModelForImageTextToText as AutoModelForImageTextToText
+from transformers import AutoTokenizer as AutoTokenizer
+from transformers import DynamicCache as DynamicCache
+from transformers import GPT2Config as GPT2Config
+from transformers import GPT2LMHeadModel as GPT2LMHeadModel
+from transformers import PreTrainedModel as PreTrainedModel
+from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
+from transformers.activations import NewGELUActivation as NewGELUActivation
+from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion
+from transformers.utils import cached_file as cached_file
+from transformers.utils import logging
 
 
 @contextlib.contextmanager
