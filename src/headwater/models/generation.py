@@ -19,7 +19,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Any, TypeAlias
@@ -759,7 +759,7 @@ class _Rerun:
         self._rows = prompts.ids
         self._live, self._first = list(range(len(prompts))), Reading.of(prompts)
         self._original = original_length(model.rotary_by_length)
-        self._in_parts = [_InParts(*hook, self._first) for hook in hooks_for(model, hooks, prompts)]
+        self._in_parts = [_InParts(name, [(act, self._first)]) for name, act in hooks_for(model, hooks, prompts)]
 
     def logits(self) -> Float[Tensor, "row d_vocab"]:
         texts = Batch.of(self._rows, pad_id(self._model.tokenizer))
@@ -780,18 +780,19 @@ class _Rerun:
                 part.wrote.clear()
 
 
+@dataclass
 class _InParts:
     """A hook in runs of whole texts, which acts on the prompts and on each new token by itself."""
 
-    def __init__(self, name: str, function: HookFunction, first: Reading):
-        self.name, self.function = name, function
-        self.reads = [(function, first)]
-        self.wrote: list[Tensor | None] = []
+    name: str
+    reads: list[tuple[HookFunction, Reading]]
+    """Its functions, that for the prompts and those for each new token, and what each acts on."""
+    wrote: list[Tensor | None] = field(default_factory=list)
 
     @property
     def hook(self) -> Hook:
         """What is attached."""
-        own = self.function
+        own, _ = self.reads[0]
         return self.name, replace(own, function=self._act) if isinstance(own, TrustedHook) else replace_hook(self._act)
 
     def _act(self, activation: Any, hook: object) -> Tensor | None:

@@ -543,8 +543,8 @@ def _build_lens(config: dict[str, Any], state: dict[str, Tensor], tokenizer: Pre
             for name, tensor in state.items()
         }
     native_config = TransformerBridgeConfig.from_dict(config | {"architecture": None})
-    where = {"device": config["device"], "dtype": config["dtype"]}
-    raw = boot(native_config, tokenizer=tokenizer, model_name="HookedTransformer checkpoint", **where)
+    name = "HookedTransformer checkpoint"
+    raw = boot(native_config, tokenizer, device=config["device"], dtype=config["dtype"], model_name=name)
     # The native model has biases everywhere; a checkpoint without them has zeros there.
     expected = raw.state_dict()
     converted = convert_tl_checkpoint(state, native_config)

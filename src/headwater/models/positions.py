@@ -143,31 +143,25 @@ def needs_length(where: object) -> bool:
 
 @checked_call
 def characters(start: int | Callable[[str], Any] | Any, stop: int | Any = None) -> Characters:
-    """Name tokens by characters of their prompt's text.
+    """Name, for any `positions=`, tokens by characters of their prompt's text.
 
     Args:
         start: the first character; or a function of the text that gives (start, stop), or a match of a regular
             expression, as in `hw.characters(lambda text: re.search("[A-Z][a-z]+$", text))`.
         stop: the character after the last.
-
-    Returns:
-        What `positions=` takes, wherever positions are named.
     """
     return Characters(start, stop)
 
 
 @checked_call
 def occurrence(word: str, n: int) -> Occurrence:
-    """Name the tokens of the n-th occurrence of a word that a prompt contains several times.
+    """Name, for any `positions=`, the tokens of the n-th occurrence of a word that a prompt contains several times.
 
     Where texts alone can be given, as on the command line or in a column of a table, write `" John#2"`.
 
     Args:
         word: the word, with its leading space; found as `positions=` finds words.
         n: which occurrence, from 1; -1 is the last.
-
-    Returns:
-        What `positions=` takes, wherever positions are named.
 
     Raises:
         InputError: the word is not a text, or n is not a whole number other than 0.
@@ -185,13 +179,10 @@ def occurrence(word: str, n: int) -> Occurrence:
 
 @checked_call
 def last_token_of(where: Place | Any) -> LastTokenOf:
-    """Name the last token of a span, such as a subject's, whatever its length.
+    """Name, for any `positions=`, the last token of a span, such as a subject's, whatever its length.
 
     Args:
         where: a word, a span, characters or a function; or a list with one of these per prompt.
-
-    Returns:
-        What `positions=` takes, wherever positions are named.
     """
     return LastTokenOf(where)
 
