@@ -119,9 +119,9 @@ def load(
     if tokenizer is not None:
         checked_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "transformers.AutoTokenizer.from_pretrained(...)")
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(kind, torch.dtype):
+    if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))
-        raise InputError(f"dtype={shown(dtype)} is not a torch dtype.{near}")
+        raise InputError(f"dtype={shown(dtype)} is not a torch dtype of float numbers.{near}")
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
     # A wrong bos= is an error now, and not after the weights were read.
@@ -359,10 +359,9 @@ def hooked_of(model: object) -> HookedModel:
 
 # A checkpoint read whole, as a transformers model: every weight that the config asks for, and no other.
 #
-# The weights go to a CUDA device tensor by tensor (`device_map={"": device}` of transformers, which wants accelerate):
-# the host holds as many tensors at once as transformers reads side by side, four, and not the whole model. A multimodal
-# model, of which a part is thrown away, and one that brings its own code are read whole on the host first, and so is
-# what goes to any other device.
+# Straight to a CUDA device by `device_map={"": device}` of transformers, which wants accelerate and reads four tensors
+# side by side. A multimodal model, of which a part is thrown away, one that brings its own code, and what goes to any
+# other device are read whole on the host first.
 
 
 STRAIGHT = ("cuda",)

@@ -50,24 +50,21 @@ class RunLock:
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
 
-    def forked(self) -> None:
-        """Find out, in a new process, whether a thread that is not there holds the lock."""
-        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
-        else:
-            self._torn = True
-
 
 # Weak: a lock whose model is gone needs no look after a fork.
 _LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _forked() -> None:
+    """Find out, in a new process, which locks a thread holds that is not there."""
     if _LOCKS:
         torch.set_num_threads(1)
     for lock in _LOCKS:
-        lock.forked()
+        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
+        if lock._lock.acquire(blocking=False):
+            lock._lock.release()
+        else:
+            lock._torn = True
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork

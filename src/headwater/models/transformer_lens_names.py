@@ -328,7 +328,7 @@ class TransformerLensNames(Model):
                     "token ids, or model.tokenize(tokens, mask=...)."
                 )
             return batch
-        texts = [] if prepend_bos is None else one_or_several(input)
+        texts = [] if prepend_bos is None or has_no_order(input) else one_or_several(input)
         if not texts or not all(isinstance(text, str) for text in texts):
             return self.tokenize(input)
         return self.tokenize([self.to_tokens(text, prepend_bos, truncate=False)[0].tolist() for text in texts])
