@@ -105,8 +105,7 @@ class Activation:
     @property
     def torch_dtype(self) -> torch.dtype:
         """In which numbers it is kept."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+        return getattr(torch, self.dtype)
 
     def hook_name(self, layer: int | None) -> str:
         """Return the hook's name at one of its places."""

@@ -115,17 +115,7 @@ class LastTokenOf:
 
 
 Place: TypeAlias = (
-    int
-    | str
-    | range
-    | slice
-    | tuple[Any, Any]
-    | AbstractSet[int]
-    | Characters
-    | Occurrence
-    | LastTokenOf
-    | Callable[..., Any]
-    | Sequence[Any]
+    int | str | slice | AbstractSet[int] | Characters | Occurrence | LastTokenOf | Callable[..., Any] | Sequence[Any]
 )
 Where: TypeAlias = Place | Mapping[str, Place]
 """Positions as this file's first lines name them."""

@@ -376,19 +376,16 @@ def _refuse_unmarked_padding(
         return
     begins_texts = pad == _special_id("bos_token_id", tokenizer, config)
     ends_texts = a_last_one_is_text and pad == _special_id("eos_token_id", tokenizer, config)
-    lengths, rows = batch.lengths, torch.arange(len(batch))
-    suspects = (batch.tokens[:, 0] == pad) | (batch.tokens[rows, lengths - 1] == pad)
-    for row in torch.nonzero(suspects)[:, 0].tolist():
-        length = int(lengths[row])
-        padding = (batch.tokens[row, :length] == pad).tolist()
-        in_front = next((i for i, is_pad in enumerate(padding) if not is_pad), length)
-        at_end = next((i for i, is_pad in enumerate(reversed(padding)) if not is_pad), length)
-        if in_front > begins_texts or (length > 1 and at_end > ends_texts):
-            raise InputError(
-                f"Row {batch.name(row)} of the token ids begins or ends with the padding id {pad}, and there is no "
-                "mask. Pass a tensor with mask= (True at real tokens) to model.tokenize, or give texts or lists "
-                "without padding."
-            )
+    is_pad, beyond = batch.tokens == pad, ~batch.mask
+    in_front = (is_pad & batch.mask).int().cumprod(1).sum(1)
+    at_end = (is_pad | beyond).flip(1).int().cumprod(1).sum(1) - beyond.sum(1)
+    padded = (in_front > begins_texts) | ((batch.lengths > 1) & (at_end > ends_texts))
+    if bool(padded.any()):
+        raise InputError(
+            f"Row {batch.name(int(padded.nonzero()[0]))} of the token ids begins or ends with the padding id {pad}, "
+            "and there is no mask. Pass a tensor with mask= (True at real tokens) to model.tokenize, or give texts or "
+            "lists without padding."
+        )
 
 
 def _special_id(name: str, *holders: object) -> int | None:
