@@ -162,7 +162,7 @@ def test_where_weights_do_not_show_the_projections_the_models_own_are_used(monke
     model, graph = loaded("llama"), Graph.of(loaded("llama").shape)
     circuits = drawn(graph)
     known = values_of(hw.run_circuits(model, CLEAN, CORRUPTED, circuits, **QUIET))
-    monkeypatch.setattr(circuit_walk, "_near", lambda pairs: False)
+    monkeypatch.setattr(circuit_walk, "are_near", lambda pairs: False)
     assert values_of(hw.run_circuits(model, CLEAN, CORRUPTED, circuits, **QUIET)) == pytest.approx(known, abs=1e-5)
 
 

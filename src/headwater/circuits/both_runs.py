@@ -14,13 +14,7 @@ What each head of a layer adds to the residual stream, given the heads' outputs 
 times the model's own factor of what blocks add, where it has one (Granite). The scale is that of the run whose z these
 are, so that the shares of the heads, with what the biases give, sum to what attention adds.
 
-What a sender's output is exchanged for:
-
-    other run    what it adds in the other prompt's run
-    zero         nothing
-    mean         the mean of what it adds over the prompts of a data set: at each position where all are of one length,
-                 else over all tokens but each prompt's first
-    resample     what it adds in the run of another prompt of the data set, drawn at random
+A mean is over what a sender adds in the runs of a data set, as `headwater.patching.replacements` takes it.
 
 That the shares sum to what attention adds is checked in every run.
 """
@@ -124,7 +118,14 @@ def written(
         else:
             yield _by_heads(shares, run, layer, remainders) - _by_heads(shares, base, layer, remainders)
         yield added("mlp_out", layer)[None]
-    _refuse_what_is_left(model, remainders)
+    # All layers are looked at in one copy.
+    parts = torch.stack([part.double().to(remainders[0][1].device) for _, part, _ in remainders]).tolist()
+    for part, (layer, _, allowed) in zip(parts, remainders, strict=True):
+        if not part <= allowed:
+            raise ModelError(
+                f"The heads of layer {layer} of {model.name} do not add up to what its attention adds: {part:.1%} "
+                "is left over. Edges from and to its heads have no meaning."
+            )
 
 
 def _by_heads(
@@ -140,17 +141,6 @@ def _sizes(left: Tensor, added: Tensor) -> tuple[Tensor, float]:
     """Return how large what is left out is, as a part of what attention adds, and how large it may be."""
     # Left on the device: all layers are looked at together at the end.
     return left.abs().max() / added.abs().max().clamp_min(1e-9), max(TOLERANCE, 16 * torch.finfo(added.dtype).eps)
-
-
-def _refuse_what_is_left(model: HookedModel, left: Sequence[Left]) -> None:
-    """Refuse heads that leave something out of what attention adds: all layers are looked at in one copy."""
-    parts = torch.stack([part.double().to(left[0][1].device) for _, part, _ in left]).tolist() if left else []
-    for part, (layer, _, allowed) in zip(parts, left, strict=True):
-        if not part <= allowed:
-            raise ModelError(
-                f"The heads of layer {layer} of {model.name} do not add up to what its attention adds: {part:.1%} "
-                "is left over. Edges from and to its heads have no meaning."
-            )
 
 
 def refuse_other_kinds(source: Replacement) -> None:
@@ -170,8 +160,7 @@ class Exchanged:
     def of(self, example: int, length: int) -> Float[Tensor, "sender position d_model"]:
         """Return what represents each sender's output in a prompt of some length."""
         if isinstance(self.source, Zero):
-            shape = self.model.shape
-            size = (len(self.graph.senders), length, shape.d_model)
+            size = (len(self.graph.senders), length, self.model.shape.d_model)
             return torch.zeros(size, dtype=self.model.dtype, device=self.model.device)
         if isinstance(self.source, Resample):
             return self._run(self.source.pool[self.source.donors[example]])
@@ -224,15 +213,8 @@ class Place:
 class BothRuns:
     """An example's two runs. Use inside `torch.no_grad()` and the model's lock.
 
-    `exchanged` represents the other run where that is not a run of the other prompt; where gradients in the base run
-    will be taken, at `sloped_names`, it is `sloped`.
-
-    Attributes:
-        wave: the recorded runs: the base run is row 0, the other row 1.
-        first: the first position at which senders differ from what they are exchanged for.
-        start: the first position that is recomputed.
-        stop: the position after the last that is read.
-        kept: the positions that are read.
+    `exchanged` represents the other run where that is not a run of the other prompt; `sloped` says that gradients in
+    the base run will be taken, at `sloped_names`.
 
     Raises:
         ModelError: the model's blocks cannot be stepped through, or heads do not add up to what attention adds.
@@ -261,9 +243,10 @@ class BothRuns:
                 self.wave = WalkRunner(plan, range(example, example + 1), hook_names(self.graph), sloped_sites)
         except CannotStepError as error:
             raise ModelError(f"The edges of {plan.model.name} cannot be computed, because {error}.") from None
+        # The base run is row 0 of `wave`, the other row 1. Positions `kept` are read; `stop` is after the last of them.
         self.kept = plan.positions[example]
         self.stop = self.kept[-1] + 1
-        self.first = 0
+        self.first = 0  # at which senders differ from what they are exchanged for
         if exchanged is None:
             assert plan.pair.other is not None
             base, other = plan.pair.base[example], plan.pair.other[example]
@@ -273,7 +256,7 @@ class BothRuns:
                 self.first = first_difference(base, other)
         # Metrics read rows: a position that is read lies in them also where it comes before the first difference.
         self.start = min(self.first, self.kept[0])
-        self.changes: Float[Tensor, "sender position d_model"] = self._changes()
+        self.changes = self._changes()
 
     def base(self, site: str, layer: int) -> Tensor:
         """Return an activation of the base run, `position ...`."""
@@ -288,25 +271,20 @@ class BothRuns:
         changes = self.changes[:, place.start - self.start :]
         if place.at is None:
             return changes
-        alone = torch.zeros_like(changes)
-        at = to_device(torch.tensor(place.at), changes.device)
-        alone[:, at - place.start] = self.changes[:, at - self.start]
+        alone, at = torch.zeros_like(changes), to_device(torch.tensor(place.at) - place.start, changes.device)
+        alone[:, at] = changes[:, at]
         return alone
 
     def _changes(self) -> Float[Tensor, "sender position d_model"]:
-        graph, weights = self.graph, self.weights
-
-        def changing(run: Recorded) -> Recorded:
-            return lambda site, layer: run(site, layer)[self.start : self.stop]
-
-        if self.exchanged is None:
-            size = len(graph.senders), self.stop - self.start, self.model.shape.d_model
-            changes, first = self.base("resid_pre", 0).new_empty(size), 0
-            # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
-            for some in written(self.model, graph, weights, changing(self.other), changing(self.base)):
-                changes[first : first + len(some)] = some
-                first += len(some)
-            return changes
-        outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
-        adds = torch.cat([*written(self.model, graph, weights, changing(self.base))])
-        return outside[:, self.start : self.stop] - adds
+        changing = slice(self.start, self.stop)
+        base, other = (lambda *at: self.base(*at)[changing]), (lambda *at: self.other(*at)[changing])
+        if self.exchanged is not None:
+            outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
+            return outside[:, changing] - torch.cat([*written(self.model, self.graph, self.weights, base)])
+        size = len(self.graph.senders), self.stop - self.start, self.model.shape.d_model
+        changes, first = self.base("resid_pre", 0).new_empty(size), 0
+        # Filled as layers come: joined at the end, the largest tensor would be in memory twice.
+        for some in written(self.model, self.graph, self.weights, other, base):
+            changes[first : first + len(some)] = some
+            first += len(some)
+        return changes

@@ -11,7 +11,7 @@ import html
 import json
 import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -203,8 +203,8 @@ class Circuit:
 
         Args:
             model: the model.
-            clean: the held-out prompts, or a table of pairs; see `hw.run_circuits`. Those that chose the circuit do not
-                count as held out, which the claim says.
+            clean: the held-out prompts, or a table of pairs. Those that chose the circuit do not count as held out,
+                which the claim says.
             corrupted: the other prompt of each pair.
             metric: one metric; see `hw.run_circuits`.
             other: the other ablation: what the edges outside carry in a second run, `mean`, `zero` or `resample` over
@@ -218,9 +218,8 @@ class Circuit:
             progress: show progress bars.
 
         Returns:
-            A `Claim`: `table` is one row `effect, low, high, placebo, placebo_high, p_value, other_ablation,
-            split_half, held_out, margin, holds`; `sentence` says it. The effect is the metric of the circuit alone
-            less that of the empty one. What holds is said in the first lines of `headwater.stats.claims`.
+            A `Claim`, as `Sweep.claim` gives it. The effect is the metric of the circuit alone less that of the empty
+            one.
 
         Raises:
             InputError: an option or prompt cannot be used.
@@ -235,10 +234,7 @@ class Circuit:
         Args:
             ax: where to draw; default: a new figure.
             title: in place of the figure's own.
-            figsize: width and height of a new figure, in inches; default: what suits what is drawn.
-
-        Raises:
-            InputError: there is no figure of a circuit.
+            figsize: width and height of a new figure, in inches.
         """
         return drawn_by(self, ax, title, figsize)
 
@@ -268,12 +264,7 @@ class Circuit:
         return shown_by(self, what)
 
     def save_html(self, path: str | Path, **what: Any) -> Path:
-        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
-
-        Raises:
-            InputError: see `view`; or the path cannot be one.
-            RunFolderError: the file cannot be written.
-        """
+        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`."""
         return self.view(**what).save_html(path)
 
     def __or__(self, other: Circuit) -> Circuit:
@@ -382,24 +373,21 @@ def checked_circuits(circuits: Any, graph: Graph) -> dict[str, Circuit]:
     """Return circuits by name: those of a mapping by theirs, others as "circuit 0", "circuit 1", ..."""
     if isinstance(circuits, Circuit):
         circuits = [circuits]
-    items: Sequence[tuple[Any, Any]]
-    if isinstance(circuits, dict):
-        items = list(circuits.items())
-    elif is_one(circuits) or has_no_order(circuits):
-        raise InputError(
-            f"circuits={shown(circuits)} must be a circuit, a list of them, or a mapping of names to them."
-        )
-    else:
-        items = [(f"circuit {i}", circuit) for i, circuit in enumerate(circuits)]
-    if not items:
+    if not isinstance(circuits, dict):
+        if is_one(circuits) or has_no_order(circuits):
+            raise InputError(
+                f"circuits={shown(circuits)} must be a circuit, a list of them, or a mapping of names to them."
+            )
+        circuits = {f"circuit {i}": circuit for i, circuit in enumerate(circuits)}
+    if not circuits:
         raise InputError("circuits is empty; give at least one, such as edges.circuit(100).")
-    for name, circuit in items:
+    for name, circuit in circuits.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"{shown(name)} is not the name of a circuit; give texts.")
         checked_kind("circuits", circuit, Circuit, "edges.circuit(...) or hw.Circuit.of(...)")
         if circuit.graph != graph:
             raise InputError(f"{name} is of {describe_graph(circuit.graph)}; this model has {describe_graph(graph)}.")
-    return dict(items)
+    return dict(circuits)
 
 
 def _drawn(pools: list[tuple[Indices, int]], generator: np.random.Generator, besides: Indices | None) -> Indices:
@@ -526,9 +514,8 @@ def write_graph_file(circuit: Circuit, path: str | Path, d_model: int) -> Path:
         nodes = {name: {"in_graph": one} for name, one in sends.items()}
         write_json(file, {"cfg": cfg, "nodes": nodes, "edges": edges})
     else:
-        content: dict[str, Any] = {"edges_scores": torch.from_numpy(by_name)}
-        content |= {"edges_in_graph": torch.from_numpy(members)}
-        content |= {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
+        content: dict[str, Any] = {"cfg": cfg, "src_nodes": sources, "dst_nodes": list(targets)}
+        content |= {"edges_scores": torch.from_numpy(by_name), "edges_in_graph": torch.from_numpy(members)}
         content["nodes_in_graph"] = torch.tensor([sends[name] for name in sources])
         write_atomically(file, lambda temporary: torch.save(content, temporary))
     return file
@@ -560,7 +547,11 @@ def _of_pt(file: Path) -> tuple[dict[str, Any], Iterator[tuple[str, object, obje
     sources, targets = content["src_nodes"], content["dst_nodes"]
     places = inside.nonzero().tolist()
     members = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), True) for i, j in places)
-    others = (~inside & _real(sources, targets)).nonzero().tolist()
+    # Of the others only pairs of a source and a k or v there can be have to agree.
+    parts = [read_part(name) for name in sources]
+    layers = torch.tensor([-1 if part is None or part.layer is None else part.layer for part in parts])
+    read = torch.tensor([int(name[1:].split(".")[0]) if name.endswith(("<k>", "<v>")) else -1 for name in targets])
+    others = (~inside & (layers[:, None] < read[None])).nonzero().tolist()
     rest = ((f"{sources[i]}->{targets[j]}", float(scores[i, j]), False) for i, j in others)
     return content["cfg"], iter([*members, *rest])
 
@@ -571,18 +562,9 @@ def _refuse_neurons(kept: list[Any]) -> None:
         raise InputError("it keeps single neurons of its nodes; a circuit here is of edges, whole ones.")
 
 
-def _real(sources: list[str], targets: list[str]) -> torch.Tensor:
-    """Which pairs of a source and a k or v there can be: only these have to agree with others."""
-    parts = [read_part(name) for name in sources]
-    layers = torch.tensor([-1 if part is None or part.layer is None else part.layer for part in parts])
-    read = torch.tensor([int(name[1:].split(".")[0]) if name.endswith(("<k>", "<v>")) else -1 for name in targets])
-    return layers[:, None] < read[None]
-
-
 def _names(graph: Graph) -> tuple[list[str], dict[str, tuple[int, int]]]:
     """EAP-IG's names of senders, and by its names of receivers the receiver and how many such represent it."""
-    group = graph.n_heads // graph.n_kv_heads
-    heads = range(graph.n_heads)
+    group, heads = graph.n_heads // graph.n_kv_heads, range(graph.n_heads)
     sources, targets = ["input"], {}
     names = {name: number for number, name in enumerate(graph.receivers.names())}
     for layer in range(graph.n_layers):

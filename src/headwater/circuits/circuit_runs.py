@@ -63,16 +63,13 @@ class CircuitRuns(ByMetric, Result):
     @property
     def circuits(self) -> dict[str, Circuit]:
         """The circuits, by name, with the prompts that chose each; effects are not kept."""
-        graph = Graph.of_sizes(self.sizes)
-        names = dict.fromkeys(self.table["circuit"])
-        edges_of = {name: self.members.loc[self.members["circuit"] == name, "edge"] for name in names}
-        chosen_on = self.run.options.get("discovery", {})
-        return {
-            name: circuit_from_edges(
-                graph, edges, seen=tuple(tuple(ids) for ids in chosen_on.get(name, ())), model=self.run.model
-            )
-            for name, edges in edges_of.items()
-        }
+        graph, chosen_on = Graph.of_sizes(self.sizes), self.run.options.get("discovery", {})
+        circuits = {}
+        for name in self.table["circuit"].unique():
+            edges = self.members.loc[self.members["circuit"] == name, "edge"]
+            seen = tuple(tuple(ids) for ids in chosen_on.get(name, ()))
+            circuits[name] = circuit_from_edges(graph, edges, seen=seen, model=self.run.model)
+        return circuits
 
     def summary(self, *, level: float = 0.95, seed: int = 0) -> pd.DataFrame:
         """Summarize each circuit over prompts.
@@ -192,13 +189,11 @@ def run_circuits(
 
     Args:
         model: the model; it is left as it was.
-        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
-            or the path of a CSV or JSON Lines file).
+        clean: one prompt, several, token ids, or a table of pairs, see `hw.patch`.
         corrupted: the other prompt of each pair, which aligns with it token by token.
         circuits: one, a list, or a mapping of names to them; `edges.circuit(100)` and `hw.Circuit.of([...], model)`
             make them.
-        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
-            `row kept d_vocab` at the last position that gives a number per row.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function, see `hw.patch`.
         values: what the other edges carry: `other run` (the corrupted prompt's), `zero`, `mean` or `resample` (over
             `dataset=`, or over the clean prompts). The last three take clean prompts alone.
         dataset: the prompts of `mean` and `resample`.
@@ -228,7 +223,6 @@ def run_circuits(
         "discovery": {name: [list(ids) for ids in circuit.seen] for name, circuit in named.items()},
         **outcome.options,
     }
-
     outcome.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitRuns:
@@ -339,8 +333,7 @@ def gap_sentences(table: pd.DataFrame) -> list[str]:
 
 def discovery_sentences(run: RunRecord) -> list[str]:
     """Say on how many of its own prompts circuits of a run were chosen."""
-    shared = coinciding(run)
-    if not shared:
+    if not (shared := coinciding(run)):
         return []
     some = ", ".join(map(str, shared[:8]))
     return [
@@ -368,7 +361,6 @@ def coinciding(run: RunRecord) -> list[int]:
 # other run. Random sets are circuits of its shape (`Circuit.placebos`); halves of the prompts are compared in how they
 # rank it among these; held out are the prompts on which it was not chosen. What is made of these numbers is
 # `headwater.stats.claims`.
-
 
 RESAMPLES = 1000
 Values = Float[ndarray, " example"]

@@ -10,7 +10,7 @@ The edited prompt is the clean one; what lies outside of a circuit comes from th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwater.circuits.both_runs import BothRuns, Exchanged, HeadShares, refuse_other_kinds
-from headwater.circuits.exact import EdgeRows, NotFiniteRowError, Receivers, refuse_heads_that_meet
+from headwater.circuits.exact import EdgeRows, Receivers, are_near, refuse_heads_that_meet
 from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
 from headwater.circuits.pairs import changed_tokens, metrics_at_logits
 from headwater.errors import InputError, ModelError
@@ -155,10 +155,18 @@ class CircuitRunner:
         """Return the metrics of circuits on an example, `circuit metric`, and its `baselines`, `metric 3`."""
         with torch.no_grad(), self.plan.model.lock:
             walk, baselines = self._walk(example)
+            # Once: all edges together are the clean run.
             if example == 0 and not self._is_checked:
+                self._is_checked = True
                 # By itself: beside other circuits it would change their last digits, and a resumed search with them.
-                full = walk.measure([np.arange(self.graph.n_edges)])[0]
-                self._refuse_another_model(walk, full, baselines[:, 0])
+                full, clean, model = walk.measure([np.arange(self.graph.n_edges)])[0], baselines[:, 0], self.plan.model
+                allowed = max(TOLERANCE, 64 * torch.finfo(model.dtype).eps) * _largest_logit(walk)
+                # Written so that NaN is refused, too.
+                if not float((full - clean).abs().max()) <= allowed:
+                    raise ModelError(
+                        f"The circuit of all edges of {model.name} is not its clean run: {float(full[0]):.4g} against "
+                        f"{float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
+                    )
             values = walk.measure(circuits)
         return {"values": values, "baselines": baselines}
 
@@ -191,19 +199,6 @@ class CircuitRunner:
         floor = ROUNDING * torch.finfo(self.plan.model.dtype).eps * _largest_logit(walk)
         return torch.stack([clean, corrupted, torch.full_like(clean, floor)], -1)
 
-    def _refuse_another_model(
-        self, walk: CircuitWalk, full: Float[Tensor, " metric"], clean: Float[Tensor, " metric"]
-    ) -> None:
-        """Check once that all edges together are the clean run."""
-        self._is_checked = True
-        allowed = max(TOLERANCE, 64 * torch.finfo(self.plan.model.dtype).eps) * _largest_logit(walk)
-        # Written so that NaN is refused, too.
-        if not float((full - clean).abs().max()) <= allowed:
-            raise ModelError(
-                f"The circuit of all edges of {self.plan.model.name} is not its clean run: {float(full[0]):.4g} "
-                f"against {float(clean[0]):.4g} on {self.outcome.metrics[0]}. Its circuits have no meaning."
-            )
-
 
 def _largest_logit(walk: CircuitWalk) -> float:
     """The size of the clean run's logits, at least 1: what rounding is relative to."""
@@ -230,13 +225,9 @@ def _largest_logit(walk: CircuitWalk) -> float:
 # Edges that lead nowhere are left out before: those from which no path of the circuit leads to the logits and, where O
 # is a run, those that no path from the embedding reaches (there s(now) = s(O)).
 #
-# What the edges outside of a circuit carry: the run that is left when no edge carries the clean prompt.
-#
-# other run, resample    what each sender writes in another prompt's run
-# zero                   nothing
-# mean                   the mean over a data set of what each sender adds
-#
-# With s(O) for what a sender s writes of these values, a receiver outside of everything reads
+# What the edges outside of a circuit carry is the run that is left when no edge carries the clean prompt: with s(O) for
+# what a sender s writes of the values (another prompt's run, zeros, or means of what it adds), a receiver outside of
+# everything reads
 #
 # x(O) = Σ s(O) + the biases of attention,    over the senders before it
 #
@@ -298,7 +289,6 @@ def of_values(runs: BothRuns, shares: Sequence[HeadShares], exchanged: Exchanged
     return ComplementRun(0, False, sent[0], entering, middle, heads, mlps)
 
 
-NEAR = 1e-4
 HELD_BYTES = {"cpu": 1 << 26, "cuda": 1 << 31}
 """What a batch of circuits may hold: more runs out of the processor's caches and is not faster."""
 ALL = slice(None)
@@ -320,10 +310,8 @@ class CircuitWalk:
         order = np.argsort([len(edges) for edges in live], kind="stable")  # sparse ones skip together
 
         def run(some: list[int]) -> None:
-            try:
-                values[torch.tensor(some)] = self.rows.measure(_Batch(self, [live[i] for i in some]).last())
-            except NotFiniteRowError as error:
-                raise self.rows.not_finite(f"circuit {some[error.row]} alone") from None
+            last = _Batch(self, [live[i] for i in some]).last()
+            values[torch.tensor(some)] = self.rows.measure(last, lambda row: f"circuit {some[row]} alone")
 
         hooks = [hook for receivers in self.receivers for hook in receivers.hooks]
         with self.rows.blocks.fused(), self.runs.model.hooks(hooks):
@@ -376,7 +364,7 @@ class _Projection:
         every = {kind: torch.arange(projected[kind].shape[2]) for kind in KINDS}
         # Seen, not assumed: a model may norm or scale q and k after the projection, which columns alone leave out.
         has_weights = all(w is not None and len(w) == self.outside[k].shape[2] for k, (w, _) in self._factors.items())
-        self.by_weights = has_weights and _near(
+        self.by_weights = has_weights and are_near(
             (self._columns(kind, normed.expand(len(heads), -1, -1), heads), projected[kind][0].movedim(1, 0))
             for kind, heads in every.items()
         )
@@ -416,10 +404,10 @@ class _Batch:
     def __init__(self, walk: CircuitWalk, circuits: Sequence[Indices]):
         self.walk, self.outside, graph = walk, walk.outside, walk.graph
         self.graph, self.n_circuits = graph, len(circuits)
-        edges = np.concatenate(circuits) if circuits else np.zeros(0, dtype=np.int64)
-        self.circuit = np.repeat(np.arange(len(circuits)), [len(one) for one in circuits])
+        edges, counts = np.concatenate(circuits), [len(one) for one in circuits]
+        self.circuit = np.repeat(np.arange(len(circuits)), counts)
         self.receiver, self.sender = graph.receiver[edges], graph.sender[edges]
-        self.begins = np.concatenate([[0], np.cumsum([len(one) for one in circuits])])
+        self.begins = np.concatenate([[0], np.cumsum(counts)])
         self.used = np.unique(self.sender)
         # Only senders in use have memory, not all of the graph.
         self.slot = np.full(len(graph.senders), -1)
@@ -430,13 +418,11 @@ class _Batch:
         self.now = embedded.new_zeros(len(circuits), len(self.used), *embedded.shape)
         if self.slot[0] >= 0:
             # The embedding always sends the clean prompt's: nothing reaches it that could be another.
-            clean = walk.rows.base("resid_pre", 0)
-            self.now[:, 0] = clean - embedded
+            self.now[:, 0] = walk.rows.base("resid_pre", 0) - embedded
 
     def last(self) -> Float[Tensor, "circuit kept d_model"]:
         """Return the last states at the positions that are read."""
-        layers = range(self.graph.n_layers)
-        for layer in layers:
+        for layer in range(self.graph.n_layers):
             self._heads(layer)
             self._mlp(layer)
         kept = self.walk.rows.kept
@@ -495,11 +481,7 @@ class _Batch:
     def _mixed(
         self, receivers: range, outside: Tensor, positions: Int[Tensor, " kept"] | slice = ALL
     ) -> tuple[Indices, Indices, Float[Tensor, "row position d_model"]]:
-        """Return what some receivers read where an edge enters them, receiver by receiver, at some positions or at all.
-
-        A row is of one circuit and one receiver, which come first. The edges of a circuit are in the order of their
-        receivers, so those into neighbours are together.
-        """
+        """Return circuit, receiver and input of each receiver that an edge enters, at some positions or at all."""
         outside = outside[positions]
         parts = [self._entering(circuit, receivers) for circuit in range(self.n_circuits)]
         circuits = np.repeat(np.arange(self.n_circuits), [len(targets) for targets, _, _ in parts])
@@ -547,12 +529,3 @@ def _product(a: Float[Tensor, "row sender"], b: Float[Tensor, "sender width"], i
         torch.mm(a, b, out=into[int(rows[0]) : int(rows[-1]) + 1 : step])
     else:
         into[to_device(rows, into.device)] = a @ b
-
-
-def _near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
-    """Whether tensors are near others, each beside the largest number of its other; the host waits once for all."""
-    ends, tolerance = [], NEAR
-    for a, b in pairs:
-        ends.append(torch.stack([(a - b).abs().max(), b.abs().max()]).double())
-        tolerance = max(tolerance, 16 * torch.finfo(b.dtype).eps)
-    return all(apart <= tolerance * max(1e-6, largest) for apart, largest in torch.stack(ends).tolist())

@@ -106,10 +106,19 @@ class CircuitCurve(ByMetric, Result):
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         rows = []
         for metric, part in self.table.groupby("metric", sort=False):
-            sizes, drawn, placebos = _curves(part, seed)
-            # Of each draw's own curve: the least size of a mean curve is not the mean of least sizes.
-            of_circuit = _areas(sizes, drawn)
-            random = _areas(sizes, placebos)
+            alone = part[part["placebo"].isna()]
+            values = alone.pivot_table(index="example", columns="size", values="value")
+            ends = alone.drop_duplicates("example").set_index("example").loc[values.index]
+            clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
+            placebos = []
+            for _, others in part[part["placebo"].notna()].groupby("placebo"):
+                of_placebo = others.pivot_table(index="example", columns="size", values="value").loc[values.index]
+                placebos.append(ratio_of_means(of_placebo.to_numpy(), clean, corrupted)[0])
+            # All sizes are resampled together: a draw is a curve. Of each draw's own curve: the least size of a mean
+            # curve is not the mean of least sizes.
+            sizes = values.columns.to_numpy()
+            of_circuit = _areas(sizes, ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed))
+            random = _areas(sizes, np.array(placebos).reshape(-1, len(sizes)))
             for name in AREAS:
                 value, low, high = interval(of_circuit[name], level)
                 # A random curve that never comes to 0.9 needs the whole model.
@@ -182,7 +191,10 @@ def circuit_curve(
     Warns:
         UserWarning: held-out prompts are among those that chose the edges, or have no gap.
     """
-    graph, shares = graph_of(model), checked_sizes(sizes)
+    graph, listed = graph_of(model), [] if isinstance(sizes, str) else one_or_several(sizes)
+    if not listed:
+        raise InputError(f"sizes={shown(sizes)} must be parts of all edges, such as (0.01, 0.1, 1).")
+    shares = sorted({checked_number("sizes", one, above=0.0, below=1.0, up_to=True) for one in listed})
     checked_kind("edges", edges, EdgeEffects, "hw.edges(...)")
     if edges.graph != graph:
         raise InputError(f"The edges are of {describe_graph(edges.graph)}; this model has {describe_graph(graph)}.")
@@ -198,16 +210,9 @@ def circuit_curve(
     outcome = Outcome.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
     )
-    discovery = [list(ids) for ids in next(iter(named.values())).seen]
-    options = {
-        "edges": edges.digest(),
-        "sizes": shares,
-        "by": by,
-        "placebos": placebos,
-        "discovery": {"edges": discovery},
-        **outcome.options,
-    }
-
+    discovery = {"edges": [list(ids) for ids in next(iter(named.values())).seen]}
+    options = {"edges": edges.digest(), "sizes": shares, "by": by, "placebos": placebos, "discovery": discovery}
+    options |= outcome.options
     outcome.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
@@ -220,31 +225,6 @@ def circuit_curve(
     for left in [*gap_sentences(result.table), *discovery_sentences(result.run)]:
         warnings.warn(left, stacklevel=2)
     return result
-
-
-def checked_sizes(sizes: object) -> list[float]:
-    """Return sizes ascending, each once."""
-    listed = one_or_several(sizes) if not isinstance(sizes, str) else []
-    if not listed:
-        raise InputError(f"sizes={shown(sizes)} must be parts of all edges, such as (0.01, 0.1, 1).")
-    return sorted({checked_number("sizes", one, above=0.0, below=1.0, up_to=True) for one in listed})
-
-
-def _curves(
-    part: pd.DataFrame, seed: int
-) -> tuple[Float[ndarray, " size"], Float[ndarray, "draw size"], Float[ndarray, "placebo size"]]:
-    """Return the sizes, f at each in draws of prompts (the first: the prompts themselves), and that of placebos."""
-    of_circuits = part[part["placebo"].isna()]
-    values = of_circuits.pivot_table(index="example", columns="size", values="value")
-    ends = of_circuits.drop_duplicates("example").set_index("example").loc[values.index]
-    clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
-    # All sizes are resampled together: a draw is a curve.
-    drawn = ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed)
-    placebos = []
-    for _, others in part[part["placebo"].notna()].groupby("placebo"):
-        rows = others.pivot_table(index="example", columns="size", values="value").loc[values.index]
-        placebos.append(ratio_of_means(rows.to_numpy(), clean, corrupted)[0])
-    return values.columns.to_numpy(), drawn, np.array(placebos).reshape(-1, values.shape[1])
 
 
 def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> dict[str, Float[ndarray, " draw"]]:
@@ -271,7 +251,6 @@ def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> di
 # Beside each is its control. Beside completeness: random circuits of the circuit's shape (`Circuit.placebos`), each
 # less as many edges of its own. Beside minimality (Shi et al. 2024): edges drawn from outside and put into the circuit,
 # with the kinds and layers of the circuit's own; what an edge is needed for has to be more than what these come to.
-
 
 MOST = 1000
 """Sets and random circuits at most."""
@@ -330,12 +309,13 @@ def completeness(
             alone, whole = ([values[f"{draw} {number} {what}"] for draw in draws] for what in ("circuit", "model"))
             found = np.abs(np.subtract(alone, whole))
             lacking, others = found[0], found[1:]
-            low = float(np.quantile(others, 1 - PLACEBO_QUANTILE)) if placebos else np.nan
-            chance = [float(others.mean()) if placebos else np.nan, low]
-            # Counted with the circuit itself among them: p is never 0.
-            p = (1 + int((others <= lacking).sum())) / (1 + placebos) if placebos else np.nan
-            both = alone[0], whole[0]
-            rows.append([name, number, int(which.sum()), *both, lacking, lacking / gap if gap else np.nan, *chance, p])
+            chance = [np.nan] * 3
+            if placebos:
+                # Counted with the circuit itself among them: p is never 0.
+                p = (1 + int((others <= lacking).sum())) / (1 + placebos)
+                chance = [float(others.mean()), float(np.quantile(others, 1 - PLACEBO_QUANTILE)), p]
+            part = lacking / gap if gap else np.nan
+            rows.append([name, number, int(which.sum()), alone[0], whole[0], lacking, part, *chance])
     columns = ["metric", "set", "removed", "circuit", "model", "incompleteness", "part"]
     return pd.DataFrame(rows, columns=[*columns, "placebo", "placebo_low", "p_value"])
 
@@ -378,7 +358,13 @@ def minimality(
     circuit, sets, placebos, seed = _checked(circuit, sets, placebos, seed)
     generator, graph = np.random.default_rng(seed), circuit.graph
     reduced = [circuit._kept(~which) for which in _sets(len(circuit), sets, generator)]
-    drawn = _from_outside(circuit, placebos, generator)
+    # Edges from outside, each with the kinds and layers of one of the circuit's, where there are such.
+    outside, strata = (~circuit).edges, graph.stratum
+    alike = outside[np.isin(strata[outside], strata[circuit.edges])]
+    drawn = []
+    for like in generator.choice(strata[circuit.edges], placebos if len(outside) else 0):
+        pool = outside[strata[outside] == like]
+        drawn.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
     named = {f"{number}": one for number, one in enumerate(reduced)}
     for number, one in enumerate(reduced):
         named |= {f"{number} less {edge}": one - circuit_from_edges(graph, [edge]) for edge in one.edges.tolist()}
@@ -420,8 +406,8 @@ def _means(
     run: Mapping[str, Any],
 ) -> list[tuple[str, Values, float]]:
     """Return by metric: its name, its mean over prompts of each circuit alone, and the gap of the model."""
-    table = run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
     means: list[tuple[str, Values, float]] = []
+    table = run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
     for name, part in table.groupby("metric", sort=False):
         values = part.groupby("circuit", sort=False)["value"].mean()
         gap = abs(float((part["clean"] - part["corrupted"]).mean()))
@@ -439,15 +425,3 @@ def _largest(values: Values, how: str, sets: int, edge: int) -> tuple[float, int
         effects.append(0.0 if changed is None else sign * (changed - values[f"{number}"]))
     where = int(np.argmax(np.abs(effects)))
     return effects[where], where
-
-
-def _from_outside(circuit: Circuit, n: int, generator: np.random.Generator) -> list[int]:
-    """Draw edges from outside, each with the kinds and layers of one of the circuit's, where there are such."""
-    outside = (~circuit).edges
-    strata = circuit.graph.stratum
-    alike = outside[np.isin(strata[outside], strata[circuit.edges])]
-    edges = []
-    for like in generator.choice(strata[circuit.edges], n if len(outside) else 0):
-        pool = outside[strata[outside] == like]
-        edges.append(int(generator.choice(pool if len(pool) else alike if len(alike) else outside)))
-    return edges

@@ -100,11 +100,9 @@ def edges(
 
     Args:
         model: the model; it is left as it was.
-        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
-            or the path of a CSV or JSON Lines file).
+        clean: one prompt, several, token ids, or a table of pairs, see `hw.patch`.
         corrupted: the other prompt of each pair, which aligns with it token by token.
-        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits
-            `row kept d_vocab` at the last position that gives a number per row.
+        metric: one or more of `hw.logit_difference(...)` and its relatives, or a function, see `hw.patch`.
         senders: which: names such as "embed", "head 9.9", "mlp 8", of a kind ("head") or a layer ("head 9"). Default:
             all.
         receivers: which: names such as "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits", of
@@ -129,8 +127,7 @@ def edges(
             al. has it, k/steps of the way from the corrupted to the clean embeddings, k = 1 ... steps.
         seed: of what `screened` draws, and of `resample`.
         hours: refuse to start what would take longer, roughly, at the rate at which the device multiplies matrices.
-        batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
-            out.
+        batch_size: see `hw.patch`.
         progress: show a progress bar.
         out: a folder: finished layers are written as they come, an interrupted run goes on where it stopped.
 
@@ -172,11 +169,8 @@ def edges(
         **request.options,
         **options_of(plan, source),
     }
-
-    drawn_by = seed if by == "screened" else None
-    return run_or_resume(
-        EdgeEffects, "edges", model, options, request.measure, out=out, seed=drawn_by, progress=progress
-    )
+    drawn = seed if by == "screened" else None
+    return run_or_resume(EdgeEffects, "edges", model, options, request.measure, out=out, seed=drawn, progress=progress)
 
 
 def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
@@ -288,7 +282,7 @@ class EdgeRequest:
         items = [(example, part) for example in range(n_examples) for part in parts]
 
         def run_layers(item: tuple[int, Indices]) -> int:
-            """Return how many layers all edges of a piece are run through: what time goes with, not their number."""
+            # How many layers all edges of a piece are run through: what time goes with, not their number.
             return int((self.graph.n_layers + 1 - stage[item[1]]).sum())
 
         if items:

@@ -15,7 +15,7 @@ of a layer. The sublayer's estimate is exact as far as the receiver's own output
 first order only after it; edges to the logits are exact. `eap-ig` takes the midpoints of its steps; the code
 of Hanna et al. takes k/steps of the way from the corrupted side, as `quadrature="published"` does.
 
-Which edges are recomputed exactly after a screen: the strongest by their estimates, and some of the rest at random.
+After a screen the strongest edges by their estimates, and some of the rest at random, are recomputed exactly.
 
 An edge is as strong as the larger of two estimates makes it, each as a part of its own largest: the sublayer's, and the
 first-order one. The sublayer's is by far the better, but where a softmax goes up and down again between the two runs it
@@ -23,8 +23,7 @@ can be near 0 by accident; then the slope is not. On 112 single pairs of the emb
 100 was not among the first 500 by the sublayer's alone in 8 pairs, by the larger of the two in 3.
 
 Edges are drawn from the rest in proportion to how many of its edges lead to each kind of receiver, so that they
-represent all of it: of how many of the rest are beyond the weakest of the recomputed, `EdgeEffects.report` says
-at most how many there can be.
+represent all of it: `EdgeEffects.report` says how many of the rest can at most be beyond the weakest recomputed.
 """
 
 from __future__ import annotations
@@ -94,10 +93,6 @@ class Slopes:
     """One or several runs of a pair with a graph, and the gradients of each metric in them.
 
     `shares` say how far each run is on the way from the base run's embeddings (0) to the other's (1).
-
-    Raises:
-        InputError: a metric has no gradient, or one that is 0 everywhere.
-        NumericsError: a gradient is NaN or infinite.
     """
 
     def __init__(self, runs: BothRuns, shares: tuple[float, ...] = (0.0,)):
@@ -162,13 +157,11 @@ class Slopes:
 
     def _gradients(self, m: int) -> dict[str, Tensor]:
         """The gradients of one metric at everything that was kept."""
-        metric, names = self.runs.plan.metrics[m].name, [n for n in self.recorded if n != hook_name("resid_pre", 0)]
-        more = m + 1 < len(self._totals)
-        ends = [self.recorded[name] for name in names]
-        gradients = torch.autograd.grad(self._totals[m], ends, retain_graph=more, allow_unused=True)
-        slopes = {
-            n: torch.zeros_like(self.recorded[n]) if g is None else g for n, g in zip(names, gradients, strict=True)
-        }
+        metric, more = self.runs.plan.metrics[m].name, m + 1 < len(self._totals)
+        ends = {name: kept for name, kept in self.recorded.items() if name != hook_name("resid_pre", 0)}
+        found = torch.autograd.grad(self._totals[m], [*ends.values()], retain_graph=more, allow_unused=True)
+        gradients = zip(ends.items(), found, strict=True)
+        slopes = {name: torch.zeros_like(end) if one is None else one for (name, end), one in gradients}
         last = slopes[self._final]
         # One look at all of them: each look waits for the device.
         peaks = [slope.abs().amax().double().to(last.device) for slope in slopes.values()]
@@ -242,10 +235,7 @@ def _pulled_back(
 
 
 def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
-    """Return (what r writes of x_r + Δ_s, less what it writes of x_r) · its gradient, of edges to one layer.
-
-    What a q, k or v writes is taken as the outputs of the heads that read it (z); logits edges are exact.
-    """
+    """Return (what r writes of x_r + Δ_s, less what it writes of x_r) · its gradient, of edges to one layer."""
     if stage == exact.rows.n_layers:
         return exact.effects(stage, edges)
     graph, metrics = exact.graph, range(len(slopes.by_metric))

@@ -42,6 +42,8 @@ from headwater.patching.runners import TILE_TOKENS
 
 MOST_ROWS = 1 << 20
 """Rows at once, whatever was requested."""
+NEAR = 1e-4
+"""How far what has to be equal may be apart, as a part of its largest number, in float32."""
 Reaching: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
 """By layer, what each sender changes in what its heads read and in what its MLP reads, `sender position d_model`."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
@@ -79,22 +81,17 @@ class EdgeRows:
         n_rows, shared = len(residual), None
         positions = torch.arange(self.start, self.stop, device=residual.device).expand(n_rows, -1)
         if self.start:
-            keys, values = (
-                # Expanded, not copied: keys and values before the first change are the recorded run's for every row.
-                cache[layer][:1, :, : self.start].expand(n_rows, -1, -1, -1)
-                for cache in (self.recording.keys, self.recording.values)
-            )
-            shared = SharedPrefix(keys, values)
+            # Expanded, not copied: keys and values before the first change are the recorded run's for every row.
+            caches = (cache[layer][:1, :, : self.start] for cache in (self.recording.keys, self.recording.values))
+            shared = SharedPrefix(*(cache.expand(n_rows, -1, -1, -1) for cache in caches))
         if layer not in self._masks:
             visible = self.recording.visible[layer][self.start : self.stop, : self.stop]
             mask = torch.zeros(visible.shape, dtype=residual.dtype, device=residual.device)
             self._masks[layer] = mask.masked_fill_(~visible, torch.finfo(mask.dtype).min)[None, None]
         # All rows begin and end alike, so that one mask serves them.
         mask = self._masks[layer].expand(n_rows, -1, -1, -1)
-        at, query_positions = self.leaving(layer), None
-        if not whole and not isinstance(at, slice):
-            query_positions = at.expand(n_rows, -1)
-        call = self.recording.calls[layer]
+        at, call = self.leaving(layer), self.recording.calls[layer]
+        query_positions = None if whole or isinstance(at, slice) else at.expand(n_rows, -1)
         return self.blocks.attention(layer, residual, positions, mask, shared, query_positions, call=call)
 
     def attention_added(self, layer: int, residual: Tensor, attended: Tensor) -> Float[Tensor, "row position d_model"]:
@@ -110,18 +107,21 @@ class EdgeRows:
         middle = residual + attended
         return middle + self.blocks.feed_forward(layer, residual if self.blocks.parallel else middle)
 
-    def measure(self, last: Float[Tensor, "row kept d_model"]) -> Float[Tensor, "row metric"]:
-        """Return the metrics of rows, given their last states."""
+    def measure(
+        self, last: Float[Tensor, "row kept d_model"], changed: Callable[[int], str] = lambda row: "nothing changed"
+    ) -> Float[Tensor, "row metric"]:
+        """Return the metrics of rows, given their last states; `changed` says of a row what was changed in it."""
         runs = self.runs
         # The runner's own unembedding: of a logit difference two columns of W_U, not all.
         logits = runs.wave.logits(last.flatten(0, 1), 0).view(len(last), last.shape[1], -1)
         finite = logits.isfinite().flatten(1).all(1)
         # One of two waits for the device in a tile of rows; the metrics are the other.
         if not bool(finite.all()):
-            raise NotFiniteRowError(int((~finite).nonzero()[0]))
-        reading = (LOGITS, self.n_layers)
-        metrics = range(len(runs.plan.metrics))
-        owners = [0] * len(logits)
+            raise NumericsError(
+                f"The run of example {runs.example} with {changed(int((~finite).nonzero()[0]))} gives NaN or infinity "
+                f"({runs.model.dtype}). Load the model with dtype='float32'."
+            )
+        reading, owners, metrics = (LOGITS, self.n_layers), [0] * len(logits), range(len(runs.plan.metrics))
         return torch.stack([runs.wave.readout.apply(m, reading, logits, owners) for m in metrics], 1)
 
     @cached_property
@@ -129,25 +129,10 @@ class EdgeRows:
         """The metrics of the base run: by the rows' own last step, so that its rounding is in no difference."""
         return self.measure(self.base("resid_post", self.n_layers - 1)[None, self.kept])
 
-    def not_finite(self, what: str) -> NumericsError:
-        """Return the error of a run that overflows with something changed."""
-        return NumericsError(
-            f"The run of example {self.runs.example} with {what} gives NaN or infinity ({self.runs.model.dtype}). "
-            "Load the model with dtype='float32'."
-        )
-
     def read_by_mlp(self, layer: int) -> Float[Tensor, "position d_model"]:
         """Return what a layer's MLP reads in the base run, before its norm."""
         entering = self.base("resid_pre", layer)
         return entering if self.blocks.parallel else entering + self.base("attn_out", layer)
-
-
-class NotFiniteRowError(Exception):
-    """A row's logits hold NaN or infinity."""
-
-    def __init__(self, row: int):
-        super().__init__(row)
-        self.row = row
 
 
 class _AllSeenError(Exception):
@@ -206,15 +191,6 @@ class Receivers:
             seen = self._run_until("z", replaced, self.entering.expand(n_rows, -1, -1))
         return seen["z"].view(n_rows, *self.z.shape)
 
-    def one_head(
-        self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
-    ) -> Float[Tensor, "row position head d_head"]:
-        """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
-        heads = torch.arange(z.shape[2], device=z.device)
-        # A key-value head is read by all query heads of its group, a query by its own.
-        reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]
-        return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
-
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
         """Return what attention adds, given the outputs of its heads at some positions."""
         added = self.rows.blocks.project_heads(self.layer, z.flatten(0, 1))
@@ -229,8 +205,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
         return
     for layer in range(rows.n_layers):
         receivers = Receivers(rows, layer)
-        tolerance = max(1e-4, 16 * torch.finfo(receivers.z.dtype).eps)
-        if not _near(receivers.attended(receivers.z[None])[0], rows.base("attn_out", layer), tolerance):
+        if not are_near([(receivers.attended(receivers.z[None])[0], rows.base("attn_out", layer))]):
             raise ModelError(
                 f"Attention of layer {layer} of {model.name} adds something else than z W_O: no edges there."
             )
@@ -240,7 +215,7 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
             # Only the first head is changed: what the others give must stay, in a model whose heads do not meet.
             heads[:, :, 0] = 2 * heads[:, :, 0] + 1
             z, touched = receivers.heads_of({kind: heads})[0], 1 if kind == "q" else receivers.group
-            if n > 1 and not _near(z[:, touched:], receivers.z[:, touched:], tolerance):
+            if n > 1 and not are_near([(z[:, touched:], receivers.z[:, touched:])]):
                 raise ModelError(
                     f"The heads of layer {layer} of {model.name} change with the {kind} of another head: they have "
                     "no edges of their own."
@@ -248,8 +223,13 @@ def refuse_heads_that_meet(rows: EdgeRows) -> None:
     model.heads_checked = True
 
 
-def _near(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    return float((a - b).abs().max()) <= tolerance * max(1e-6, float(b.abs().max()))
+def are_near(pairs: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    """Whether tensors are near others, each beside the largest number of its other; the host waits once for all."""
+    ends, tolerance = [], NEAR
+    for a, b in pairs:
+        ends.append(torch.stack([(a - b).abs().max(), b.abs().max()]).double())
+        tolerance = max(tolerance, 16 * torch.finfo(b.dtype).eps)
+    return all(apart <= tolerance * max(1e-6, largest) for apart, largest in torch.stack(ends).tolist())
 
 
 class Exact:
@@ -277,11 +257,8 @@ class Exact:
             going = enter(part)
             for layer in range(stage + 1, rows.n_layers):
                 going = rows.through(layer, going)
-            try:
-                effects[part] = rows.measure(going) - rows.unedited
-            except NotFiniteRowError as error:
-                edge = self.graph.name(int(edges[int(part[error.row])]))
-                raise rows.not_finite(f"the edge {edge} changed") from None
+            named = lambda row: f"the edge {self.graph.name(int(edges[some[row]]))} changed"  # noqa: E731
+            effects[part] = rows.measure(going, named) - rows.unedited
 
         with rows.blocks.fused():
             for mine, enter in self._entering(stage, edges, torch.from_numpy(felt)):
@@ -304,54 +281,46 @@ class Exact:
 
     def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
         """Yield some edges, and what makes whole residual streams after the layer of any of them."""
-        nodes, receiver = self.graph.receivers, self.graph.receiver[edges]
-        sender, kind, head = map(
-            torch.from_numpy, (self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver])
-        )
-        if stage == self.rows.n_layers:
-            final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
-            yield felt, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
+        rows, nodes, receiver = self.rows, self.graph.receivers, self.graph.receiver[edges]
+        columns = self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver]
+        sender, kind, head = map(torch.from_numpy, columns)
+        if stage == rows.n_layers:
+            final = rows.left("resid_post", stage - 1)
+            yield felt, lambda going: final + self._of(self.reaching(stage)[0], sender[going])[:, rows.kept]
             return
-        within = felt[kind[felt] < len(KINDS)]
-        receivers = Receivers(self.rows, stage)
-        for some in sender[within].unique().split(self.rows.at_once) if len(within) else ():
+        leaving, within, receivers = rows.leaving(stage), felt[kind[felt] < len(KINDS)], Receivers(rows, stage)
+        for some in sender[within].unique().split(rows.at_once) if len(within) else ():
+            # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
+            projected = receivers.projected(receivers.entering + self._of(self.reaching(stage)[0], some))
             mine = within[torch.isin(sender[within], some)]
-            yield from self._through_heads(receivers, some, mine, (sender, kind, head))
+            for number, name in enumerate(KINDS):
+                if not len(fed := mine[kind[mine] == number]):
+                    continue
+                z = receivers.heads_of({name: projected[name]})[:, leaving]
+                # A key-value head is read by all query heads of its group, a query by its own.
+                read = torch.arange(z.shape[2], device=z.device) // (1 if name == "q" else receivers.group)
+
+                # As defaults: a closure would see the last senders and the last kind of the loops.
+                def through_heads(going: Tensor, some: Tensor = some, read: Tensor = read, z: Tensor = z) -> Tensor:
+                    changed = self._of(z, torch.searchsorted(some, sender[going]))
+                    reads = read == to_device(head[going], z.device)[:, None]
+                    heads = torch.where(reads[:, None, :, None], changed, receivers.z[leaving])
+                    return rows.attention_added(stage, receivers.entering[None], receivers.attended(heads))
+
+                yield fed, through_heads
+
+        def through_mlp(going: Tensor) -> Tensor:
+            read = rows.read_by_mlp(stage) + self._of(self.reaching(stage)[1], sender[going])
+            middle = rows.left("resid_pre", stage) + rows.left("attn_out", stage)
+            return middle + rows.blocks.feed_forward(stage, read[:, leaving])
+
         if len(mlp := felt[kind[felt] == len(KINDS)]):
-            yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
+            yield mlp, through_mlp
 
     @staticmethod
     def _of(changes: Tensor, rows: Int[Tensor, " row"]) -> Tensor:
         """Take rows of what lies on the model's device by their numbers on the host."""
         return changes[to_device(rows, changes.device)]
-
-    def _through_heads(
-        self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]
-    ) -> Iterator[tuple[Tensor, Enter]]:
-        """The same for the q, k and v that some senders feed."""
-        sender, kind, head = columns
-        leaving = self.rows.leaving(receivers.layer)
-        # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
-        projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
-        for number, name in enumerate(KINDS):
-            if not len(fed := mine[kind[mine] == number]):
-                continue
-            z = receivers.heads_of({name: projected[name]})[:, leaving]
-
-            # As defaults: a closure would see the loop's last kind.
-            def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
-                heads = receivers.one_head(name, self._of(z, torch.searchsorted(some, sender[rows])), head[rows])
-                attended = receivers.attended(heads)
-                return self.rows.attention_added(receivers.layer, receivers.entering[None], attended)
-
-            yield fed, enter
-
-    def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
-        """Return the streams after a layer whose MLP reads changed inputs."""
-        rows, leaving = self.rows, self.rows.leaving(layer)
-        read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
-        middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
-        return middle + rows.blocks.feed_forward(layer, read[:, leaving])
 
 
 # By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.
@@ -416,16 +385,13 @@ class ResidualChange:
     def _in_front_of_mlp(self) -> Float[Tensor, "set position d_model"]:
         if self.rows.blocks.parallel or self._layer == self.rows.n_layers:
             return self._before
-        graph = self.rows.runs.graph
-        first = graph.first_head(self._layer)
-        return self._add(self._before, first, first + graph.n_heads)
+        first = self.rows.runs.graph.first_head(self._layer)
+        return self._add(self._before, first, first + self.rows.runs.graph.n_heads)
 
     def _add(self, changes: Tensor, first: int, stop: int) -> Float[Tensor, "set position d_model"]:
         """Add what the exchanged senders of a range write."""
         mine = (self._sender >= first) & (self._sender < stop)
         if not bool(mine.any()):
             return changes
-        device = changes.device
-        return changes.index_add(
-            0, to_device(self._set[mine], device), self.changes[to_device(self._sender[mine], device)]
-        )
+        into, sender = (to_device(one[mine], changes.device) for one in (self._set, self._sender))
+        return changes.index_add(0, into, self.changes[sender])

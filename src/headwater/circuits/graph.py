@@ -281,12 +281,7 @@ def present(numbers: Indices) -> object:
 
 
 def on_a_path(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
-    """Return which of some edges are on a path from the embedding to the logits."""
-    return reached(graph, edges, together)[graph.sender[edges]] & leads_to_logits(graph, edges, together)
-
-
-def reached(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " sender"]:
-    """Return which senders are reached from the embedding by some edges, ascending."""
+    """Return which of some edges, ascending, are on a path from the embedding to the logits."""
     is_reached = np.zeros(len(graph.senders), dtype=bool)
     is_reached[0] = True
     # In the order in which they are read: each step needs only what earlier ones reached.
@@ -294,7 +289,7 @@ def reached(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.nda
         arrived = np.zeros(len(drives), dtype=bool)
         arrived[graph.receiver[mine][is_reached[graph.sender[mine]]] - first] = True
         is_reached[senders] = arrived @ drives
-    return is_reached
+    return is_reached[graph.sender[edges]] & leads_to_logits(graph, edges, together)
 
 
 def leads_to_logits(graph: Graph, edges: Indices, together: bool = False) -> Bool[np.ndarray, " edge"]:
@@ -315,9 +310,8 @@ def _by_node(
 ) -> Iterator[tuple[Indices, int, slice, Bool[np.ndarray, "receiver sender"]]]:
     """Part edges, ascending, by when they are read: each layer's attention, then its MLP, and last the logits.
 
-    Yields:
-        The edges, the first receiver that reads at that time, the senders at which what is read comes out, and at which
-        of these that of each receiver does.
+    With them come the first receiver that reads then, the senders at which what is read comes out, and of each receiver
+    at which of these.
     """
     heads = _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
     one, logits = np.ones((1, 1), dtype=bool), np.ones((1, 0), dtype=bool)

@@ -35,14 +35,7 @@ from headwater.options import checked_name
 from headwater.patching.edits import LOGITS, CellTable
 from headwater.patching.metrics import Metric, as_metrics
 from headwater.patching.plan import Plan
-from headwater.patching.prompts import (
-    DIRECTIONS,
-    PromptPair,
-    Prompts,
-    prompt_options,
-    read_pairs,
-    side_by_side,
-)
+from headwater.patching.prompts import DIRECTIONS, PromptPair, Prompts, prompt_options, read_pairs, side_by_side
 from headwater.patching.replacements import Replacement, build_replacement
 from headwater.runs.analysis import Run
 
@@ -151,10 +144,7 @@ def plan_of(
     dataset: Prompts | None = None,
     seed: int = 0,
 ) -> tuple[Plan, Replacement]:
-    """Resolve pairs of prompts, metrics and a direction, and what senders' outputs are exchanged for.
-
-    With values of their own, prompts need no other.
-    """
+    """Resolve pairs of prompts, metrics and a direction, and what senders' outputs are exchanged for."""
     checked_name("direction", direction, DIRECTIONS)
     first, second = read_pairs(model, clean, corrupted)
     if second is None and isinstance(values, str) and values == OTHER_RUN:
@@ -204,10 +194,7 @@ class Pairs:
         return self._runs
 
     def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:
-        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
-
-        Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
-        """
+        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of (recomputed) ones."""
         examples = range(len(self.plan.pair.base))
         pieces = run.pieces("baselines", examples, partial(self._baselines, recomputed=recomputed))
         return torch.stack([piece["baselines"] for piece in pieces])

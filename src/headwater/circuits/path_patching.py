@@ -10,15 +10,6 @@ what they read, and they and everything after them are recomputed:
     effect(S → R) = metric(run in which every r in R gives what it gives of what reaches it) - metric(run)
 
 All is exact. One sender to one receiver directly is the edge of `hw.edges`.
-
-Ends of paths: nodes of a graph one by one, or several together.
-
-What is named by a text is each node of that name by itself ("head 9.9" one, "head 9" every head of layer 9), also in a
-list. A list within the list is taken together, and so is what a mapping gives under a name:
-
-    senders=["head 9.9", "head 9.6"]                          two senders
-    receivers=[["q 9.9", "q 10.0"], "logits"]                 two receivers, the first of two nodes together
-    receivers={"movers": ["q 9.9", "q 10.0"]}                 one, under a name of its own
 """
 
 from __future__ import annotations
@@ -37,18 +28,9 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.circuits.both_runs import BothRuns, Place
-from headwater.circuits.exact import THROUGH, EdgeRows, NotFiniteRowError, Receivers, ResidualChange, ThroughName
+from headwater.circuits.exact import THROUGH, EdgeRows, Receivers, ResidualChange, ThroughName
 from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices, Nodes
-from headwater.circuits.pairs import (
-    OTHER_RUN,
-    Pairs,
-    Places,
-    changed_tokens,
-    options_of,
-    places_in,
-    plan_of,
-    runs_of,
-)
+from headwater.circuits.pairs import OTHER_RUN, Pairs, Places, changed_tokens, options_of, places_in, plan_of, runs_of
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
 from headwater.kernels.devices import to_device
@@ -72,10 +54,7 @@ from headwater.runs.result import Result, table_html, whole_summary, with_interv
 
 
 def ends_named(graph: Graph, nodes: Nodes, option: str, value: object) -> dict[str, Indices]:
-    """Return by name the nodes that are taken together; of None, every node by itself.
-
-    What can be given is in the first lines of this file.
-    """
+    """Return by name the nodes that are taken together, as `path_patch` takes them; of None, each by itself."""
     ends: dict[str, Indices] = {}
     for name, several in _several(nodes, option, value):
         indices = graph.find(nodes, several)
@@ -114,7 +93,6 @@ def _several(nodes: Nodes, option: str, value: Any) -> list[tuple[str | None, li
 
 
 def _listed(option: str, name: str, some: Any) -> list[Any]:
-    """Return what is taken together as a list."""
     if not isinstance(some, str) and (is_one(some) or isinstance(some, Mapping)):
         raise InputError(f"{option}: {name} is {shown(some)}; give a name such as 'mlp 0', or a list of names.")
     if not (found := [some] if isinstance(some, str) else list(some)):
@@ -164,9 +142,7 @@ class PathEffects(ByMetric, Result):
         Raises:
             InputError: there is no such metric.
         """
-        n, own = checked_count("n", n), self.table[self.table["metric"] == self._metric(metric)]
-        named = [name for name in self.coordinates if name != "metric"]
-        means = own.groupby(named, sort=False)[["effect", "normalized_effect"]].mean().reset_index()
+        n, means = checked_count("n", n), self._means(self._metric(metric)).reset_index()
         order = np.argsort(-means["effect"].abs().to_numpy(), kind="stable")[:n]
         return means.iloc[order].reset_index(drop=True)
 
@@ -191,9 +167,7 @@ class PathEffects(ByMetric, Result):
         """Return the strongest path of each metric, how many are beyond rounding, and what lay between."""
         sentences, summary = [], whole_summary(self)
         for metric in self.metrics:
-            rows = self.table[self.table["metric"] == metric]
-            named = [name for name in self.coordinates if name != "metric"]
-            means = rows.groupby(named, sort=False)["effect"].mean().abs()
+            rows, means = self.table[self.table["metric"] == metric], self._means(metric)["effect"].abs()
             floor, row = float(rows["floor"].mean()), summary[summary["metric"] == metric].iloc[0]
             n, where = int(row["examples"]), f" at {row['role']}" if "role" in rows else ""
             where = f" at position {row['position']}" if "position" in rows else where
@@ -229,6 +203,11 @@ class PathEffects(ByMetric, Result):
 
     def _repr_html_(self) -> str:
         return table_html(self, self.top(8))
+
+    def _means(self, metric: str) -> pd.DataFrame:
+        """Return the means over examples of each path's effects on a metric."""
+        own, named = self.table[self.table["metric"] == metric], [n for n in self.coordinates if n != "metric"]
+        return own.groupby(named, sort=False)[["effect", "normalized_effect"]].mean()
 
     def _metric(self, name: str | None) -> str:
         return self.metrics[0] if name is None else checked_name("metric", name, self.metrics)
@@ -269,27 +248,22 @@ def path_patch(
 
     Args:
         model: the model; it is left as it was.
-        clean: one prompt, several, token ids, or a table of pairs with columns `clean` and `corrupted` (a data frame,
-            or the path of a CSV or JSON Lines file).
+        clean: one prompt, several, token ids, or a table of pairs, see `hw.patch`.
         corrupted: the other prompt of each pair, which aligns with it token by token.
         senders: names such as "embed", "head 9.9", "mlp 8"; a kind ("head") or a layer ("head 9") is each of its nodes
-            by itself. A list within the list is exchanged together, and so is what a mapping has under a name:
-            `{"inhibition": ["head 7.3", "head 8.6"]}`.
+            by itself, also in a list. A list within the list is exchanged together, and so is what a mapping has under
+            a name: `{"inhibition": ["head 7.3", "head 8.6"]}`.
         receivers: in the same way: "q 10.7", "k 10.3", "v 10.3" (k and v of key-value heads), "mlp 8", "logits".
         metric: one or more of `hw.logit_difference(...)` and its relatives, or a function of the logits.
         through: `direct`: what senders write reaches receivers unchanged; `mlps`: also by way of the MLPs between them,
             which are recomputed. All other heads give what they gave in either case.
         direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
-        values: what senders' outputs are exchanged for: those of the `other run`, `zero`, the `mean` of what they add
-            over `dataset`, or `resample`: what they add for another prompt of `dataset`. All but the first do without
-            `corrupted`.
+        values: what senders' outputs are exchanged for, see `hw.edges`: `other run`, `zero`, `mean` or `resample`.
         dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
         over: `position` exchanges senders at each position by itself; default: at all positions together.
-        positions: where senders are exchanged: one of the names of `headwater.models.positions`, or a mapping from
-            roles to these, such as `{"subject": [" France", " Spain"], "end": "last"}`: then each role by itself.
+        positions: where senders are exchanged; by role each role by itself, see `hw.edges`.
         seed: of `resample`.
-        batch_size: rows given to a sublayer at once; by default as many as suit the device. Halved when memory runs
-            out.
+        batch_size: see `hw.patch`.
         progress: show a progress bar.
         out: a folder: finished layers are written as they come, an interrupted run goes on where it stopped.
 
@@ -323,7 +297,6 @@ def path_patch(
         **places.options,
         **options_of(plan, source),
     }
-
     return run_or_resume(PathEffects, "path_patch", model, options, request.measure, out=out, progress=progress)
 
 
@@ -399,7 +372,6 @@ class PathRequest:
 # What an earlier receiver changes does not reach a later receiver itself, which gives what was computed first, as with
 # the hooks of Wang et al. 2022. The logits read everything and are a receiver by themselves.
 
-
 MLP, LOGITS = RECEIVERS.index("mlp"), RECEIVERS.index("logits")
 
 
@@ -447,13 +419,9 @@ class Paths:
 
                     # As defaults: a closure would see the last values of the loop.
                     def measure(cells: Sequence[int], r: int = r, first: int = first, by_layer: Any = by_layer) -> None:
-                        number = [s - first for s in cells]
-                        try:
-                            last = self._last(number, receivers[r], by_layer)
-                            effects[cells, r] = self.rows.measure(last) - self.rows.unedited
-                        except NotFiniteRowError as error:
-                            path = self._named(senders[cells[error.row]], receivers[r])
-                            raise self.rows.not_finite(f"the path {path} changed") from None
+                        last = self._last([s - first for s in cells], receivers[r], by_layer)
+                        named = partial(self._named, receivers=receivers[r], senders=[senders[s] for s in cells])
+                        effects[cells, r] = self.rows.measure(last, named) - self.rows.unedited
 
                     for at in range(0, len(changing), self.rows.at_once):
                         in_halves(changing[at : at + self.rows.at_once], measure)
@@ -496,8 +464,13 @@ class Paths:
             return (rows.base("resid_post", first - 1) + outputs[first]["logits"][which])[:, rows.kept]
         residual = rows.base("resid_pre", first).expand(len(sets), -1, -1)
         for layer in range(first, rows.n_layers):
-            of_layer = receivers[nodes.layer[receivers] == layer]
-            with self.runs.model.hooks(self._writing(layer, of_layer, which, outputs)):
+            of_layer, hooks = receivers[nodes.layer[receivers] == layer], list[Hook]()
+            # What its receivers made is written in place of what they would make.
+            for number, kind in enumerate(KINDS):
+                if heads := nodes.head[of_layer[nodes.kind[of_layer] == number]].tolist():
+                    written = partial(_exchanged, heads=heads, given=outputs[layer][kind][which])
+                    hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
+            with self.runs.model.hooks(hooks):
                 attended = rows.attention(layer, residual)
             leaving = rows.leaving(layer)
             residual = residual[:, leaving]
@@ -509,18 +482,10 @@ class Paths:
                 residual = middle + rows.blocks.feed_forward(layer, residual if rows.blocks.parallel else middle)
         return residual
 
-    def _writing(self, layer: int, of_layer: Indices, which: Tensor, outputs: dict[int, Made]) -> list[Hook]:
-        """Return what writes what the receivers of a layer made in place of what they would make."""
-        nodes, hooks = self.graph.receivers, list[Hook]()
-        for number, kind in enumerate(KINDS):
-            if heads := nodes.head[of_layer[nodes.kind[of_layer] == number]].tolist():
-                written = partial(_exchanged, heads=heads, given=outputs[layer][kind][which])
-                hooks.append((SITES[kind].hook_name(layer), replace_hook(written)))
-        return hooks
-
-    def _named(self, senders: Indices, receivers: Indices) -> str:
-        ends = (self.graph.senders, senders), (self.graph.receivers, receivers)
-        return " -> ".join(" + ".join(nodes.name(i) for i in one) for nodes, one in ends)
+    def _named(self, row: int, senders: Sequence[Indices], receivers: Indices) -> str:
+        ends = (self.graph.senders, senders[row]), (self.graph.receivers, receivers)
+        path = " -> ".join(" + ".join(nodes.name(i) for i in one) for nodes, one in ends)
+        return f"the path {path} changed"
 
 
 def _exchanged(activation: Tensor, hook: object, heads: list[int], given: Tensor) -> Tensor:

@@ -362,7 +362,6 @@ class EdgeEffects(ByMetric, Result):
         return np.asarray(self.chosen.numpy()[cells % len(self.chosen)])
 
     def _named(self, cells: Indices) -> dict[str, Any]:
-        """The columns of a table that name cells."""
         columns, places = self.graph.columns(self._edges(cells)), cells // len(self.chosen)
         if self.roles:
             return columns | {"role": np.array(self.roles, dtype=object)[places]}
@@ -381,25 +380,22 @@ class EdgeEffects(ByMetric, Result):
             return []
         hits, bar = int((drawn > ranked[0]).sum()), ranked[0]
         most = most_of_a_share(hits, len(drawn))
-        sentence = (
+        on_the_rest = (
             f"The {len(ranked):,} edges with the largest estimates on {metric} were computed exactly; the least has "
             f"{bar:.3g}. Of {len(drawn):,} of the {rest:,} others, drawn at random, {hits} exceed it (the largest: "
             f"{drawn.max():.3g}); at 95 % confidence at most {most:.1%} of the others ({int(most * rest):,} edges) do."
         )
-        return [self._sentence_on_estimates(exact, estimates, metric), sentence.replace("_", " ")]
-
-    def _sentence_on_estimates(self, exact: Numbers, estimates: Numbers, metric: str) -> str:
-        """Compare estimates with the effects of what was recomputed."""
         count, _, ranks, _, _ = _compared(estimates, exact)
         best = int(np.nanargmax(np.abs(exact)))
         rank = 1 + int((np.abs(estimates) > abs(estimates[best])).sum())
         wrong = np.sum(np.sign(exact) * np.sign(estimates) < 0, where=np.abs(exact) > 0.01 * np.nanmax(np.abs(exact)))
         edge = self.graph.name(int(self._edges(np.array([best]))[0]))
-        return (
+        on_estimates = (
             f"For {count:,} exact edges, estimates and effects on {metric} have rank correlation {ranks:.2f}; the sign "
             f"is wrong for {int(wrong):,} of those above 1 % of the largest. The strongest, {edge}, has effect "
             f"{exact[best]:.3g}; its estimate is {estimates[best]:.3g}, rank {rank:,} of {len(estimates):,}."
-        ).replace("_", " ")
+        )
+        return [sentence.replace("_", " ") for sentence in (on_estimates, on_the_rest)]
 
 
 def _overlap(a: Numbers, b: Numbers, n: int) -> float:

@@ -1,9 +1,9 @@
 """Find a circuit by taking edges out one after the other, by their exact effects in what is left.
 
-What is tried in which order, and when an edge stays out, is below; the circuits are run as
-`hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Where not all edges can be tried, the search
-begins from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of edges is a stage of its own,
-whose pieces are the pairs: a search that was stopped goes on where it stopped, and processes share the pairs.
+The circuits are run as `hw.run_circuits` runs them, on all pairs, and the mean over pairs decides. Where not all edges
+can be tried, the search begins from the strongest, as `hw.edges(..., method="screened")` finds them. Each batch of
+edges is a stage of its own, whose pieces are the pairs: a search that was stopped goes on where it stopped, and
+processes share the pairs.
 
 Greedy search for a circuit: edges are taken out one after the other, and stay out where little is lost.
 
@@ -88,11 +88,7 @@ class Rule:
 class Greedy:
     """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided.
 
-    Attributes:
-        decision: by edge, which of `DECISIONS`.
-        effect: by edge, the effect that decided it; NaN where none was measured, 0 where it leads nowhere.
-        value: by edge, the metric of the circuit that was left then; NaN where it was not tried.
-        runs: how many circuits were run, the first guesses that came out wrong included.
+    `decision`, `effect` and `value` of each edge are as the table of a `CircuitSearch` has them.
     """
 
     def __init__(
@@ -271,13 +267,10 @@ class CircuitSearch(Result):
         sentences += [
             f"{row['edges']:,} of {len(self.table):,} edges are left ({row['edges_on_a_path']:,} on a path); {rule} "
             f"{options['threshold']:g} of {metric} or more without any of them in what was left when it was tried. "
-            f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {runs} of a pair."
-        ]
-        sentence = (
+            f"{row['removed']:,} were taken out and {row['nowhere']:,} led nowhere, in {runs} of a pair.",
             f"Alone the circuit has faithfulness {with_interval(row['faithfulness'], row['low'], row['high'])} over "
-            f"{row['examples']} pair{'s' * (row['examples'] != 1)}"
-        )
-        sentences.append(f"{sentence}{beside_placebos(row)}.")
+            f"{row['examples']} pair{'s' * (row['examples'] != 1)}{beside_placebos(row)}.",
+        ]
         if not row["faithfulness"] >= ENOUGH:
             advice = "a smaller threshold= or a larger budget=" if row["left_out"] else "a smaller threshold="
             sentences.append(f"This is not a circuit: it does less than half of what all edges do. Give {advice}.")

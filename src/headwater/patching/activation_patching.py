@@ -111,11 +111,6 @@ def patch(
         hw.patch(model, *pair, sites="resid_pre", positions={"subject": [" France", " Italy"]}, metric=metric,
                  spans="token by token", from_layer=[0, 6])
 
-    1. Resolve sites, axes, layers, positions and heads, and align the two prompts of each pair.
-    2. Say what is written: the other run's activation, or `values`.
-    3. List the cells: for each prompt, every step on every axis, as an `Edit`.
-    4. Measure them, many at once in one walk down the layers, and return a row per cell.
-
     effect = metric of the edited run - metric of the run that was edited, in units of the metric;
     `normalized_effect` is its share of the gap between the two runs (Vig et al. 2020; Meng et al. 2022; Heimersheim
     and Nanda 2024).
@@ -180,9 +175,17 @@ def patch(
         raise InputError(f"engine={engine!r} was given, but method='attribution' measures no cell: leave it out.")
     batch_size, seed, metrics = check_call(model, batch_size), checked_seed(seed), as_metrics(metric)
     if together is not None:
-        where: dict[str, object] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
-        where |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
-        _refuse_beside_nodes(where | {"keys": None if is_all(keys) else keys}, method)
+        options: dict[str, Any] = {"sites": sites, "over": over, "layers": layers, "heads": heads, "window": window}
+        options |= {"from_layer": from_layer, "positions": None if is_all(positions) else positions}
+        options |= {"keys": None if is_all(keys) else keys}
+        if given := [name for name, value in options.items() if value is not None]:
+            raise InputError(
+                f"together= and {given[0]}= were both given: a node says its site, layer and place itself."
+            )
+        if method != METHODS[0]:
+            raise InputError(
+                f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up."
+            )
         pair = read_prompt_pair(model, clean, corrupted, direction)
         nodes = read_nodes(model, together, pair.prompts)
         of_nodes = sites_named(list(dict.fromkeys(node.site for node in nodes)), model)
@@ -192,7 +195,7 @@ def patch(
             (i, [joint_template(nodes, i, replacement, sample) for sample in draws]) for i in range(len(pair.base))
         )
         plan = Plan(model, pair, cells, metrics, replacement, batch_size)
-        options: dict[str, Any] = {"together": [node.described() for node in nodes]}
+        options = {"together": [node.described() for node in nodes]}
         return run_sweep("patch", plan, options, engine=engine, seed=seed, progress=progress, out=out)
     if sites is None:
         raise InputError("Nothing was requested: name sites=, or nodes that are patched at once as together=.")
@@ -219,13 +222,18 @@ def patch(
     cells = spec.cells(pair, steps, replacement, matched)
     plan = Plan(model, pair, cells, metrics, replacement, batch_size, matched=matched)
 
+    covered: list[tuple[int, ...] | str] = []
+    for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
+        covers = [step.covers for step in of_prompt[0]["position"]]
+        at = sorted({position for one in covers for position in one or ()})
+        covered.append("all" if None in covers or len(at) == len(prompt) else tuple(at))
     of_heads = [site for site in chosen_sites if site.has_heads]
     options = {
         "sites": [site.described for site in chosen_sites],
         "over": spec.axes,
         "window": spec.windows,
         "layers": resolve_indices(spec.layers, model.shape.n_layers, "layer"),
-        "positions": _positions_covered(steps, pair),
+        "positions": covered,
         "heads": {site.name: resolve_indices(spec.heads, site.n_heads(model.shape), "head") for site in of_heads},
         "from_layer": spec.source_layers if spec.from_layer is not None else None,
         "method": method,
@@ -250,14 +258,6 @@ Steps: TypeAlias = Mapping[str, list[AxisStep]]
 """By axis."""
 
 
-def _refuse_beside_nodes(options: Mapping[str, object], method: str) -> None:
-    """Refuse, beside `together`, options that say what a node says itself; those that were not given are None."""
-    if given := [name for name, value in options.items() if value is not None]:
-        raise InputError(f"together= and {given[0]}= were both given: a node says its site, layer and place itself.")
-    if method != METHODS[0]:
-        raise InputError(f"together= is measured by method='exact' alone, not {method!r}: estimates of nodes add up.")
-
-
 def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: Sequence[Sequence[Steps]]) -> None:
     """Refuse a run for each feature of a large dictionary, of which most do nothing."""
     for number, site in enumerate(sites):
@@ -272,16 +272,6 @@ def _refuse_too_many_features(model: HookedModel, sites: Sequence[Site], steps: 
                 "sites=features.only([...]), for instance the strongest of method='attribution', which takes one "
                 "forward and one backward for all."
             )
-
-
-def _positions_covered(steps: Sequence[Sequence[Steps]], pair: PromptPair) -> list[tuple[int, ...] | str]:
-    """Return which positions of each prompt are edited, as the record has them."""
-    by_prompt: list[tuple[int, ...] | str] = []
-    for of_prompt, prompt in zip(steps, pair.prompts, strict=True):
-        covers = [step.covers for step in of_prompt[0]["position"]]
-        covered = sorted({position for one in covers for position in one or ()})
-        by_prompt.append("all" if None in covers or len(covered) == len(prompt) else tuple(covered))
-    return by_prompt
 
 
 class SweepSpec:
@@ -340,10 +330,8 @@ class SweepSpec:
         edited: Sequence[Mapping[str, AlignedSpan]],
         attended: Sequence[Mapping[str, AlignedSpan]],
     ) -> list[list[Steps]]:
-        """Return by prompt and site the steps of each axis; `edited` and `attended` are what positions and keys are.
-
-        Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
-        """
+        """Return by prompt and site the steps of each axis; `edited` and `attended` are what positions and keys are."""
+        # Steps depend on a prompt through its length and spans alone: prompts that share these share one object.
         cache: dict[Hashable, Steps] = {}
         by_prompt = []
         for prompt, spans, keys in zip(pair.prompts, edited, attended, strict=True):
@@ -404,10 +392,7 @@ class SweepSpec:
         return CellTable.of(rows)
 
     def _templates(self, site: Site, steps: Steps, replacement: Replacement, since: int) -> Iterator[CellTemplate]:
-        """Yield what is edited of one site, once for each layer that values come from and each draw.
-
-        Before the position `since` the values of a layer are those of the run itself.
-        """
+        """Yield what is edited of one site, once for each layer that values come from and each draw."""
         windows, draws = self.windows[site.name], range(replacement.samples or 1)
         for from_layer, sample, step in product(self.source_layers, draws, grid(steps)):
             covers = {axis: step[axis].covers if axis in step else None for axis in AXES}
@@ -475,14 +460,12 @@ def axis_steps(indices: Sequence[int], swept: bool, window: int | str | None, is
 
 
 def role_steps(roles: Mapping[str, tuple[int, ...]], swept: bool, spans: str) -> list[AxisStep]:
-    """Return the roles of a prompt as steps on the axis of positions; or, not swept over, as one.
-
-    Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`, `subject[1]`.
-    """
+    """Return the roles of a prompt as steps on the axis of positions, or as one where that is not swept over."""
     if not swept:
         return [AxisStep(None, tuple(sorted({p for at in roles.values() for p in at})), " + ".join(roles))]
     if spans == SPANS[0]:
         return [AxisStep(at[0] if len(at) == 1 else None, at, role) for role, at in roles.items()]
+    # Token by token, the tokens of a role of several are called by its name and their number: `subject[0]`.
     return [
         AxisStep(position, (position,), f"{role}[{i}]" if len(at) > 1 else role)
         for role, at in roles.items()
@@ -510,9 +493,8 @@ def layer_runs(covered: Sequence[int]) -> list[range]:
 def labels_of(step: Mapping[str, AxisStep], windows: Mapping[str, int | str]) -> dict[str, Any]:
     """Return the coordinates of a cell as the table shows them."""
     labels: dict[str, Any] = {axis: step[axis].label for axis in AXES if axis in step and step[axis].label is not None}
-    labels |= {
-        column: step[axis].role for column, axis in ROLES.items() if axis in step and step[axis].role is not None
-    }
+    roles = {column: step[axis].role for column, axis in ROLES.items() if axis in step}
+    labels |= {column: role for column, role in roles.items() if role is not None}
     if windows:
         sizes = [str(size) if axis == "layer" else f"{axis} {size}" for axis, size in windows.items()]
         labels["window"] = ", ".join(sizes)

@@ -50,8 +50,7 @@ class AttributionRunner(Runner):
 
     def __init__(self, plan: Plan, examples: range):
         refuse_without_gradients(plan.model)
-        own_layer = [metric.name for metric in plan.metrics if metric.site != LOGITS and metric.layer is None]
-        if own_layer:
+        if own_layer := [one.name for one in plan.metrics if one.site != LOGITS and one.layer is None]:
             raise InputError(
                 f"The metric {own_layer[0]!r} reads each cell's own layer; attribution needs layer= a number."
             )
@@ -86,10 +85,7 @@ class AttributionRunner(Runner):
         return measured
 
     def _product(self, m: int, recorded: Mapping[str, Tensor]) -> dict[Drawn, Tensor]:
-        """By place, layer of the values and draw: (value - activation) · gradient of one metric.
-
-        Summed over the width; by key for a pattern.
-        """
+        """By place, layer of the values and draw: (value - activation) · gradient, summed over the width (not keys)."""
         metric, readout = self.plan.metrics[m], self.readout
         reading = self.plan.reading(metric, ())
         with torch.enable_grad():
@@ -100,18 +96,17 @@ class AttributionRunner(Runner):
             raise InputError(
                 f"The metric {metric.name!r} has no gradient; attribution needs one (a logit difference has)."
             )
-        places = sorted(self.group.places)
-        sites = self.group.sites
+        places, sites = sorted(self.group.places), self.group.sites
         ends = [recorded[_carrying(sites[site]).hook_name(layer)] for site, layer in places]
         # A site after all that a metric reads has no slope: None, taken as 0 below.
         slopes = torch.autograd.grad(total, ends, retain_graph=m + 1 < len(self.plan.metrics), allow_unused=True)
         products, finite = {}, []
         for (site, layer), slope in zip(places, slopes, strict=True):
-            current = recorded[sites[site].hook_name(layer)].detach()
+            row = sites[site]
+            current = recorded[row.hook_name(layer)].detach()
             slope = torch.zeros_like(current) if slope is None else slope
             here = [edit for edit in self.group.writes if edit.site.name == site and layer in edit.layers]
             for source, sample in sorted({(edit.source_layer_of(layer), edit.sample) for edit in here}):
-                row = sites[site]
                 value = self._written(row.inner, layer, source, sample, row.read(current))
                 product = row.first_order(current, slope, value)
                 products[site, layer, source, sample] = product
@@ -129,13 +124,12 @@ class AttributionRunner(Runner):
 
     def _written(self, site: Site, layer: int, source: int, sample: int, standing: Tensor) -> Tensor:
         """Return what an edit of every token of every example would leave of what a site reads."""
-        values = self.values
-        if values.change is None:
-            return values.by_site[site.name, source]
+        if self.values.change is None:
+            return self.values.by_site[site.name, source]
         edit = Edit(site, range(layer, layer + 1), source_layer=source, sample=sample)
         with torch.no_grad():
             edits = [(edit, example) for example in range(len(self.group.examples))]
-            return written_into(standing, None, edits, values, layer)
+            return written_into(standing, None, edits, self.values, layer)
 
 
 def _carrying(site: Site) -> Site:
@@ -144,11 +138,9 @@ def _carrying(site: Site) -> Site:
 
 
 def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Float[Tensor, " cell"]:
-    """Add up what each cell covers, at once for all cells that cover as many places of the same layer.
-
-    A cell by itself would be a few launches; on a GPU thousands of them would take longer than both runs. Products have
-    the examples on their first axis, of which the first one has the number `first`.
-    """
+    """Add up what each cell covers, of products whose first axis begins with the example `first`."""
+    # At once for all cells that cover as many places of the same layer. A cell by itself would be a few launches; on a
+    # GPU thousands of them would take longer than both runs.
     groups: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):
         cells_of_template, turn = np.flatnonzero(cells.template == number), 0
@@ -199,10 +191,8 @@ def _sums_alike(
     keys: Int[Tensor, "cell key"] | None,
     units: Int[Tensor, "cell unit"] | None,
 ) -> Float[Tensor, " cell"]:
-    """Add up what cells cover that are alike in how much they cover.
-
-    Each is added up in the order in which it would be alone: over keys first, then over the rest as it lies in memory.
-    """
+    """Add up what cells cover that are alike in how much they cover."""
+    # Each in the order in which it would be alone: over keys first, then over the rest as it lies in memory.
     every = torch.arange(max(product.shape), device=rows.device).expand(len(rows), -1)
     second = heads if heads is not None else units
     whole = positions is None and second is None

@@ -95,8 +95,8 @@ def noise(
     if std < 0:
         raise InputError(f"std={shown(std)} must be at least 0.")
     samples, seed = checked_count("samples", samples, most=SAMPLES), checked_seed(seed)
-    arguments: dict[str, Any] = {"std": std, "samples": samples, "seed": seed}
-    arguments["absolute"] = checked_flag("absolute", absolute)
+    absolute = checked_flag("absolute", absolute)
+    arguments: dict[str, Any] = {"std": std, "samples": samples, "seed": seed, "absolute": absolute}
     return ReplacementSpec("noise", arguments if positions is None else arguments | {"positions": positions})
 
 
@@ -106,11 +106,9 @@ class _Changing(Replacement):
     changes = True
 
     def site(self, name: str) -> Site:
-        """Return one of the sites that are edited."""
         return next(site for site in self.inputs.sites if site.name == name)
 
     def values(self, request: ValueRequest) -> Mapping[Place, Tensor]:
-        """Return nothing: what is there is enough."""
         return {}
 
 
@@ -199,8 +197,11 @@ class Function(_Changing):
             )
 
 
-class _OfTensor(_Changing):
-    """Values from a tensor of the caller's: one row for all, or one for each head, prompt or token."""
+@VALUES.add("tensor")
+class TensorReplacement(_Changing):
+    """A tensor of the caller's: one row for all, or one for each head, prompt or token."""
+
+    needs = ("tensor",)
 
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
@@ -219,7 +220,7 @@ class _OfTensor(_Changing):
                 )
         return {}
 
-    def rows_of(self, activation: Tensor, rows: EditedRows) -> Tensor:
+    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return the tensor's row for each of these rows, in the activation's dtype and on its device."""
         tensor = self.tensor.to(activation)
         example = rows.example if len(tensor) > 1 else torch.zeros_like(rows.example)
@@ -247,19 +248,8 @@ def _fits(shape: tuple[int, ...], axes: tuple[str, ...], sizes: Mapping[str, int
     )
 
 
-@VALUES.add("tensor")
-class TensorReplacement(_OfTensor):
-    """A tensor of the caller's."""
-
-    needs = ("tensor",)
-
-    def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Return the tensor's rows."""
-        return self.rows_of(activation, rows)
-
-
 @VALUES.add("add")
-class Added(_OfTensor):
+class Added(TensorReplacement):
     """What is there, with a direction added."""
 
     needs = ("direction",)
@@ -270,7 +260,7 @@ class Added(_OfTensor):
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Add the direction."""
-        return activation + self.rows_of(activation, rows)
+        return activation + super().changed(activation, other, rows)
 
 
 @VALUES.add("scale")

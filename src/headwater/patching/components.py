@@ -26,9 +26,8 @@ instead: what is left is what the set does alone.
 
     effect = metric of the edited run - metric of the run as it is
 
-All sets go down the layers together, in the walk of `headwater.patching.walk`; what a run computes after the first
-replaced component is computed anew from there, so that later components of the set are replaced in the run as it then
-is.
+All sets go down the layers together (`headwater.patching.walk`): later components of a set are replaced in the run as
+the earlier ones left it.
 """
 
 from __future__ import annotations
@@ -86,16 +85,13 @@ class ActivationNode:
 
 
 def read_nodes(model: HookedModel, listed: object, prompts: Sequence[Prompt]) -> tuple[ActivationNode, ...]:
-    """Read nodes that are to be changed together: a list of nodes, of their names, or of mappings of what each has.
-
-    Every one of the prompts, which are those that are edited, must have the tokens.
-    """
+    """Read nodes that are to be changed together: a list of nodes, of their names, or of mappings of what each has."""
     if is_one(listed):
         raise InputError(
             f"together={shown(listed)} holds no nodes: give a list, as in "
             "[{'site': 'z', 'layer': 0, 'head': 1}, {'site': 'resid_pre', 'layer': 2, 'position': 3}]."
         )
-    length = min(map(len, prompts))
+    length = min(map(len, prompts))  # every prompt that is edited must have the tokens
     nodes = tuple(_read_node(model, one, length) for one in listed)  # type: ignore[attr-defined]
     if not nodes:
         raise InputError("together= is empty: name at least one node.")
@@ -147,7 +143,6 @@ def _read_node(model: HookedModel, entry: object, length: int) -> ActivationNode
 
 
 def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
-    """Return the node of a name."""
     if isinstance(name, str) and (place := place_named(name)) is not None:
         return {"site": place[0].name, "layer": place[1]}
     kind, layer, head, _ = part_named(name, model.shape)
@@ -159,8 +154,6 @@ def _by_name(model: HookedModel, name: Any) -> dict[str, Any]:
 
 NAMED_IN_FULL = 8
 """A set of more components is called by how many it has of each kind."""
-
-
 FEATURES = "features"
 KINDS = {"heads": "z", "mlps": "mlp_out", "neurons": "mlp_post"}
 """By the word that names several components: the site that they are parts of; an MLP is all of it."""
@@ -177,9 +170,9 @@ class Part:
 
     def edit(self, positions: tuple[int, ...] | None, since: int, sample: int) -> Edit:
         """Return the edit that replaces it at some positions."""
-        layers, axis = range(self.layer, self.layer + 1), "heads" if self.site.has_heads else "units"
-        among: dict[str, Any] = {axis: self.among}
-        return Edit(self.site, layers, positions, since=since, sample=sample, **among)
+        heads, units = (self.among, None) if self.site.has_heads else (None, self.among)
+        layers = range(self.layer, self.layer + 1)
+        return Edit(self.site, layers, positions, heads, units=units, since=since, sample=sample)
 
 
 @dataclass(frozen=True)
@@ -201,22 +194,15 @@ class ComponentSet:
 def read_sets(
     model: HookedModel, single: Mapping[str, Any], several: Any = None, complement: bool = False
 ) -> tuple[ComponentSet, ...]:
-    """Read the sets requested: `single`, the members of a single set by kind, or `several` in its place.
-
-    Those are a mapping from names to sets, or a list of sets; a set is a mapping from kinds to members, or a list of
-    heads. With `complement` everything of these kinds but the set is meant.
-    """
+    """Read the sets requested, as `ablate` takes them: `single`, the members of one set by kind, or `several`."""
     by_kind = {kind: members for kind, members in single.items() if members is not None}
     if several is None:
         return (_read_set(model, by_kind, None, complement),)
     if by_kind:
         raise InputError(f"sets= and {next(iter(by_kind))}= were both given: put all sets into sets=, or give one set.")
-    if isinstance(several, Mapping):
-        named = list(several.items())
-    elif is_one(several):
+    if not isinstance(several, Mapping) and is_one(several):
         raise InputError(f"sets={shown(several)} holds no sets: give a mapping from names to sets, or a list of sets.")
-    else:
-        named = [(None, members) for members in several]
+    named = list(several.items()) if isinstance(several, Mapping) else [(None, members) for members in several]
     if not named:
         raise InputError("sets= is empty: there is nothing to ablate.")
     read = [_read_set(model, _by_kind(members, name), name, complement) for name, members in named]
@@ -252,10 +238,8 @@ def _read_set(model: HookedModel, given: Mapping[str, Any], name: object, comple
         for kind, listed in given.items()
     }
     if not any(members.values()):
-        called = "The set" if name is None else f"The set {shown(name)}"
-        raise InputError(
-            f"{called} is empty: name {', '.join(f'{kind}=' for kind in (*KINDS, FEATURES))}, one or several of them."
-        )
+        called, kinds = "The set" if name is None else f"The set {shown(name)}", (*KINDS, FEATURES)
+        raise InputError(f"{called} is empty: name {', '.join(f'{kind}=' for kind in kinds)}, one or several of them.")
     parts = [part for kind, listed in members.items() for part in _parts(model, kind, listed, complement)]
     if not parts:
         raise InputError(f"The complement of all {' and '.join(members)} is empty: there is nothing left to ablate.")
@@ -274,7 +258,6 @@ def _members(model: HookedModel, kind: str, listed: Any) -> tuple[Any, ...]:
 
 
 def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
-    """Check dictionaries: features of one, or of several."""
     dictionaries = one_or_several(listed)
     if wrong := [features for features in dictionaries if not isinstance(features, Features)]:
         raise InputError(
@@ -287,7 +270,6 @@ def _dictionaries(model: HookedModel, listed: object) -> tuple[Features, ...]:
 
 
 def _neurons(listed: Any, shape: ModelShape) -> list[tuple[int, ...]]:
-    """Check pairs (layer, neuron)."""
     neurons: list[tuple[int, ...]] = []
     for member in [listed] if is_one(listed) else listed:
         try:
@@ -326,7 +308,6 @@ def _called(kind: str, member: object) -> str:
 
 
 def _name(members: Mapping[str, Sequence[Any]], complement: bool) -> str:
-    """Name a set by its members, or by their number."""
     names = [
         f"feature {number} of {member.name}" if kind == FEATURES else _called(kind, member)
         for kind, listed in members.items()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -192,11 +193,7 @@ def named_edges(block: Blocked | Any) -> dict[str, Edges]:
 
 
 def edges_by_role(named: Mapping[str, Edges]) -> list[tuple[dict[str, str], Edges]]:
-    """Cut edges whose queries or keys are named by role into those of each role, or pair of roles.
-
-    Returns:
-        For each its labels in the table: `site`, its name, and `role`: "subject", or "end ← subject" (query ← key).
-    """
+    """Cut edges into those of each role, or pair of roles ("end ← subject": query ← key), each with its labels."""
     labelled: list[tuple[dict[str, str], Edges]] = []
     for name, edges in named.items():
         queries, keys = (
@@ -231,13 +228,10 @@ def _templates(
         "layer": axis_steps(layers, "layer" in axes, windows.get("layer"), False),
     }
     (pattern,) = sites_named("pattern", model)
+    cut = partial(Edit, pattern, since=first_query, severed=severed, after_softmax=variant == "zero")
     templates = []
     for step in grid(steps):
-        runs = layer_runs(step["layer"].covers or ())
-        of, zero = step["head"].covers, variant == "zero"
-        edits = tuple(
-            Edit(pattern, run, heads=of, since=first_query, severed=severed, after_softmax=zero) for run in runs
-        )
+        edits = tuple(cut(run, heads=step["head"].covers) for run in layer_runs(step["layer"].covers or ()))
         # Only layers without a gap begin as the longer window does; others are runs of their own.
         is_nested = "layer" in windows and len(edits) == 1
         nested = (*labels.values(), step["head"].label, edits[0].layers.start) if is_nested else None

@@ -105,10 +105,9 @@ class EditHook(PromptHook):
             at = positions_of(self.positions, prompt, example, len(prompts))
             at = seen_positions(site, prompt, at) if prompt.strings else at
             of = None if is_all(self.keys) else positions_of(self.keys, prompt, example, len(prompts))
-            every = len(at) == len(prompt)
             # None, not all positions: in generation the tokens that follow are meant too.
-            write = Edit(site, range(layer, layer + 1), None if every else at, heads, of, units)
-            edits.append((write, example))
+            named = None if len(at) == len(prompt) else at
+            edits.append((Edit(site, range(layer, layer + 1), named, heads, of, units), example))
         replacement = build_replacement(model, self.spec, None, PromptPair(prompts), (site,), positions=self.positions)
         lengths = [len(prompt) for prompt in prompts]
         wanted = ValueRequest(model, range(len(prompts)), max(lengths), ((site.name, layer),), {}, {site.name: site})

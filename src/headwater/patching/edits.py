@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -214,8 +214,8 @@ class Variant:
         if self.start:
             return Stage.BLOCK_INPUT
         # Later layers are computed anyway; only the stages of the first one say what can be taken as recorded.
-        edits = [edit for edit in self.edits if edit.layers.start == self.first_layer]
-        acting = [edit.site.stage if edit.writes else Stage.ATTENTION for edit in edits]
+        first_edits = (edit for edit in self.edits if edit.layers.start == self.first_layer)
+        acting = {edit.site.stage if edit.writes else Stage.ATTENTION for edit in first_edits}
         stages = {stage for stage in acting if stage is not None}  # None where the site does not say
         first = min(stages)
         if Stage.NEURONS in stages and first < Stage.NEURONS:  # within both parts of the block: both are computed
@@ -343,15 +343,10 @@ class TokenSpanEdit:
     @property
     def positions(self) -> Int[np.ndarray, " position"]:
         """The edited positions, of those that lie here."""
-        if self.edit.positions is None:
-            return np.arange(self.start, self.start + self.length)
-        # Positions before a row are the recorded run's, and those after it are read by nothing.
         here = range(self.start, self.start + self.length)
-        return np.array([position for position in self.edit.positions if position in here], dtype=np.int64)
-
-    def part(self, chosen: Bool[np.ndarray, " example"]) -> TokenSpanEdit:
-        """Return the same for some of the examples."""
-        return TokenSpanEdit(self.edit, self.example[chosen], self.start, self.length, self.offset[chosen])
+        # Positions before a row are the recorded run's, and those after it are read by nothing.
+        at = here if self.edit.positions is None else [p for p in self.edit.positions if p in here]
+        return np.array(at, dtype=np.int64)
 
 
 def write_tokens(
@@ -361,10 +356,7 @@ def write_tokens(
     site: Site,
     layer: int,
 ) -> None:
-    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
-
-    What a site reads through a dictionary is read and written for all rows at once.
-    """
+    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place."""
     # One gather and one scatter for all edits of a kind: a launch for each edit would cost more than its rows.
     groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
@@ -397,8 +389,7 @@ def _edited(
 ) -> Tensor:
     """Return rows as edits leave them: `current`, `row (head) width`, is a copy, which may be written into.
 
-    `at` is example, position, sample and, where heads are chosen, head of each row; `units` are row and entry of what
-    is written, where that is not all.
+    `at` is what `_indices` gives after the token; `units` what `_units` gives, where not all entries are written.
     """
     example, position, sample, *heads = at
     if values.change is None and units is not None:
@@ -435,11 +426,10 @@ def write_patterns(
     site: Site,
     layer: int,
 ) -> None:
-    """Write edits into patterns of padded rows, whose key axes hold the positions `columns`, in place.
+    """Write edits into patterns of padded rows, numbered by stretches' offsets, in place.
 
-    An offset of a stretch numbers the row. `columns` is -1 where a key belongs to no position of its row. A change is
-    given the weights of all keys of the prompt in order, 0 where there is none. Rows are written together; edits of one
-    row act in turn, each on what the one before it has left.
+    The key axes hold the positions `columns`, -1 where a key belongs to no position of its row. A change is given the
+    weights of all keys of the prompt in order, 0 where there is none.
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}
@@ -447,7 +437,8 @@ def write_patterns(
         source, row = stretch.edit.source_layer_of(layer), int(stretch.offset[0])
         # A change is given rows of one number of keys, those of the prompt, without padding.
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
-            part = stretch if example is None else stretch.part(stretch.example == example)
+            mine = slice(None) if example is None else stretch.example == example
+            part = replace(stretch, example=stretch.example[mine], offset=stretch.offset[mine])
             length = 0 if example is None else values.lengths[example]
             together.setdefault((turns[row], source, length), []).append(part)
         turns[row] += 1

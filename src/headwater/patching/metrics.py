@@ -94,12 +94,8 @@ class Metric:
     ) -> None:
         """Refuse a metric in which one row's number depends on the rows beside it, or that reads what is not there.
 
-        Its first row is measured beside another, the same values in the order reversed, scaled and shifted (a mean or
-        a largest value over both is then not that of one), and each of the two alone: the rows of a sweep are
-        measured together as the memory allows, so such a metric would mean another thing in every batch.
-
-        Raises:
-            InputError: the numbers differ, or it indexes other positions than the last, which alone is read.
+        Its first row is measured beside another and alone: the rows of a sweep are measured together as the memory
+        allows, so such a metric would mean another thing in every batch.
         """
         if self.at == "last" and type(values) is Tensor:  # a tensor of another kind cannot be marked as well
             clean_row = None if clean is None else _Last.of(clean[:1].float())
@@ -294,8 +290,7 @@ def answer_ids(answer: Answer, tokenizer: Tokenizer | None, n_examples: int, d_v
             f"{len(tokens)} answers for {n_examples} prompts: give one for all, or a list with one for each."
         )
     ids = [_token_id(one, tokenizer) for one in tokens]
-    outside = [i for i in ids if not 0 <= i < d_vocab]
-    if outside:
+    if outside := [i for i in ids if not 0 <= i < d_vocab]:
         raise InputError(f"Token id {outside[0]} is outside the model's vocabulary of {d_vocab}.")
     return torch.tensor(ids)
 

@@ -83,14 +83,10 @@ class Plan:
     @cached_property
     def positions(self) -> tuple[tuple[int, ...], ...]:
         """By example: every position that is read, ascending."""
-        n, draws = len(self.pair.prompts), self.pair.draws
-        by_example = []
-        for i, (prompt, spans) in enumerate(zip(self.pair.base, self.spans, strict=True)):
-            read = {position for span in spans for position in span.base}
-            if self.states:
-                read.update(positions_of(self.states_at, prompt, i // draws, n))
-            by_example.append(tuple(sorted(read)))
-        return tuple(by_example)
+        by_example = [{position for span in spans for position in span.base} for spans in self.spans]
+        for i, prompt in enumerate(self.pair.base if self.states else ()):
+            by_example[i].update(positions_of(self.states_at, prompt, i // self.pair.draws, len(self.pair.prompts)))
+        return tuple(tuple(sorted(read)) for read in by_example)
 
     @cached_property
     def other_positions(self) -> tuple[tuple[int, ...], ...]:
@@ -118,15 +114,12 @@ class Plan:
             for metric in self.metrics
         ]
         for metric, answers in zip(self.metrics, by_metric, strict=True):
-            if metric.name == "logit_difference" and len(answers) == 2:
+            if metric.name == "logit_difference" and len(answers) == 2 and (answers[0] == answers[1]).any():
                 same = answers[0] == answers[1]
-                if bool(same.any()):
-                    prompt = int(same.nonzero()[0])
-                    what = f"token {int(answers[0][prompt])} with itself for prompt {prompt}"
-                    what = f"{shown(metric.answers[0])} with itself" if bool(same.all()) else what
-                    raise InputError(
-                        f"hw.logit_difference compares {what}, which is always 0: give two different answers."
-                    )
+                prompt = int(same.nonzero()[0])
+                what = f"token {int(answers[0][prompt])} with itself for prompt {prompt}"
+                what = f"{shown(metric.answers[0])} with itself" if bool(same.all()) else what
+                raise InputError(f"hw.logit_difference compares {what}, which is always 0: give two different answers.")
         # An answer "Paris" after " is" is another token than " Paris": warned of once, from the prompts' last tokens.
         at_the_end = [answer for metric in self.metrics if metric.at == "last" for answer in metric.answers]
         warn_of_missing_spaces(at_the_end, [prompt.strings[-1] for prompt in self.pair.prompts], model.tokenizer)
@@ -223,15 +216,13 @@ class Group:
     def aligned_with_base(
         self, activation: Shaped[Tensor, "example ... position *width"], site: Site
     ) -> Shaped[Tensor, "example ... _ *width"]:
-        """Order a site's activation of the other run by the positions (and keys) of the prompts that are edited.
-
-        Positions without a match in the other prompt hold anything: no edit writes them.
-        """
+        """Order a site's activation of the other run by the positions (and keys) of the prompts that are edited."""
         matched = [self.plan.matched[i // self.plan.pair.draws] if self.plan.matched else None for i in self.examples]
         if all(pairs is None for pairs in matched):
             return activation
-        # A pattern is aligned twice, by queries and then by keys: position first, heads out of the way.
-        of_position = activation.movedim(1, 3) if site.has_keys else activation  # of a pattern, heads go last
+        # A pattern is aligned twice, by queries and then by keys: position first, heads last.
+        of_position = activation.movedim(1, 3) if site.has_keys else activation
+        # Positions without a match in the other prompt hold anything: no edit writes them.
         index = torch.arange(max(self.lengths)).clamp_max(of_position.shape[1] - 1).repeat(len(matched), 1)
         for row, pairs in enumerate(matched):
             for in_base, in_other in (pairs or {}).items():
@@ -250,8 +241,7 @@ class Group:
         read = np.array([number[one] for one in reads])[example]
         # Examples that read the same positions share a variant: its properties are computed once for all of them.
         pairs, which = np.unique(np.stack([cells.template, read]), axis=1, return_inverse=True)
-        listed = list(number)
-        changes = []
+        listed, changes = list(number), []
         for template, i in pairs.T:
             edits, (kept, length) = cells.templates[template].edits, listed[i]
             changes.append(Variant(edits, kept, tuple(sorted(self.plan.readings(edits))), whole=length))
@@ -322,7 +312,6 @@ def recorded_roles(spans: Sequence[Mapping[str, AlignedSpan]]) -> list[dict[str,
 
 
 # What metrics read of a group's runs, and what they give: on the unedited runs once, on edited ones as these come.
-
 
 Reads: TypeAlias = dict[Reading, list[Tensor]]
 """By reading, each example's values at its kept positions."""
@@ -523,10 +512,9 @@ class Readout:
         counts = torch.stack([(visible[:, : len(one), : len(one)] & one).sum((1, 2)) for one in matrices.values()])
         rows = (dict(zip(self._visible, row, strict=True)) for row in counts.tolist())
         by_layer = dict(zip(matrices, rows, strict=True))
-        n_heads = self.plan.model.shape.n_heads
 
         def count(cut: Edit) -> int:
             each = sum(by_layer[id(cut.edges)][layer] for layer in cut.layers)
-            return each * (n_heads if cut.heads is None else len(cut.heads))
+            return each * (self.plan.model.shape.n_heads if cut.heads is None else len(cut.heads))
 
-        return torch.tensor([float(sum(map(count, some))) for some in cuts], dtype=torch.float64)
+        return torch.tensor([sum(map(count, some)) for some in cuts], dtype=torch.float64)

@@ -51,8 +51,7 @@ def read_pairs(
 ) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...] | None]:
     """Tokenize pairs of prompts, given side by side or as a table (see `read_table`).
 
-    `by_role`: whether pairs may be of two lengths, since positions in them are named by role; None where naming them
-    would not help.
+    `by_role`: whether positions are named by role, so that pairs may be of two lengths; None where that is no help.
     """
     if corrupted is None and isinstance(clean, Path | pd.DataFrame):
         clean, corrupted = read_table(clean)
@@ -69,8 +68,7 @@ def read_pairs(
             first_tokens = spelled_tokens(model.tokenizer, bos)
             raise InputError(
                 f"Pair {example} does not align: of its prompts one begins with {first_tokens} and the other does not. "
-                "Texts get model.bos, token ids stay as they are: give both prompts with it, or "
-                "both without."
+                "Texts get model.bos, token ids stay as they are: give both prompts with it, or both without."
             )
         # Positions would mean other words after the first difference, and every cell be off.
         if len(a) != len(b) and not by_role:
@@ -151,9 +149,9 @@ def aligned_spans(
 ) -> list[AlignedSpan]:
     """Return by pair the positions a name represents in each prompt: in prompts of one length, the same ones.
 
-    They are found once for all pairs of the same lengths where these decide. `base` are the prompts that are edited,
-    each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
+    `base` are the prompts that are edited, each `draws` times; `base_side` is 0 where these are the clean ones, else 1.
     """
+    # Found once for all pairs of the same lengths where these decide.
     by_lengths: dict[tuple[int, int | None], AlignedSpan] = {}
     spans, shared, n = [], needs_length(where), len(base) // draws
     for number, (first, second) in enumerate(zip(base, other, strict=True)):
@@ -182,9 +180,7 @@ def spans_by_role(
     """
     checked_roles(where)
     spots: dict[str, AlignedSpan] = {}
-    sides: list[tuple[Prompt, int | None]] = [(base, None)]
-    if other is not None:
-        sides = [(base, base_side), (other, 1 - base_side)]
+    sides = [(base, None)] if other is None else [(base, base_side), (other, 1 - base_side)]
     of_two_lengths = len({len(prompt) for prompt, _ in sides}) > 1
     for role, place in where.items():
         positions: list[tuple[int, ...]] = []
@@ -241,12 +237,10 @@ def first_difference(a: Prompt, b: Prompt) -> int:
 
 def side_by_side(a: Prompt, b: Prompt) -> str:
     """Lay two tokenizations out in columns, with a mark where they differ."""
-    width = max([len(repr(s)) for s in a.strings] + [9])
-    rows = [
-        f"  {i:>3}  {repr(x) if x is not None else '-':<{width}}  {'  ' if x == y else '<>'}  "
-        f"{repr(y) if y is not None else '-'}"
-        for i, (x, y) in enumerate(zip_longest(a.strings, b.strings))
-    ]
+    width, rows = max([len(repr(s)) for s in a.strings] + [9]), []
+    for i, (x, y) in enumerate(zip_longest(a.strings, b.strings)):
+        first, second = ("-" if string is None else repr(string) for string in (x, y))
+        rows.append(f"  {i:>3}  {first:<{width}}  {'  ' if x == y else '<>'}  {second}")
     return "\n".join(rows)
 
 
@@ -262,7 +256,6 @@ def prompt_options(*sets: Sequence[Prompt] | None) -> dict[str, object]:
 # (`headwater.patching.changes`); or, where values come from elsewhere, one prompt alone. Its two runs are called
 # `base`, which is edited, and `other`, which values may come from.
 
-
 DirectionName: TypeAlias = Literal["denoise", "noise"]
 DIRECTIONS = get_args(DirectionName)
 Side: TypeAlias = Literal["base", "other"]
@@ -271,13 +264,8 @@ Side: TypeAlias = Literal["base", "other"]
 class PromptPair:
     """The runs of a sweep: those of the clean prompts, and of the corrupted ones if there are any.
 
-    An example is one pair: a prompt of the caller's or, with noise, one of its draws.
-
-    Args:
-        clean: the clean prompts.
-        corrupted: the other prompt of each.
-        direction: `denoise` edits the corrupted runs, `noise` the clean ones.
-        corruption: noise that makes the corrupted runs of the clean prompts; else these have texts of their own.
+    An example is one pair: a prompt of the caller's or, with noise (`corruption`) that makes the corrupted runs of the
+    clean prompts, one of its draws. The direction `denoise` edits the corrupted runs, `noise` the clean ones.
     """
 
     def __init__(
@@ -370,7 +358,6 @@ class PromptPair:
 # where σ is the standard deviation of all entries of these embeddings, over all prompts. Each draw is a corrupted run
 # of its own, and the same draw is used in every cell that restores a part of it.
 
-
 BATCH = 16
 """So many prompts are run at once, where a run is made only to read from it."""
 
@@ -429,10 +416,9 @@ def read_prompt_pair(
             f"corrupted=hw.{corrupted.kind}(...) makes no corrupted run: give the corrupted prompts, or "
             "hw.noise(3, positions=...), which corrupts embeddings."
         )
-    arguments = corrupted.arguments
-    if arguments["std"] == 0:
+    arguments, std, where = corrupted.arguments, corrupted.arguments["std"], corrupted.arguments.get("positions")
+    if std == 0:
         raise InputError("corrupted=hw.noise(0) makes no corrupted run: it is the clean one. Give a std above 0.")
-    where = arguments.get("positions")
     if where is None:
         raise InputError(
             "corrupted=hw.noise(...) needs to know which tokens to corrupt: hw.noise(3, positions=' France'), for "
@@ -441,7 +427,6 @@ def read_prompt_pair(
     if isinstance(positions, dict) and isinstance(where, str) and where in positions:
         where = positions[where]
     at = tuple(positions_of(where, prompt, i, len(prompts)) for i, prompt in enumerate(prompts))
-    std = arguments["std"]
     if not arguments["absolute"]:
         # In standard deviations of the entries of these embeddings, over all prompts.
         entries: list[Tensor] = []

@@ -118,10 +118,7 @@ class Replacement(ABC):
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
         """Return what is written in place of `activation`, `row width`, for kinds that say `changes`.
 
-        Args:
-            activation: of each row, in the run that is edited, after the edits of earlier layers; a copy.
-            other: what `values` returned for it, if anything.
-            rows: which rows they are.
+        The activation is a copy of what is there after the edits of earlier layers, `other` what `values` returned.
         """
         raise NotImplementedError
 
@@ -281,10 +278,7 @@ def compute_values(replacement: Replacement, request: ValueRequest, lengths: Seq
 
 
 def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
-    """Refuse values that left every row as it was, in the whole of a sweep, unless they are meant to.
-
-    `outcome`: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` that any part of the sweep came to.
-    """
+    """Refuse values that left every row as it was in the whole of a sweep, whose outcome this is, unless meant to."""
     inputs = replacement.inputs
     if outcome == LEFT and not replacement.is_control:
         label = f" ({replacement.label})" if replacement.label not in (None, inputs.kind) else ""
@@ -307,17 +301,12 @@ class _OfDataset(Replacement):
         self.pool = inputs.dataset if inputs.dataset is not None else inputs.pair.prompts
 
     def runs(self, request: ValueRequest, numbers: Sequence[int]) -> dict[Place, Tensor]:
-        """Run some prompts of the data set, by number."""
         return request.of_runs([self.pool[i] for i in numbers], [f"{i} of the data set" for i in numbers])
 
 
 @VALUES.add("mean")
 class Mean(_OfDataset):
-    """The mean over the prompts of a data set.
-
-    It is taken at each position (`mean_over="examples"`) when all of them are as long as the prompts that are edited,
-    and over all their tokens but the first (`"tokens"`) when lengths differ.
-    """
+    """The mean over the prompts of a data set: at each position, or where lengths differ over all tokens but firsts."""
 
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
@@ -377,14 +366,13 @@ class Resample(_OfDataset):
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)
         pair, generator = inputs.pair, torch.Generator().manual_seed(inputs.seed)
-        self._by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
         # By prompt: its roles. Where none are named it is one role, of all its tokens.
         self._edited: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(prompt))} for prompt in pair.prompts]
         self._roles: Sequence[Mapping[str, Sequence[int]]] = [{"": range(len(donor))} for donor in self.pool]
-        if self._by_role:
-            spans = pair.spans(inputs.roles or {})
-            self._edited = [{role: span.base for role, span in of_prompt.items()} for of_prompt in spans]
-            self._roles = self._roles_of_pool()
+        self._by_role = inputs.roles is not None and not any(site.has_keys for site in inputs.sites)
+        if inputs.roles is not None and self._by_role:
+            self._edited = [{role: s.base for role, s in spans.items()} for spans in pair.spans(inputs.roles)]
+            self._roles = self._roles_of_pool(inputs.roles)
         needed, offered = (
             [{role: len(at) for role, at in roles.items()} for roles in some] for some in (self._edited, self._roles)
         )
@@ -401,10 +389,8 @@ class Resample(_OfDataset):
                 )
             self.donors.append(fitting[int(torch.randint(len(fitting), (1,), generator=generator))])
 
-    def _roles_of_pool(self) -> Sequence[Mapping[str, Sequence[int]]]:
+    def _roles_of_pool(self, roles: Mapping[str, Any]) -> Sequence[Mapping[str, Sequence[int]]]:
         """By prompt of the data set: what its roles are; of the edited prompts they are known."""
-        roles = self.inputs.roles
-        assert roles is not None
         where = self.inputs.arguments.get("positions") or roles
         if self.inputs.dataset is None and where is roles:
             return self._edited
@@ -474,10 +460,7 @@ def capture(
     keep: Int[Tensor, " kept"] | None = None,
     before: Sequence[Hook] = (),
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Run prompts; return the named activations and the logits at the kept columns (without any, the last residual).
-
-    `before` are hooks that act before anything is kept.
-    """
+    """Run prompts; return the named activations and the logits at the kept columns (without any, the last residual)."""
     activations: dict[str, Tensor] = {}
 
     def hold(activation: Tensor, hook: object, name: str) -> None:

@@ -71,7 +71,7 @@ class Runner(ABC):
     """
 
     name: ClassVar[str]
-    needs_graph: ClassVar[bool]
+    needs_graph: ClassVar[bool] = False
     plan: Plan
     group: Group
     readout: Readout
@@ -119,12 +119,10 @@ class WalkRunner(Runner):
     taken; the first of these comes before the others.
 
     Raises:
-        CannotStepError: the walk is not for this model; the first time, a row without any edit is sent down, whose
-            logits must be those of the plain run.
+        CannotStepError: the walk is not for this model.
     """
 
     name: ClassVar[str] = "wavefront"
-    needs_graph: ClassVar[bool] = False
 
     def __init__(self, plan: Plan, examples: range, also: Iterable[str] = (), gradients_at: Sequence[str] = ()):
         self.plan, self.group = plan, Group(plan, examples)
@@ -294,10 +292,12 @@ def noop_runs(
 ) -> Bool[np.ndarray, " _"]:
     """Say which runs are as if nothing were edited, given where that is so by place."""
     is_noop = np.zeros(len(variants), dtype=bool)
+    if not same:
+        return is_noop
     order = np.argsort(variants.which, kind="stable")
     ends = np.searchsorted(variants.which[order], np.arange(len(variants.changes)), side="right")
     for runs, change in zip(np.split(order, ends[:-1]), variants.changes, strict=True):
-        places = [(edit, layer) for edit in change.edits for layer in edit.layers] if same else []
+        places = [(edit, layer) for edit in change.edits for layer in edit.layers]
         # Every edit writes the values of its own layers, at places where some are the same.
         if places and all(
             edit.writes
@@ -306,12 +306,12 @@ def noop_runs(
             and (edit.site.name, layer) in same
             for edit, layer in places
         ):
-            for number, (edit, layer) in enumerate(places):
+            is_noop[runs] = True
+            for edit, layer in places:
                 there = same[edit.site.name, layer]
                 there = there if edit.positions is None else there[:, list(edit.positions)]
                 there = there if edit.heads is None else there[:, :, list(edit.heads)]
-                is_same = there[variants.example[runs]].reshape(len(runs), -1).all(1)
-                is_noop[runs] = is_same if number == 0 else is_noop[runs] & is_same
+                is_noop[runs] &= there[variants.example[runs]].reshape(len(runs), -1).all(1)
     follows = variants.nested_in >= 0
     # Nested cells share a run: neither it nor what follows it can be left out by itself.
     is_noop[follows] = False
@@ -323,7 +323,6 @@ class WholeRuns(Runner):
     """One forward of each side, then forwards of whole prompts, a cell in each row."""
 
     name: ClassVar[str] = "whole runs"
-    needs_graph: ClassVar[bool] = False
 
     def __init__(self, plan: Plan, examples: range):
         self.plan, self.group = plan, Group(plan, examples)
@@ -347,6 +346,13 @@ class WholeRuns(Runner):
 
         Rows of a forward read the same positions of as deep a layer, so that no logits are made that nobody reads.
         """
+
+        def forward(rows: Indices) -> None:
+            examples, changes = variants.example[rows].tolist(), [variants[index] for index in rows.tolist()]
+            before, prompts = self.group.corrupting("base", rows=examples), self._prompts.take(examples)
+            for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
+                deliver(reading, rows[list(read)], torch.stack(list(read.values())))
+
         groups: dict[tuple[object, ...], list[int]] = {}
         keys = [(change.kept, deepest(change), change.whole) for change in variants.changes]
         for index in np.flatnonzero(variants.can_change_output).tolist():
@@ -356,16 +362,8 @@ class WholeRuns(Runner):
             indices.sort(key=lambda index: self.group.lengths[variants.example[index]])
             while indices:
                 rows, indices = np.array(indices[: self.at_once]), indices[self.at_once :]
-                parts = in_halves(rows, lambda part: self._forward(variants, part, deliver))
+                parts = in_halves(rows, forward)
                 self.at_once = max(1, self.at_once // len(parts))
-
-    def _forward(self, variants: Variants, indices: Indices, deliver: Deliver) -> None:
-        """Deliver what is read of some variants, made in one forward."""
-        examples, changes = variants.example[indices].tolist(), [variants[index] for index in indices.tolist()]
-        before = self.group.corrupting("base", rows=examples)
-        prompts = self._prompts.take(examples)
-        for reading, read in run_variants(self.plan.model, prompts, changes, examples, self.values, before).items():
-            deliver(reading, indices[list(read)], torch.stack(list(read.values())))
 
 
 def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
@@ -381,16 +379,15 @@ def other_run(group: Group) -> tuple[ReplacementValues, Reads | None]:
 
 def values_written(group: Group, others: Mapping[str, Tensor]) -> ReplacementValues:
     """Return what edits write, given the other run's activations."""
-    plan = group.plan
-    if plan.replacement is None:
+    model, replacement, sites = group.plan.model, group.plan.replacement, group.sites
+    if replacement is None:
         return ReplacementValues({})
-    sites = group.sites
     other = {
-        place: sites[place[0]].read(group.aligned_with_base(others[name], sites[place[0]]))
-        for place, name in group.value_names.items()
+        (site, layer): sites[site].read(group.aligned_with_base(others[name], sites[site]))
+        for (site, layer), name in group.value_names.items()
     }
-    wanted = ValueRequest(plan.model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
-    return compute_values(plan.replacement, wanted, group.lengths)
+    wanted = ValueRequest(model, group.examples, max(group.lengths), tuple(sorted(group.sources)), other, sites)
+    return compute_values(replacement, wanted, group.lengths)
 
 
 def run_variants(
@@ -401,9 +398,9 @@ def run_variants(
     values: ReplacementValues,
     before: Sequence[Hook] = (),
 ) -> dict[Reading, dict[int, Tensor]]:
-    """Run prompts with hooks, each row with the edits of its variant; return by reading and row, `kept width`.
+    """Run prompts, each row with the edits of its variant and of its example; return by reading and row, `kept width`.
 
-    `examples` is which of the group each row is, `before` are hooks that act before the edits.
+    `before` are hooks that act before the edits.
     """
     n_layers = model.shape.n_layers
     stop = max(deepest(variant) for variant in variants)

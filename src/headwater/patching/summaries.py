@@ -25,8 +25,6 @@ from pandas.api.types import is_numeric_dtype
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
 from headwater.options import checked_name, checked_number, checked_seed, shown
-from headwater.patching.prompts import places_among
-from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
 from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
@@ -147,11 +145,10 @@ def grid_axes(table: pd.DataFrame, coordinates: Sequence[str], rows: Any, column
     runs = [name for name in runs if name not in tokens_by_role(runs)]
     valid = [name for name in coordinates if table[name].notna().any()]
     named = [name for name in (rows, columns) if name is not None]
-    for name in named:
-        if not isinstance(name, str) or name not in valid:
-            raise InputError(
-                f"A grid of this sweep runs over two of {', '.join(valid)}; {shown(name)} is none of them."
-            )
+    if wrong := [name for name in named if not isinstance(name, str) or name not in valid]:
+        raise InputError(
+            f"A grid of this sweep runs over two of {', '.join(valid)}; {shown(wrong[0])} is none of them."
+        )
     free = [name for name in [*runs, *valid] if name not in (*named, "site", "metric")]
     down = rows if rows is not None else free.pop(0) if free else None
     free = [name for name in free if name != down]
@@ -211,18 +208,18 @@ def strongest(cells: pd.DataFrame, value: str, direction: str) -> list[str]:
     of_pairs = value == "normalized_effect"
     unit = ("pair" if of_pairs else "prompt") + "s" * (examples != 1) + " of prompts" * of_pairs
     among = f"of {n_cells} cells the strongest is " if n_cells > 1 else ""
-    size = with_interval(best["mean"], best["low"], best["high"])
     named = f"{among}{where}, " if where else ""
-    sentences = [f"{site}: {named}{size} {of}, over {examples} {unit}.".replace("_", " ")]
+    size = with_interval(best["mean"], best["low"], best["high"])
+    sentences = [f"{site}: {named}{size} {of}, over {examples} {unit}."]
     if examples < 2:
-        sentences.append(f"{site}: one example has no interval, and says nothing of others.".replace("_", " "))
+        sentences.append(f"{site}: one example has no interval, and says nothing of others.")
     elif n_cells > 1:
         certain = int(((cells["low"] > 0) | (cells["high"] < 0)).sum())
         sentences.append(
             f"{site}: {certain} of {n_cells} cells have a 95 % interval that leaves 0 out; by chance one in twenty "
-            "would, and the strongest of many is overestimated.".replace("_", " ")
+            "would, and the strongest of many is overestimated."
         )
-    return sentences
+    return [sentence.replace("_", " ") for sentence in sentences]
 
 
 def edited_run(options: Mapping[str, Any]) -> list[str]:
@@ -236,11 +233,8 @@ def edited_run(options: Mapping[str, Any]) -> list[str]:
 
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    named = (
-        *("example", "site", "layer", "position", "role", "head", "kv_head", "key", "key_role", "feature", "window"),
-        *("set", "metric"),
-    )
-    keys = [name for name in named if name in exact.columns]
+    named = ("example", "site", "layer", "position", "role", "head", "kv_head", "key", "key_role", "feature", "window")
+    keys = [name for name in (*named, "set", "metric") if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")
     both = approximate[[*keys, "effect"]].merge(exact[[*keys, "effect"]], on=keys, suffixes=("", "_exact"))
@@ -289,11 +283,7 @@ class CellEffects:
     def chosen(self, cells: object) -> list[int]:
         """Return the numbers of the cells that were named."""
         if isinstance(cells, pd.DataFrame):
-            named = [name for name in self.columns if name in cells.columns]
-            cells = [
-                {name: value for name, value in row.items() if pd.notna(value)}
-                for row in cells[named].to_dict("records")
-            ]
+            cells = _without_missing(cells[[name for name in self.columns if name in cells.columns]])
         listed = [cells] if isinstance(cells, Mapping) else cells
         if not isinstance(listed, list | tuple) or not listed or not all(isinstance(c, Mapping) and c for c in listed):
             raise InputError(
@@ -324,8 +314,7 @@ class CellEffects:
 
     def names(self, cells: Sequence[int]) -> list[dict[str, object]]:
         """Return what names some cells, by column; what does not apply to a cell is left out."""
-        rows = self.named.iloc[list(cells)].to_dict("records")
-        return [{str(name): value for name, value in row.items() if pd.notna(value)} for row in rows]
+        return _without_missing(self.named.iloc[list(cells)])
 
     def of(self, cells: Sequence[int]) -> Float[ndarray, " example"]:
         """Return the mean effect of some cells on each prompt; NaN where a prompt lacks one of them."""
@@ -357,6 +346,11 @@ class CellEffects:
         return np.array(drawn) if drawn else np.zeros((0, len(self.effects)))
 
 
+def _without_missing(rows: pd.DataFrame) -> list[dict[str, object]]:
+    """Return what each row has by column."""
+    return [{str(name): value for name, value in row.items() if pd.notna(value)} for row in rows.to_dict("records")]
+
+
 def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> Iterator[list[int]]:
     """Yield sets of so many numbers from each pool: all there are, or so many at random where there are more."""
     total = math.prod(math.comb(len(pool), count) for pool, count in pools)
@@ -368,9 +362,3 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
     rng = np.random.default_rng(seed)
     for _ in range(draws):
         yield [int(number) for pool, count in pools for number in rng.choice(pool, count, replace=False)]
-
-
-def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:
-    """Return which prompts of a second run, by number, the first one has too (of pairs, the same clean prompt)."""
-    mine, theirs = ((record.options.get("prompts") or [[]])[0] or [] for record in (first, second))
-    return places_among(theirs, mine)

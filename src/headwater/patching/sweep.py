@@ -30,30 +30,14 @@ from headwater.errors import InputError, InterventionError
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
+from headwater.patching import summaries
 from headwater.patching.attribution import AttributionRunner
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, waves
-from headwater.patching.prompts import DIRECTIONS, prompt_options
+from headwater.patching.prompts import DIRECTIONS, places_among, prompt_options
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.patching.runners import CannotStepError, Runner, WalkRunner, WholeRuns
-from headwater.patching.summaries import (
-    MATCH,
-    CellEffects,
-    MeasureName,
-    NormalizeName,
-    agreement,
-    chosen_rows,
-    edited_run,
-    grid_axes,
-    grid_of,
-    measure_of,
-    notes_on_averages,
-    shared_prompts,
-    strongest,
-    strongest_first,
-    summarize,
-    tokens_by_role,
-)
+from headwater.patching.summaries import MATCH, CellEffects, MeasureName, NormalizeName
 from headwater.progress import progress_bar, say, spelled_time
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.claim import Claim
@@ -89,8 +73,8 @@ def run_sweep(
 ) -> Sweep:
     """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
 
-    `options` decide the result beside prompts, metrics and values, which are taken from the plan. `runner` measures;
-    without one that of the engine.
+    `options` decide the result beside the plan's prompts, metrics and values; without `runner` that of the engine
+    measures.
     """
     pair, replacement, runner = plan.pair, plan.replacement, runner or ENGINES[engine]
     pool = replacement.inputs.dataset if replacement is not None else None
@@ -318,9 +302,9 @@ class Sweep(Result):
             UserWarning: prompts of different length share the cells of a position; or pairs whose gap is a tenth of
                 the others' are in a mean of ratios.
         """
-        measure = measure_of(self.table, value, normalize)
+        measure = summaries.measure_of(self.table, value, normalize)
         notes = self.warn_of_averages(self.table, measure)
-        summary = strongest_first(summarize(self.table, self.coordinates, measure, level, seed))
+        summary = summaries.strongest_first(summaries.summarize(self.table, self.coordinates, measure, level, seed))
         summary.attrs["notes"] = notes
         return summary
 
@@ -351,11 +335,13 @@ class Sweep(Result):
         Raises:
             InputError: there is no such axis or value, or the sweep runs over another axis that is not fixed.
         """
-        table = chosen_rows(self.table, fixed)
-        measure = measure_of(table, value, normalize)
-        down, across = grid_axes(table, [name for name in self.coordinates if name not in NOT_AXES], rows, columns)
+        table = summaries.chosen_rows(self.table, fixed)
+        measure = summaries.measure_of(table, value, normalize)
+        down, across = summaries.grid_axes(
+            table, [name for name in self.coordinates if name not in NOT_AXES], rows, columns
+        )
         notes = self.warn_of_averages(table, measure)
-        grid = grid_of(table, down, across, measure)
+        grid = summaries.grid_of(table, down, across, measure)
         felt = table.dropna(subset=["effect"]).groupby([down, across])["example"].nunique().unstack(across)
         grid.attrs["examples"] = felt.reindex_like(grid).fillna(0).astype(int).to_dict()
         grid.attrs["notes"] = notes
@@ -402,7 +388,7 @@ class Sweep(Result):
         """
         sweeps = {"other": other, "held_out": held_out}
         others = {o: checked_kind(o, sweep, Sweep, "hw.patch(...)") for o, sweep in sweeps.items() if sweep is not None}
-        measure = measure_of(self.table, value, None)
+        measure = summaries.measure_of(self.table, value, None)
         options: dict[str, Any] = {"match": match, "placebos": placebos, "seed": seed}
         checked_name("match", match, MATCH)
         checked_count("placebos", placebos)
@@ -420,7 +406,8 @@ class Sweep(Result):
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
-            if option == "held_out" and (shared := shared_prompts(self.run, sweep.run)):
+            prompts, theirs = ((one.run.options.get("prompts") or [[]])[0] or [] for one in (self, sweep))
+            if option == "held_out" and (shared := places_among(theirs, prompts)):
                 same[option] = same[option][[example not in shared for example in other_scores.examples]]
                 notes.append(
                     f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "
@@ -436,22 +423,22 @@ class Sweep(Result):
         """Return the strongest cell of each site and metric, and what to mind about the means."""
         value = "normalized_effect" if "normalized_effect" in self.table else "effect"
         direction = str(self.run.options.get("direction", DIRECTIONS[0]))
-        cells = summarize(self.table, self.coordinates, value, level=0.95, seed=0)
+        cells = summaries.summarize(self.table, self.coordinates, value, level=0.95, seed=0)
         parts = [part for _, part in cells.groupby(["site", "metric"], sort=False)]
-        sentences = [sentence for part in parts for sentence in strongest(part, value, direction)]
+        sentences = [sentence for part in parts for sentence in summaries.strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:
             sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
-        sentences += edited_run(self.run.options)
+        sentences += summaries.edited_run(self.run.options)
         names: dict[str, str] = {}  # of ablated sets, by their members
         for one in self.run.options.get("sets", []):  # type: ignore[attr-defined]
             members = repr({kind: sorted(map(str, some)) for kind, some in one.items() if kind != "name" and some})
             if (first := names.setdefault(members, one["name"])) != one["name"]:
                 sentences.append(f"The sets {first!r} and {one['name']!r} have the same members.")
-        return [*sentences, *notes_on_averages(self.table, self.tokens, self.coordinates, value)]
+        return [*sentences, *summaries.notes_on_averages(self.table, self.tokens, self.coordinates, value)]
 
     def warn_of_averages(self, table: pd.DataFrame, measure: str) -> list[str]:
         """Warn of what makes the means over examples another thing than they seem, and return it."""
-        notes = notes_on_averages(table, self.tokens, self.coordinates, measure)
+        notes = summaries.notes_on_averages(table, self.tokens, self.coordinates, measure)
         for note in notes:
             warnings.warn(note, stacklevel=3)
         return notes
@@ -462,7 +449,7 @@ class Sweep(Result):
         named = [name for name in COORDINATES if name in self.table.columns and name != "sample"]
         if self.table["example"].nunique() == 1:
             return named
-        own = {"token"} | tokens_by_role(named)
+        own = {"token"} | summaries.tokens_by_role(named)
         return [name for name in named if name not in own]
 
     def plot(
@@ -507,7 +494,7 @@ class Sweep(Result):
         Raises:
             InputError: the sweeps do not have the same cells.
         """
-        return agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
+        return summaries.agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
 
 
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:

@@ -114,8 +114,7 @@ class Tile:
         self._is_full = self.n_tokens == len(rows) * self.width
         """Whether no place is padding."""
         # Three arrays in one copy: each copy to a device is a launch of its own.
-        known = np.stack([rows.start, rows.length, rows.example])
-        self.starts, self.lengths, self.examples = to_device(known, device)
+        self.starts, self.lengths, self.examples = to_device(np.stack([rows.start, rows.length, rows.example]), device)
         self._columns = torch.arange(self.width, device=device)
 
     @cached_property
@@ -164,15 +163,12 @@ class Tile:
         """Return the recorded keys and values of the positions before the rows; None when there are none."""
         if self.prefix_length == 0:
             return None
+        caches = (cache[layer][:, :, : self.prefix_length] for cache in (recording.keys, recording.values))
         example = int(self.rows.example[0])
-        others = bool((self.rows.example != example).any())
-        shared = []
-        for cache in (recording.keys[layer], recording.values[layer]):
-            before = cache[:, :, : self.prefix_length]
-            # Rows of one example share one view of its keys; only rows of several have to gather theirs.
-            of_example = before[example : example + 1].expand(len(self.rows), -1, -1, -1)
-            shared.append(before[self.examples] if others else of_example)
-        return SharedPrefix(*shared)
+        if (self.rows.example != example).any():
+            return SharedPrefix(*(cache[self.examples] for cache in caches))
+        # Rows of one example share one view of its keys; only rows of several have to gather theirs.
+        return SharedPrefix(*(cache[example : example + 1].expand(len(self.rows), -1, -1, -1) for cache in caches))
 
     @cached_property
     def _recorded_at(self) -> tuple[Int[Tensor, " token"], Int[Tensor, " token"]]:
@@ -196,13 +192,10 @@ class FoldedRows:
     The recorded keys and values of an example are then there once for a group of its rows. With each row by itself they
     are copied for every row, and where heads share keys once more for every head: a third of the time of a sweep whose
     rows are of one token.
-
-    Args:
-        tile: the rows.
-        index: by group and slot, which row of the tile; the last one of a group is repeated where others hold more.
     """
 
     def __init__(self, tile: Tile, index: Int[np.ndarray, "group slot"]):
+        # The index says which row of the tile; the last one of a group is repeated where others hold more.
         self.tile, self.n_slots = tile, index.shape[1]
         place = np.empty(len(tile.rows), dtype=np.int64)
         # Backwards, since the last write counts: of a row that is repeated the first slot is taken.
@@ -287,43 +280,33 @@ def rows_of(variants: Variants) -> RowTable:
 
 
 def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable[[], int]) -> Iterator[RowTable]:
-    """Cut rows into tiles that take the same as recorded and are of similar length.
+    """Cut the rows of a layer into tiles within a size, with little padding where they are large.
 
-    Args:
-        rows: all rows of a layer.
-        recorded: by row, a number for the parts of the layer that it reads as they were recorded.
-        folded: whether rows of one example will share its recorded keys, as far as they are short enough.
-        tile_tokens: the size of the next tile; it shrinks where memory runs out.
+    Rows of a tile have the same number in `recorded`, and may share the recorded keys of their example (`folded`).
     """
     for same in np.unique(recorded):
         waiting = rows[np.flatnonzero(recorded == same)]
         # The longest first: neighbours differ least in length, and where memory is too small the first tile shows it.
         waiting = waiting[np.lexsort((waiting.example, waiting.start, waiting.length))[::-1]]
         while len(waiting):
-            n = _how_many_fit(waiting, tile_tokens(), folded)
+            most = tile_tokens()
+            length, start = waiting.length[: max(1, most)], waiting.start[: max(1, most)]
+            width, count = int(length[0]), np.arange(1, len(length) + 1)
+            # Wider rows do not fold.
+            share = FOLDED_PREFIX_SHARE if folded and 2 * width <= FOLDED_PLACES else PREFIX_SHARE
+            # Where prompts are of one length the last row, the shortest, starts latest: its prefix is that of the tile.
+            size = count * (width + start // share)
+            padding = count * width - np.cumsum(length)
+            fits = ((padding <= count * width // PADDING_SHARE) | (size <= most // 8)) & (size <= most)
+            # A row longer than a tile still goes, alone.
+            fits[0] = True
+            n = len(fits) if fits.all() else int(fits.argmin())
             yield waiting[:n]
             waiting = waiting[n:]
 
 
-def _how_many_fit(rows: RowTable, tile_tokens: int, folded: bool) -> int:
-    """Return how many rows, the longest first, go into a tile: within its size, with little padding if it is large."""
-    length, start = rows.length[: max(1, tile_tokens)], rows.start[: max(1, tile_tokens)]
-    width, count = int(length[0]), np.arange(1, len(length) + 1)
-    share = FOLDED_PREFIX_SHARE if folded and 2 * width <= FOLDED_PLACES else PREFIX_SHARE  # wider ones do not fold
-    # Where prompts are of one length the last row, the shortest, starts latest: its prefix is that of the tile.
-    size = count * (width + start // share)
-    padding = count * width - np.cumsum(length)
-    fits = ((padding <= count * width // PADDING_SHARE) | (size <= tile_tokens // 8)) & (size <= tile_tokens)
-    # A row longer than a tile still goes, alone.
-    fits[0] = True
-    return len(fits) if fits.all() else int(fits.argmin())
-
-
 class Masks:
-    """The masks of one walk.
-
-    `applied`: by edit and layer, the variants in which it was made; what is severed is added.
-    """
+    """The masks of one walk. What is severed is added to what was made of edits (`Walk._applied`)."""
 
     def __init__(
         self, recording: Recording, variants: Variants, n_heads: int, applied: dict[tuple[int, int], list[Indices]]
@@ -340,28 +323,20 @@ class Masks:
 
     def mask(self, layer: int, tile: Tile) -> Float[Tensor, "row head_or_one position key"]:
         """Say which keys each token may read."""
-        mask = self._of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
+        mask = self.of_layer(layer)[tile.positions[:, :, None], tile.key_positions[:, None, :]][:, None]
         if (severed := self.severed(layer, tile, zero=False)) is not None:
             # finfo.min as in transformers' masks: -inf would make NaN of a row that is left no key.
             mask = mask.masked_fill(severed, torch.finfo(mask.dtype).min)
             self._keyless.append((layer, tile, (mask != 0).all(-1)))
         return mask
 
-    def folded_mask(self, layer: int, folded: FoldedRows) -> Float[Tensor, "group 1 place key"]:
-        """Say which keys each token may read, of rows side by side of which nothing is severed before the softmax."""
-        return self._of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
-
     def severed(self, layer: int, tile: Tile, zero: bool) -> Bool[Tensor, "row head_or_one position key"] | None:
         """Say which edges of a tile's rows are severed, before the softmax or after it; None where none are."""
         rows, changes = tile.rows, self.variants.changes
-        cutting = {
-            number: [
-                edit
-                for edit in changes[number].edits
-                if not edit.writes and edit.after_softmax == zero and layer in edit.layers
-            ]
-            for number in np.unique(rows.which)
-        }
+        cutting: dict[int, list[Edit]] = {}
+        for number in np.unique(rows.which):
+            cuts_of_change = (edit for edit in changes[number].edits if not edit.writes and layer in edit.layers)
+            cutting[number] = [edit for edit in cuts_of_change if edit.after_softmax == zero]
         severed: Tensor | None = None
         # The n-th cuts of all rows at once: one by one a severed head took 18 to 20 launches.
         for turn in range(max(map(len, cutting.values()))):
@@ -394,7 +369,7 @@ class Masks:
             "variant='zero'."
         )
 
-    def _of_layer(self, layer: int) -> Float[Tensor, "query key"]:
+    def of_layer(self, layer: int) -> Float[Tensor, "query key"]:
         """What is added to the score of each query and key; the last key, number -1, is none and seen by no query."""
         # Layers that see alike (all, or all that slide) share one tensor, and so one mask.
         visible = self.recording.visible[layer]
@@ -485,12 +460,16 @@ class Walk:
         # One buffer for the tokens of all rows, also of those that join later: no row is moved when others join.
         size = int(self.joining.length.sum())
         self.residual = start.new_empty(size, start.shape[-1])
+        # Stages that leave the same to compute share tiles: rows that join at them go through the layer alike.
+        first: dict[tuple[Stage, ...], int] = {}
+        alike = np.array([first.setdefault(self._taken(stage), int(stage)) for stage in Stage])
         # One set of hooks for the whole walk; while no tile is inside a sublayer they do nothing.
         with self.blocks.model.hooks(self._hooks()), self.blocks.fused():
             for layer in self.layers[: self.last_layer + 1]:
                 self._join(layer)
                 # The size is read for each tile: it shrinks where memory runs out in the middle of a layer.
-                for rows in tiled(self.rows, self._alike(layer), self._folds(layer), lambda: self.tile_tokens):
+                recorded = alike[self.rows.stage_in(layer)]
+                for rows in tiled(self.rows, recorded, self._folds(layer), lambda: self.tile_tokens):
                     self._within_memory(rows, partial(self._step, layer))
         # First: a token without a key attends to all keys alike, future ones too, and what comes of it is finite.
         self._masks.check_that_every_token_has_a_key()
@@ -513,13 +492,6 @@ class Walk:
             self.residual[at] = self.residual[left]
         self.rows = self.joining[:end]
         self._row[joining.variant] = np.arange(begin, end)
-
-    def _alike(self, layer: int) -> Indices:
-        """By row: the first stage with which a row takes the same of a layer as it was recorded."""
-        first: dict[tuple[Stage, ...], int] = {}
-        # Stages that leave the same to compute share tiles: rows that join at them go through the layer alike.
-        alike = [first.setdefault(self._taken(stage), int(stage)) for stage in Stage]
-        return np.array(alike)[self.rows.stage_in(layer)]
 
     def _taken(self, stage: int) -> tuple[Stage, ...]:
         """What a row takes as it was recorded of the layer that it enters at a stage."""
@@ -554,7 +526,9 @@ class Walk:
         # Called with the arguments that the model's own call had, but for rows, positions, mask and cache.
         rows, attention = tile.padded(residual), partial(self.blocks.attention, layer, call=self.recording.calls[layer])
         if (folded := FoldedRows.of(tile) if self._folds(layer) else None) is not None:
-            mask, keys_before = self._masks.folded_mask(layer, folded), folded.prefix(self.recording, layer)
+            # Nothing is severed before the softmax where rows are folded.
+            mask = self._masks.of_layer(layer)[folded.positions[:, :, None], folded.key_positions][:, None]
+            keys_before = folded.prefix(self.recording, layer)
             written = attention(folded.laid_out(rows), folded.positions, mask, keys_before, recorded=folded.examples)
             return tile.packed(folded.taken_apart(written))
         places_and_keys = tile.positions, self._masks.mask(layer, tile), tile.prefix(self.recording, layer)
@@ -562,7 +536,10 @@ class Walk:
             with self._inside(layer, tile):
                 return tile.packed(attention(rows, *places_and_keys, recorded=tile.examples))
         # In the last layer only the positions that are read attend. The others hold zeros, which nothing reads.
-        kept = self._kept_columns(tile)
+        columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
+        # Rows that read fewer than others name one again.
+        most = int(self._kept[1][tile.rows.which].sum(1).max())
+        kept = to_device(columns[:, :most], rows.device)
         written = attention(rows, *places_and_keys, kept, recorded=tile.examples)
         return tile.packed(torch.zeros_like(rows).scatter(1, kept[:, :, None].expand_as(written), written))
 
@@ -605,12 +582,6 @@ class Walk:
         later = [site for site, at in self.writers if at == layer and (self.sites[site].stage or 0) > after]
         written = {number for site in later for number in self.writers[site, layer]}
         return not written.isdisjoint(tile.rows.which.tolist())
-
-    def _kept_columns(self, tile: Tile) -> Int[Tensor, "row kept"]:
-        """Which places of a tile's rows are read; rows that read fewer than others name one again."""
-        columns = self._kept[0][tile.rows.which] - tile.rows.start[:, None]
-        most = int(self._kept[1][tile.rows.which].sum(1).max())
-        return to_device(columns[:, :most], self.residual.device)
 
     def _hooks(self) -> list[Hook]:
         """Hooks at the sites within attention and MLP, wherever the edit of a row that goes through them acts."""
@@ -665,12 +636,10 @@ class Walk:
         return activation
 
     def _span_edits(self, site: Site, layer: int, tile: Tile, width: int | None = None) -> list[TokenSpanEdit]:
-        """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it.
-
-        A row that left another had its edits made there.
-        """
+        """List the edits of a tile's rows at a site, where its tokens lie end to end or, with a width, padded to it."""
         spans, rows = [], tile.rows
         offset = tile.begins if width is None else np.arange(len(rows)) * width
+        # A row that left another had its edits made there.
         edited_here = (self.variants.nested_in[rows.variant] < 0) | (layer < rows.layer)
         for number in sorted(self.writers.get((site.name, layer), ())):
             if not len(rows_of_change := np.flatnonzero(edited_here & (rows.which == number))):
@@ -719,30 +688,32 @@ class Walk:
 
     def _read_logits(self) -> None:
         """Deliver the logits at the kept positions, a tile of variants at a time."""
-        index = self._reading((LOGITS, len(self.layers)))
+        reading = LOGITS, len(self.layers)
+
+        def deliver(indices: Indices) -> None:
+            ((_, positions),) = self._by_count(indices)
+            rows = self.joining[self._rows_of(indices)]
+            tokens = to_device(positions + (rows.offset - rows.start)[:, None], self.residual.device)
+            residual = self.residual[tokens.flatten()]
+            if self.answers is None:
+                logits = self.blocks.logits(residual)
+            else:
+                examples = to_device(self.variants.example[indices], residual.device)
+                logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
+            logits = logits.view(*tokens.shape, -1)
+            # Of all logits the first one is enough: what is not finite in a state reaches every column of W_U.
+            wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
+            if bool(wrong.any()):
+                i, place = wrong.nonzero()[0].tolist()
+                raise NotFiniteError(int(indices[i]), int(positions[i, place]))
+            self.deliver(reading, indices, logits)
+
+        index = self._reading(reading)
         index = index[self._rows_of(index) >= 0]
         for with_count, positions in self._by_count(index):
             most = max(1, self.tile_tokens // positions.shape[1])
             for i in range(0, len(with_count), most):
-                self._within_memory(index[with_count[i : i + most]], self._deliver_logits)
-
-    def _deliver_logits(self, indices: Indices) -> None:
-        ((_, positions),) = self._by_count(indices)
-        rows = self.joining[self._rows_of(indices)]
-        tokens = to_device(positions + (rows.offset - rows.start)[:, None], self.residual.device)
-        residual = self.residual[tokens.flatten()]
-        if self.answers is None:
-            logits = self.blocks.logits(residual)
-        else:
-            examples = to_device(self.variants.example[indices], residual.device)
-            logits = self.blocks.logits_of(residual, self.answers[examples].repeat_interleave(tokens.shape[1], 0))
-        logits = logits.view(*tokens.shape, -1)
-        # Of all logits the first one is enough: what is not finite in a state reaches every column of W_U.
-        wrong = ~(logits if self.answers is not None else logits[..., :1]).isfinite().all(-1)
-        if bool(wrong.any()):
-            i, place = wrong.nonzero()[0].tolist()
-            raise NotFiniteError(int(indices[i]), int(positions[i, place]))
-        self.deliver((LOGITS, len(self.layers)), indices, logits)
+                self._within_memory(index[with_count[i : i + most]], deliver)
 
     def _check_that_all_is_finite(self) -> None:
         """Look at each token's sum, which is not finite when one of its numbers is not, and then at the token."""
@@ -782,11 +753,8 @@ class Walk:
 
 
 def not_walked(edits: Iterable[Edit]) -> str | None:
-    """Say which edited site the walk does not know, or None when it knows all of them.
-
-    It knows the tensor that passes through a block at each stage, and, within attention and MLP, what a hook sees as
-    `row position ...`.
-    """
+    """Say which edited site the walk does not know, or None when it knows all of them."""
+    # It knows the tensor between the parts of a block, and within them what a hook sees as `row position ...`.
     for site in {edit.site.name: edit.site for edit in edits if edit.writes}.values():
         inside = site.within is not None and site.stage in (Stage.ATTENTION, Stage.NEURONS) and not site.has_keys
         if site.stage is None or not (inside or site.hook == main_site(site.stage).hook):
