@@ -347,20 +347,14 @@ def coinciding(run: RunRecord) -> list[int]:
     return places_among(run.options["prompts"][0], chain.from_iterable(run.options["discovery"].values()))
 
 
-# How much of what the clean prompt does a circuit does alone, over prompts, beside random circuits of its shape.
-#
 # faithfulness f(C) = (m(C) - m(∅)) / (m(M) - m(∅))
 #
 # with m(M) the clean run and m(∅) the empty circuit. Over prompts it is the ratio of the means, not the mean of ratios:
 # where a gap is near 0 a ratio explodes. f is not cut off: it is above 1 where edges that work against the answer are
 # left out, and below 0 where only these are in.
 #
-# A claim of a circuit: it alone does what the model does, more than random circuits of its shape, on other prompts.
-#
-# The effect of a circuit on a prompt is m(C) - m(∅): what it brings back of the metric when all outside carries the
-# other run. Random sets are circuits of its shape (`Circuit.placebos`); halves of the prompts are compared in how they
-# rank it among these; held out are the prompts on which it was not chosen. What is made of these numbers is
-# `headwater.stats.claims`.
+# A claim's effect on a prompt is m(C) - m(∅), its random sets are circuits of the shape of C (`Circuit.placebos`);
+# halves of the prompts are compared in how they rank it among these, held out are prompts on which it was not chosen.
 
 RESAMPLES = 1000
 Values = Float[ndarray, " example"]

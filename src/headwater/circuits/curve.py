@@ -26,17 +26,8 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from headwater.calls import checked_call
+from headwater.circuits import circuit_runs
 from headwater.circuits.circuit import Circuit, circuit_from_edges, describe_graph, graph_of
-from headwater.circuits.circuit_runs import (
-    MOST_PLACEBOS,
-    Lineup,
-    discovery_sentences,
-    gap_sentences,
-    measured,
-    ratio_of_means,
-    run_circuits,
-    summarized,
-)
 from headwater.circuits.circuit_walk import Outcome
 from headwater.circuits.result import RANKED_BY, ByMetric, EdgeEffects, RankName
 from headwater.errors import InputError
@@ -85,7 +76,7 @@ class CircuitCurve(ByMetric, Result):
         Returns:
             A row per size and metric: `size`, and the columns of the summary of `hw.run_circuits`.
         """
-        found = summarized(self.table, self.shapes, level, seed)
+        found = circuit_runs.summarized(self.table, self.shapes, level, seed)
         sizes = self.table.drop_duplicates("circuit").set_index("circuit")["size"]
         found.insert(0, "size", found["circuit"].map(sizes))
         return found
@@ -113,11 +104,11 @@ class CircuitCurve(ByMetric, Result):
             placebos = []
             for _, others in part[part["placebo"].notna()].groupby("placebo"):
                 of_placebo = others.pivot_table(index="example", columns="size", values="value").loc[values.index]
-                placebos.append(ratio_of_means(of_placebo.to_numpy(), clean, corrupted)[0])
+                placebos.append(circuit_runs.ratio_of_means(of_placebo.to_numpy(), clean, corrupted)[0])
             # All sizes are resampled together: a draw is a curve. Of each draw's own curve: the least size of a mean
             # curve is not the mean of least sizes.
             sizes = values.columns.to_numpy()
-            of_circuit = _areas(sizes, ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed))
+            of_circuit = _areas(sizes, circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed))
             random = _areas(sizes, np.array(placebos).reshape(-1, len(sizes)))
             for name in AREAS:
                 value, low, high = interval(of_circuit[name], level)
@@ -139,7 +130,7 @@ class CircuitCurve(ByMetric, Result):
                 for row in part.to_dict("records")
             ]
             sentences.append(f"Edges ranked by {by}, faithfulness on {metric}: {'; '.join(parts)}.".replace("_", " "))
-        return [*sentences, *gap_sentences(self.table), *discovery_sentences(self.run)]
+        return [*sentences, *circuit_runs.gap_sentences(self.table), *circuit_runs.discovery_sentences(self.run)]
 
     def __repr__(self) -> str:
         sizes, examples = self.table["size"].nunique(), self.table["example"].nunique()
@@ -205,7 +196,7 @@ def circuit_curve(
         )
     checked_name("by", by, RANKED_BY)
     seed = checked_seed(seed)
-    placebos = checked_count("placebos", placebos, least=0, most=MOST_PLACEBOS)
+    placebos = checked_count("placebos", placebos, least=0, most=circuit_runs.MOST_PLACEBOS)
     named = {f"{x:g}": edges.circuit(max(1, round(x * graph.n_edges)), by=by) for x in shares}
     outcome = Outcome.of(
         model, clean, corrupted, metric=metric, values=values, dataset=dataset, seed=seed, batch_size=batch_size
@@ -216,13 +207,13 @@ def circuit_curve(
     outcome.say_how_long((1 + placebos) * len(named), progress)
 
     def work(run: Run) -> CircuitCurve:
-        lineup = Lineup.of(named, placebos, seed)
-        table = measured(outcome, lineup, run)
+        lineup = circuit_runs.Lineup.of(named, placebos, seed)
+        table = circuit_runs.measured(outcome, lineup, run)
         table.insert(1, "size", table["circuit"].map({f"{x:g}": x for x in shares}).astype(float))
         return CircuitCurve(table, run.record, lineup.shapes)
 
     result = run_or_resume(CircuitCurve, "circuit_curve", model, options, work, out=out, seed=seed, progress=progress)
-    for left in [*gap_sentences(result.table), *discovery_sentences(result.run)]:
+    for left in [*circuit_runs.gap_sentences(result.table), *circuit_runs.discovery_sentences(result.run)]:
         warnings.warn(left, stacklevel=2)
     return result
 
@@ -407,7 +398,7 @@ def _means(
 ) -> list[tuple[str, Values, float]]:
     """Return by metric: its name, its mean over prompts of each circuit alone, and the gap of the model."""
     means: list[tuple[str, Values, float]] = []
-    table = run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
+    table = circuit_runs.run_circuits(model, clean, corrupted, circuits, metric=metric, **run).table
     for name, part in table.groupby("metric", sort=False):
         values = part.groupby("circuit", sort=False)["value"].mean()
         gap = abs(float((part["clean"] - part["corrupted"]).mean()))

@@ -44,8 +44,6 @@ MOST_ROWS = 1 << 20
 """Rows at once, whatever was requested."""
 NEAR = 1e-4
 """How far what has to be equal may be apart, as a part of its largest number, in float32."""
-Reaching: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
-"""By layer, what each sender changes in what its heads read and in what its MLP reads, `sender position d_model`."""
 Enter: TypeAlias = Callable[[Tensor], Tensor]
 """Makes of some edges, by number, the residual streams that leave the receivers' layer, `row position d_model`."""
 
@@ -240,7 +238,8 @@ class Exact:
         self.rows, self.changes = EdgeRows(runs, place.start), runs.changes_at(place)
         # A sender that is the same in both runs has no effect by any edge, and needs no row.
         self.changed = self.changes.flatten(1).any(1).cpu().numpy()
-        self.reaching: Reaching = lambda layer: (self.changes, self.changes)
+        # By layer, what each sender changes in what heads read and in what the MLP reads, `sender position d_model`.
+        self.reaching: Callable[[int], tuple[Tensor, Tensor]] = lambda layer: (self.changes, self.changes)
         if through != "direct":
             # Every sender a set of its own: an edge through MLPs is a path from one sender.
             each = [np.array([sender]) for sender in range(len(self.graph.senders))]

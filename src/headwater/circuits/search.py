@@ -63,8 +63,6 @@ DECISIONS = ("kept", "removed", "leads nowhere", "not tried", "left out")
 KEPT, REMOVED, NOWHERE, NOT_TRIED, LEFT_OUT = range(5)
 FIRST, LEAST, MOST = 8, 4, 128
 """How many edges are tried in the first batch, and in any."""
-Evaluate = Callable[[Sequence[Indices]], Float[np.ndarray, " circuit"]]
-"""Returns the metric of circuits, given as edges, ascending."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,7 @@ class Rule:
 class Greedy:
     """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided.
 
+    `evaluate` returns the metric of circuits, given as edges, ascending.
     `decision`, `effect` and `value` of each edge are as the table of a `CircuitSearch` has them.
     """
 
@@ -95,7 +94,7 @@ class Greedy:
         self,
         graph: Graph,
         rule: Rule,
-        evaluate: Evaluate,
+        evaluate: Callable[[Sequence[Indices]], Float[np.ndarray, " circuit"]],
         decided: Callable[[int], object],
         start: Indices | None = None,
     ):

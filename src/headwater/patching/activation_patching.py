@@ -9,15 +9,12 @@ a site is written into the other.
     effect            = metric of the edited run - metric of the run that was edited
     normalized_effect = effect / (metric of the other run - metric of the run that was edited)
 
-so that 0 means no effect and 1 is all the way to the other run. The corrupted run is that of another prompt, or that of
-the clean one with noise at its embeddings (causal tracing). Values may also be zero, a mean over prompts (ablation), or
-another prompt's (resampling).
+so that 0 means no effect and 1 is all the way to the other run.
 
-A sweep runs over axes: layers, positions, heads, keys, features, one by one or in windows. Positions are numbers, or
-named by role (`models.positions`): then a step on their axis is a role, all of whose tokens are edited together, or one
-of its tokens. So are the keys of a pattern. A window of size w around i covers i - w//2 ... i - w//2 + w - 1, cut at
-the ends. A cumulative window covers everything up to i. An axis that the sweep does not run over is covered whole by
-every cell.
+A sweep runs over axes: layers, positions, heads, keys, features, one by one or in windows; an axis that it does not run
+over is covered whole by every cell. Where positions (or keys) are named by role, a step on their axis is a role, all of
+whose tokens are edited together, or one of its tokens. A window of size w around i covers
+i - w//2 ... i - w//2 + w - 1, cut at the ends; a cumulative one everything up to i.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ from headwater.patching.runners import Runner, other_run, written_into
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
-_Size: TypeAlias = tuple[int | None, ...]
-"""How many positions, heads, keys and units an edit covers; None is all."""
 AT_ONCE = 1 << 22
 """At most so many products are gathered at once."""
 
@@ -141,7 +139,7 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
     """Add up what each cell covers, of products whose first axis begins with the example `first`."""
     # At once for all cells that cover as many places of the same layer. A cell by itself would be a few launches; on a
     # GPU thousands of them would take longer than both runs.
-    groups: dict[tuple[int, Drawn, _Size], list[tuple[Indices, Edit]]] = {}
+    groups: dict[tuple[int, Drawn, tuple[int | None, ...]], list[tuple[Indices, Edit]]] = {}
     for number in np.unique(cells.template):
         cells_of_template, turn = np.flatnonzero(cells.template == number), 0
         # A cell adds its layers in the order in which it would alone: its last bits do not depend on the others.

@@ -135,7 +135,7 @@ class Function(_Changing):
         return request.other
 
     def changed(self, activation: Tensor, other: Tensor | None, rows: EditedRows) -> Tensor:
-        """Call the function."""
+        """Call the function, and refuse what it must not return."""
         if (rows.site, rows.layer) not in self._seen:
             # Once per site and layer, since a function may do different things there.
             self._refuse_if_rows_mix(activation.clone(), other, rows)

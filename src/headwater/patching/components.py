@@ -9,20 +9,13 @@ A node is an activation by site, layer, token, head and attended token; what is 
 It may be a name too (`headwater.models.part_names`): "9.2" and "L9H2" are the z of a head, "9.2.q" its query, "m9" the
 output of an MLP, and "blocks.3.hook_resid_pre" the site of this hook.
 
-A set holds of each kind some components:
-
-    heads     (layer, head)      z of this query head (with grouped heads too: never a key-value head)
-    mlps      layer              mlp_out of this layer
-    neurons   (layer, neuron)    mlp_post of this neuron
-    features  dictionaries       of each, those that `.only([...])` chose, or all of them
-
-The complement of a set holds every other component of the kinds that were named: that of heads alone leaves the MLPs
-as they are, that of heads and MLPs takes both. A kind is named with an empty list too.
+A set holds heads (z of query heads, also where these share keys and values), MLPs, neurons (mlp_post) and features of
+dictionaries. Its complement holds every other component of the kinds that were named, be it with an empty list.
 
 Effects do not add up: what two heads do together is measured together. Knockout of whole circuits (Wang et al. 2023;
 Chan et al. 2022, resampling; Li and Janson 2024, on which values to take): for each set and prompt, one run in which
-every component of the set is replaced at once, in all layers where it has some. `complement` replaces everything else
-instead: what is left is what the set does alone.
+every component of the set is replaced at once, in all layers where it has some. With the complement replaced, what is
+left is what the set does alone.
 
     effect = metric of the edited run - metric of the run as it is
 
