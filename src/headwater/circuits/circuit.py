@@ -305,7 +305,6 @@ class Circuit:
         return bundle_of(self) if len(self) else {"text/plain": repr(self), "text/html": self._repr_html_()}
 
     def _hash(self) -> str:
-        """Hash all that is kept of it."""
         return digest([describe_graph(self.graph), self.seen, self.model, self.table])
 
     @cached_property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +301,7 @@ class CircuitWalk:
         self.rows, self.outside, self.shares, self.weights = rows, outside, shares, weights
         self.runs, self.graph = rows.runs, rows.runs.graph
         self.receivers = [Receivers(rows, layer, attached=True) for layer in range(self.graph.n_layers)]
-        self._projections: dict[int, _Projection] = {}
+        self.projection = cache(partial(_Projection, self))
 
     def measure(self, circuits: Sequence[Indices]) -> Float[Tensor, "circuit metric"]:
         """Return the metrics of the runs of some circuits, given as edges, ascending."""
@@ -344,15 +344,9 @@ class CircuitWalk:
             fit += 1
         return fit
 
-    def projection(self, layer: int) -> _Projection:
-        """Return the q, k and v of a layer outside of every circuit, and what makes those of other inputs."""
-        if layer not in self._projections:
-            self._projections[layer] = _Projection(self, layer)
-        return self._projections[layer]
-
 
 class _Projection:
-    """Makes q, k and v of single heads of one layer from what each of them reads."""
+    """Makes q, k and v of single heads of one layer from what each of them reads; `outside` are those of no circuit."""
 
     def __init__(self, walk: CircuitWalk, layer: int):
         self.walk, self.layer = walk, layer

@@ -109,7 +109,8 @@ class CircuitCurve(ByMetric, Result):
             # curve is not the mean of least sizes.
             sizes = values.columns.to_numpy()
             of_circuit = _areas(sizes, circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed))
-            random = _areas(sizes, np.array(placebos).reshape(-1, len(sizes)))
+            drawn: Float[ndarray, "placebo size"] = np.array(placebos).reshape(-1, len(sizes))
+            random = _areas(sizes, drawn)
             for name in AREAS:
                 value, low, high = interval(of_circuit[name], level)
                 # A random curve that never comes to 0.9 needs the whole model.
@@ -219,7 +220,6 @@ def circuit_curve(
 
 
 def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> dict[str, Float[ndarray, " draw"]]:
-    """Return the four numbers of curves."""
     logs, enough = np.log(sizes), f >= ENOUGH
     width = logs[-1] - logs[0]
     return {

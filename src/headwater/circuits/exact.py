@@ -388,7 +388,6 @@ class ResidualChange:
         return self._add(self._before, first, first + self.rows.runs.graph.n_heads)
 
     def _add(self, changes: Tensor, first: int, stop: int) -> Float[Tensor, "set position d_model"]:
-        """Add what the exchanged senders of a range write."""
         mine = (self._sender >= first) & (self._sender < stop)
         if not bool(mine.any()):
             return changes

@@ -205,7 +205,6 @@ class PathEffects(ByMetric, Result):
         return table_html(self, self.top(8))
 
     def _means(self, metric: str) -> pd.DataFrame:
-        """Return the means over examples of each path's effects on a metric."""
         own, named = self.table[self.table["metric"] == metric], [n for n in self.coordinates if n != "metric"]
         return own.groupby(named, sort=False)[["effect", "normalized_effect"]].mean()
 

@@ -69,22 +69,17 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     seed = checked_seed(seed)
     # The same resamples for all cells of as many examples: drawn once, and cells that are equal get equal intervals.
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
-    rows = []
-    if measure == "ratio of means":  # before draws are averaged, of which some may go the other way
-        table = table.assign(gap=gaps_of(table))
+    rows, of_means = [], measure == "ratio of means"
+    # Each effect counts as 1, or as its pair's gap: before draws are averaged, of which some may go the other way.
+    table = table.assign(gap=gaps_of(table) if of_means else 1.0)
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         by_prompt = part
         # Draws of one prompt say how sure its own mean is, and nothing of other prompts: they stay as they are.
         if "sample" in part and part["example"].nunique() > 1:
             by_prompt = part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
-        # Each effect counts as 1, or as its pair's gap.
-        if measure == "ratio of means":
-            felt = by_prompt.dropna(subset=["effect"])
-            effects: ndarray = felt["effect"].to_numpy()
-            gaps: ndarray = felt["gap"].to_numpy()
-        else:
-            effects = by_prompt[measure].dropna().to_numpy()
-            gaps = np.ones(len(effects))
+        column = "effect" if of_means else measure
+        felt = by_prompt.dropna(subset=[column])
+        effects, gaps = felt[column].to_numpy(), felt["gap"].to_numpy()
         with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
         # With draws of one prompt the interval is over draws, and the count still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)

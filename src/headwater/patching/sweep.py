@@ -424,8 +424,8 @@ class Sweep(Result):
         value = "normalized_effect" if "normalized_effect" in self.table else "effect"
         direction = str(self.run.options.get("direction", DIRECTIONS[0]))
         cells = summaries.summarize(self.table, self.coordinates, value, level=0.95, seed=0)
-        parts = [part for _, part in cells.groupby(["site", "metric"], sort=False)]
-        sentences = [sentence for part in parts for sentence in summaries.strongest(part, value, direction)]
+        by_site = cells.groupby(["site", "metric"], sort=False)
+        sentences = [sentence for _, part in by_site for sentence in summaries.strongest(part, value, direction)]
         if self.engine == AttributionRunner.name:
             sentences.append("These effects are linear estimates from gradients, not runs with the edit.")
         sentences += summaries.edited_run(self.run.options)
