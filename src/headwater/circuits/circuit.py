@@ -264,7 +264,12 @@ class Circuit:
         return shown_by(self, what)
 
     def save_html(self, path: str | Path, **what: Any) -> Path:
-        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`."""
+        """Write the view into one file that can be sent and opened anywhere; see `view` for `what`.
+
+        Raises:
+            InputError: see `view`; or the path cannot be one.
+            RunFolderError: the file cannot be written.
+        """
         return self.view(**what).save_html(path)
 
     def __or__(self, other: Circuit) -> Circuit:

@@ -437,8 +437,10 @@ def write_patterns(
         source, row = stretch.edit.source_layer_of(layer), int(stretch.offset[0])
         # A change is given rows of one number of keys, those of the prompt, without padding.
         for example in np.unique(stretch.example).tolist() if values.change is not None else [None]:
-            mine = slice(None) if example is None else stretch.example == example
-            part = replace(stretch, example=stretch.example[mine], offset=stretch.offset[mine])
+            part = stretch
+            if example is not None:
+                mine = stretch.example == example
+                part = replace(stretch, example=stretch.example[mine], offset=stretch.offset[mine])
             length = 0 if example is None else values.lengths[example]
             together.setdefault((turns[row], source, length), []).append(part)
         turns[row] += 1

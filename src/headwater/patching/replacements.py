@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -336,7 +336,7 @@ class Mean(_OfDataset):
         """Return each mean for every example, and where it is one over tokens, for every position."""
         by_position = self.mean_over == "examples"
         if missing := tuple(place for place in request.places if place not in self._means):
-            of_missing = ValueRequest(request.model, request.examples, request.width, missing, {}, request.sites)
+            of_missing = replace(request, places=missing, other={})
             sums: dict[Place, Tensor] = {}
             for start in range(0, len(self.pool), BATCH):
                 numbers = range(start, min(start + BATCH, len(self.pool)))
