@@ -108,6 +108,11 @@ def patch(
         hw.patch(model, *pair, sites="resid_pre", positions={"subject": [" France", " Italy"]}, metric=metric,
                  spans="token by token", from_layer=[0, 6])
 
+    1. Resolve sites, axes, layers, positions and heads, and align the two prompts of each pair.
+    2. Say what is written: the other run's activation, or `values`.
+    3. List the cells: for each prompt, every step on every axis, as an `Edit`.
+    4. Measure them, many at once in one walk down the layers, and return a row per cell.
+
     effect = metric of the edited run - metric of the run that was edited, in units of the metric;
     `normalized_effect` is its share of the gap between the two runs (Vig et al. 2020; Meng et al. 2022; Heimersheim
     and Nanda 2024).
