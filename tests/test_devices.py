@@ -157,3 +157,12 @@ def test_on_the_card_half_precision_factors_keep_float32_sums():
     found = devices.exact_product(a.cuda(), b.cuda()).cpu()
     assert found.dtype == torch.float32
     assert (found - a.double() @ b.double()).abs().max() < 2**-15 * a.double().norm() * b.double().norm(dim=0).max()
+
+
+def test_a_card_is_the_one_that_is_meant_and_a_card_without_a_number_is_any():
+    cpu, first, second = map(torch.device, ("cpu", "cuda:0", "cuda:1"))
+    assert devices.is_on(torch.device("cuda"), second)
+    assert devices.is_on(torch.device("cuda:1"), second)
+    assert not devices.is_on(torch.device("cuda:1"), first)
+    assert devices.is_on(torch.device("cpu:0"), cpu)
+    assert not devices.is_on(cpu, first)

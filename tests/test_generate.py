@@ -420,6 +420,7 @@ def test_greedy_is_what_sampling_at_a_low_temperature_or_of_one_token_gives(llam
     greedy = llama.generate(PROMPTS, max_new_tokens=6)
     assert greedy == llama.generate(PROMPTS, max_new_tokens=6, do_sample=True, top_k=1)
     assert greedy == llama.generate(PROMPTS, max_new_tokens=6, do_sample=True, temperature=1e-4)
+    assert greedy == llama.generate(PROMPTS, max_new_tokens=6, do_sample=True, temperature=1e-320)
     for options in ({"temperature": 0}, {"temperature": 0.0, "do_sample": True, "top_p": 0.5}):
         assert greedy == llama.generate(PROMPTS, max_new_tokens=6, **options)
 

@@ -46,6 +46,11 @@ def usable_device(device: str | torch.device) -> torch.device:
     return parsed
 
 
+def is_on(device: torch.device, here: torch.device) -> bool:
+    """Whether what is on the device `here` is on the one that is meant: "cuda" means any card, "cuda:1" that one."""
+    return device.type == here.type and (device.type == "cpu" or device.index in (None, here.index))
+
+
 def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:
     """Return numbers of the host on a device, which receives them after what it was given to do before.
 

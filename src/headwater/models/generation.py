@@ -154,7 +154,7 @@ def generate(
     *,
     max_new_tokens: int = 32,
     do_sample: bool = False,
-    temperature: float | None = None,
+    temperature: float | int | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
     seed: int = 0,
@@ -433,7 +433,9 @@ class Sampling:
 
     def probabilities(self, logits: Float[Tensor, "row d_vocab"]) -> Float[Tensor, "row d_vocab"]:
         """Return what tokens are drawn from, in double precision; rows need not sum to 1."""
-        scaled = logits.double() / self.temperature
+        scaled = logits.double()
+        # The largest is 0 whatever it is divided by: a temperature near 0 would make it infinite.
+        scaled = (scaled - scaled.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[:, -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)

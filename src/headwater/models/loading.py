@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from headwater.calls import checked_call
 from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, first_line, one_line
-from headwater.kernels.devices import usable_device
+from headwater.kernels.devices import is_on, usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import WRAPPED, Reference, compare_with_reference, difference, record_reference
 from headwater.models.checkpoint import (
@@ -225,7 +225,7 @@ def _from_lens(
     name: str | None = None,
 ) -> HookedModel:
     here, kind = next(iter(raw.parameters())).device, next(iter(raw.parameters())).dtype
-    if (device is not None and torch.device(device).type != here.type) or (dtype is not None and dtype != kind):
+    if (device is not None and not is_on(torch.device(device), here)) or (dtype is not None and dtype != kind):
         raise InputError(
             f"This model is on {here} in {kind}, and headwater does not move a caller's model; move it before."
         )
@@ -347,7 +347,7 @@ def weights_of(model: object, device: str | torch.device | None = None) -> Weigh
     if isinstance(model, str | Path):
         return open_weights(model, device=device or _default_device())
     source = model if isinstance(model, WeightSource) else open_weights(hooked_of(model))
-    if device is not None and usable_device(device).type != source.device.type:
+    if device is not None and not is_on(usable_device(device), source.device):
         raise InputError(f"device={device}: this model is on {source.device}, and is scored there; load it elsewhere.")
     return source
 

@@ -452,7 +452,7 @@ def own_bos(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(takewhile(set(tokenizer.all_special_ids).__contains__, ids))
 
 
-def resolve_bos(bos: Bos, tokenizer: Tokenizer | None, prepends: bool) -> tuple[int, ...]:
+def resolve_bos(bos: object, tokenizer: Tokenizer | None, prepends: bool) -> tuple[int, ...]:
     """Return the ids that every text begins with; `prepends` is TransformerLens's `default_prepend_bos`."""
     if bos is False or (tokenizer is None and bos is None):
         return ()

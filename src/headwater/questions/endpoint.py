@@ -60,7 +60,7 @@ class ChatEndpoint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
-            raise InputError(f"url={shown(self.url)}is not an address: it must begin with http:// or https://.")
+            raise InputError(f"url={shown(self.url)} is not an address: it must begin with http:// or https://.")
         if not isinstance(self.model, str) or not self.model:
             raise InputError(f"model={shown(self.model)} must be the endpoint's name of a model: a text.")
         checked_count("tries", self.tries)
