@@ -178,8 +178,7 @@ def judged(
         targets. And the strength of the targets as they are, and of each draw of shuffled ones.
     """
     n_heads = effects.shape[2]
-    # draw × head; the first row is the data
-    means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))
+    means = Bootstrap.of(sources.tolist(), seed=seed).mean(effects.reshape(len(effects), -1))  # draw × head
     # The largest of each draw: in a resample another head may be the strongest.
     largest = np.nanmax(means, 1, keepdims=True)
     shares = means / np.where(largest > 0, largest, np.nan)  # where no head moves anything there is no share
@@ -195,11 +194,10 @@ def judged(
             continue
         theirs = shares[:, chosen].mean(1)
         share, ahead = interval(theirs), interval(ours - theirs)
-        different = len(set(chosen.tolist()))
-        row: dict[str, object] = {"way": way}
-        if different == 1:
-            row |= dict(zip(("layer", "head"), divmod(int(chosen[0]), n_heads), strict=True))
-        row |= {"heads": different, "rank": float(np.median(rank[chosen]))}
+        row: dict[str, object] = {"way": way, "heads": len(set(chosen.tolist()))}
+        if row["heads"] == 1:
+            row["layer"], row["head"] = divmod(int(chosen[0]), n_heads)
+        row["rank"] = float(np.median(rank[chosen]))
         row |= {"share": share.value, "low": share.low, "high": share.high, "difference": ahead.value}
         rows.append(row | {"difference_low": ahead.low, "difference_high": ahead.high})
     table = pd.DataFrame(rows)

@@ -15,7 +15,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib.resources import files
 
 import numpy as np
@@ -92,10 +91,11 @@ class RelationPrompts:
         spelled = zip(self.tokens.targets, words, strict=True)
         target = {id_: word for ids, (_, said) in spelled for id_, word in zip(ids, said, strict=True)}
         for half, pairs in zip(HALVES, (self.first, self.second), strict=True):
-            for row, item in enumerate(pairs.item.tolist()):
-                beside = other[int(pairs.corrupted[row, pairs.source])]
-                spelled_out = words[item][0], target[int(pairs.answer[row])], beside, target[int(pairs.foil[row])]
-                rows.append((half, *spelled_out))
+            beside = pairs.corrupted[:, pairs.source].tolist()
+            each = zip(pairs.item.tolist(), pairs.answer.tolist(), beside, pairs.foil.tolist(), strict=True)
+            rows += [
+                (half, words[item][0], target[answer], other[one], target[foil]) for item, answer, one, foil in each
+            ]
         columns = ["half", "source", "target", "other_source", "other_target"]
         object.__setattr__(self, "table", pd.DataFrame(rows, columns=columns))
 
@@ -254,7 +254,8 @@ def _templates(
     if template != "auto":
         yield "given", checked_templates(template)[0]
         return
-    sentences = own_templates().get(tokens.relation.name, ())
+    own = json.loads((files("headwater.causes") / "templates.json").read_text(encoding="utf-8"))
+    sentences = own.get(tokens.relation.name, ())
     for sentence in sentences:
         yield "completion", sentence
     words = [tokens.words[item] for item in items[:SHOTS]]
@@ -266,10 +267,3 @@ def _templates(
         messages = [{"role": "user", "content": INSTRUCTION}, {"role": "assistant", "content": sentences[0]}]
         if (written := chat_text(model.tokenizer, messages)) is not None and written.count("{source}") == 1:
             yield "chat", written
-
-
-@lru_cache
-def own_templates() -> dict[str, list[str]]:
-    """Return the sentences that are tried for the relations of headwater's suite."""
-    found = json.loads((files("headwater.causes") / "templates.json").read_text(encoding="utf-8"))
-    return {str(name): list(sentences) for name, sentences in found.items()}

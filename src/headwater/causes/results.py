@@ -60,8 +60,9 @@ class EvidenceSuite(Result):
         columns = ["relation", "way", "layer", "head", "heads", "rank", "share", "low", "high", "difference"]
         columns += ["difference_low", "difference_high", "p_value"]
         every = pd.concat(ways, ignore_index=True)[columns] if ways else pd.DataFrame(columns=columns)
-        chosen = ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
-        ours = every.loc[every["way"] == NAMED, chosen]
+        ours = every.loc[
+            every["way"] == NAMED, ["relation", "layer", "head", "rank", "share", "low", "high", "p_value"]
+        ]
         table = pd.DataFrame(rows).reindex(columns=COLUMNS).merge(ours, on="relation", how="left")
         of_relation = dict(tuple(every.groupby("relation")))
         table["holds"] = [
@@ -103,12 +104,10 @@ class EvidenceSuite(Result):
         weights and attention, with a bootstrap interval over families.
         """
         summary, seed = whole_summary(self), checked_seed(seed)
-        rows: list[tuple[str | float, ...]] = [(way, *[np.nan] * 4) for way in WAYS[1:]]
-        if len(summary):
-            draws = Bootstrap.of(range(len(summary)), seed=seed)
-            for number, way in enumerate(WAYS[1:]):
-                ahead = interval(draws.mean((summary["share"] - summary[_column(way)]).to_numpy(dtype=float)))
-                rows[number] = way, summary[_column(way)].mean(), ahead.value, ahead.low, ahead.high
+        draws, rows = Bootstrap.of(range(len(summary)), seed=seed), []
+        for way in WAYS[1:]:
+            ahead = draws.mean((summary["share"] - summary[_column(way)]).to_numpy(dtype=float))
+            rows.append((way, summary[_column(way)].mean(), *(interval(ahead) if len(summary) else [np.nan] * 3)))
         return pd.DataFrame(rows, columns=["way", "share", "difference", "low", "high"])
 
     def report(self) -> list[str]:
@@ -120,11 +119,10 @@ class EvidenceSuite(Result):
         if not len(self.measured):
             return sentences
         summary, n = whole_summary(self), len(self.measured)
-        first = int((self.measured["rank"] == 1).sum())
-        third = int((self.measured["rank"] <= 3).sum())
+        first, among_three = ((self.measured["rank"] <= rank).sum() for rank in (1, 3))
         sentences.append(
             f"The head that the margin of its weights × its attention to the source names moves most in {first} of {n} "
-            f"relations and is among the first three in {third}; its mean share of the largest effect is "
+            f"relations and is among the first three in {among_three}; its mean share of the largest effect is "
             f"{summary['share'].mean():.2f} over {len(summary)} families (relations with one strongest head are one)."
         )
         for row in self.compared().to_dict("records"):
@@ -134,9 +132,9 @@ class EvidenceSuite(Result):
                     f"The share {verdict} than that of what is named by {row['way']}: {row['share']:.2f}, a difference "
                     f"of {row['difference']:.2f} ({row['low']:.2f} to {row['high']:.2f} over families)."
                 )
-        found = summary[summary["q_value"] <= LARGEST_P]
+        n_found = (summary["q_value"] <= LARGEST_P).sum()
         sentences.append(
-            f"Against shuffled targets {len(found)} of {len(summary)} families pass a false-discovery rate of 5 %; "
+            f"Against shuffled targets {n_found} of {len(summary)} families pass a false-discovery rate of 5 %; "
             f"{int(self.table['holds'].sum())} of {n} relations individually exceed every baseline."
         )
         return sentences

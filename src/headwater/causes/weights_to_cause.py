@@ -203,9 +203,12 @@ def _measure(
     suite = EvidenceSuite.of(rows, ways, strength, run.record)
     if not single:
         return suite
+    if 0 not in choices:  # no prompts can be made, or the model cannot do it
+        templates = prompts[0].templates if 0 in prompts else pd.DataFrame()
+        empty = {"when": pd.DataFrame(columns=WHEN), "cost": pd.DataFrame(columns=COST)}
+        return Evidence(pd.DataFrame(columns=BY_HEAD), suite.table, templates, ways=suite.ways, run=suite.run, **empty)
     others = [prompts[i] for i in choices if i >= n]
-    parts = prompts.get(0), choices.get(0), results.get(0)
-    return one_relation(model, suite, *parts, others, options, seed, run)
+    return one_relation(model, suite, prompts[0], choices[0], results[0], others, options, seed, run)
 
 
 def _say_how_long(
@@ -261,8 +264,7 @@ def _choices(
     if not can:
         return {}
     generator, halves, orders = np.random.default_rng(seed), [], []
-    for i in can:
-        tokens = tokenized[i]
+    for tokens in (tokenized[i] for i in can):
         items = halves_of(tokens, seed)[0]
         targets = tuple(tokens.targets[item] for item in items)
         halves.append(replace(tokens, source=tokens.source[items], targets=targets, words=()))
@@ -327,23 +329,15 @@ BY_HEAD += ["low", "high", "direct"]
 def one_relation(
     model: HookedModel,
     suite: EvidenceSuite,
-    prompts: RelationPrompts | None,
-    choice: Choice | None,
-    result: Mapping[str, Tensor] | None,
+    prompts: RelationPrompts,
+    choice: Choice,
+    result: Mapping[str, Tensor],
     others: Sequence[RelationPrompts],
     options: Mapping[str, Any],
     seed: int,
     run: Run,
 ) -> Evidence:
-    """Return everything about the first relation of a suite; `others` are the controls of ablation.
-
-    It has no prompts where none can be made, and no choice and no effects of heads (`result`) where the model cannot do
-    it.
-    """
-    templates = pd.DataFrame() if prompts is None else prompts.templates
-    if prompts is None or result is None or choice is None:
-        empty = {"when": pd.DataFrame(columns=WHEN), "cost": pd.DataFrame(columns=COST)}
-        return Evidence(pd.DataFrame(columns=BY_HEAD), suite.table, templates, ways=suite.ways, run=suite.run, **empty)
+    """Return everything about the first relation of a suite; `others` are the controls of ablation."""
     pairs = prompts.second
     gap = result["gap"].numpy()
     heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, options)
@@ -356,11 +350,11 @@ def one_relation(
         for control in others[:CONTROLS]:
             sample = control.second.few(FEW)
             lost, difference = ablated(model, sample, [named])
-            cost.append(
-                _ablation_row(f"named together, on {control.relation.name}", named, lost[:, 0], sample, difference)
-            )
+            what = f"named together, on {control.relation.name}"
+            cost.append(_ablation_row(what, named, lost[:, 0], sample, difference))
             bar.update(1)
-    return Evidence(heads, suite.table, templates, when, suite.ways, pd.DataFrame(cost, columns=COST), suite.run)
+    costs = pd.DataFrame(cost, columns=COST)
+    return Evidence(heads, suite.table, prompts.templates, when, suite.ways, costs, suite.run)
 
 
 def _by_head(
@@ -378,30 +372,24 @@ def _by_head(
     frame["product"] = frame["margin"] * frame["attention"]
     frame["first_half"] = choice.share.ravel()
     means = Bootstrap.of(prompts.second.item.tolist()).mean(effects.reshape(len(effects), -1) / gap.mean())
-    found = [interval(means[:, place]) for place in range(means.shape[1])]
-    frame[["effect", "low", "high"]] = [(one.value, one.low, one.high) for one in found]
+    frame[["effect", "low", "high"]] = np.array([interval(of_head) for of_head in means.T])
     if prompts.tokens.usable:
         given = {"relations": prompts.relation, "embedding": options["embedding"], "every_excess": True}
         scores = classify_heads(model, **given, progress=False).table[["layer", "head", "score", "excess", "q_value"]]
         # Relations of which too few words are single tokens have margins and no score.
         frame = frame.merge(scores, on=["layer", "head"])
-    frame["direct"] = _direct(model, prompts.second.few(FEW), gap[:FEW].sum())
-    return frame.reindex(columns=BY_HEAD).sort_values("product", ascending=False, ignore_index=True)
-
-
-def _direct(model: HookedModel, pairs: PairedPrompts, gap: float) -> ndarray | float:
-    """The share of the gap that each head writes into the logits itself; NaN where logits are not that simple."""
-    tokens = pairs.answer.tolist(), pairs.foil.tolist()
+    few, written = prompts.second.few(FEW), []
+    tokens = few.answer.tolist(), few.foil.tolist()
     try:
-        both = [direct_logit_attribution(model, side, tokens=tokens, progress=False) for side in both_sides(pairs)]
-    except ModelError:
-        return np.nan
-    written = []
-    for found in both:
-        rows = found.table[found.table["component"] == "head"]
-        written.append(rows.groupby(["layer", "head"])["contribution"].sum().to_numpy(dtype=float))
-    # The difference of both sides: what a head writes for the answer whatever the source is cancels.
-    return (written[0] - written[1]) / gap
+        for side in both_sides(few):
+            found = direct_logit_attribution(model, side, tokens=tokens, progress=False).table
+            of_heads = found[found["component"] == "head"].groupby(["layer", "head"])["contribution"].sum()
+            written.append(of_heads.to_numpy(dtype=float))
+        # The difference of both sides: what a head writes for the answer whatever the source is cancels.
+        frame["direct"] = (written[0] - written[1]) / gap[:FEW].sum()
+    except ModelError:  # its logits are not that simple
+        frame["direct"] = np.nan
+    return frame.reindex(columns=BY_HEAD).sort_values("product", ascending=False, ignore_index=True)
 
 
 def _when(model: HookedModel, pairs: PairedPrompts, gap: float) -> pd.DataFrame:
@@ -423,9 +411,8 @@ def _cost(
     random = [list(heads) for heads in matched_sets(model, named, draws, seed)]
     # Named and random sets in one call, so that all share one recorded run.
     lost, difference = ablated(model, pairs, [*(heads for _, heads in sets), *random])
-    rows = [
-        _ablation_row(what, heads, loss, pairs, difference) for (what, heads), loss in zip(sets, lost.T, strict=False)
-    ]
+    each = zip(sets, lost.T, strict=False)
+    rows = [_ablation_row(what, heads, loss, pairs, difference) for (what, heads), loss in each]
     if random:
         sizes = lost[:, len(sets) :].mean(0)
         value, (low, high) = sizes.mean(), np.quantile(sizes, [0.025, 0.975])

@@ -22,7 +22,7 @@ p-value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,18 +43,13 @@ TOO_FEW = 19
 PLACEBO_QUANTILE = 0.95
 RESAMPLES = 2000
 SPLITS = 100
-COLUMNS = (
-    *("effect", "low", "high", "placebo", "placebo_high", "p_value"),
-    *("other_ablation", "split_half", "held_out", "margin", "holds"),
-)
-Effects = Float[ndarray, " example"]
 
 
 @dataclass(frozen=True)
 class ClaimEffects:
     """The effects that a claim is judged by; NaN where a prompt has none."""
 
-    effects: Effects
+    effects: Float[ndarray, " example"]
     """Of the set, by prompt."""
     placebos: Float[ndarray, "draw example"]
     """Of sets drawn at random that are like it, on the same prompts."""
@@ -81,7 +76,7 @@ class Judgement:
     """Whether the claim holds, as a sentence, with what it does not hold by and what weakens it."""
     level: float
     """Of the interval."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
     """What weakens the claim, such as prompts that discovery and test share; the verdict ends with them."""
 
     @property
@@ -104,11 +99,7 @@ def claim_of(
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> Judgement:
-    """Judge a claim by effects that were measured.
-
-    The sentence begins with `what`, the set in words. The margin is by default the 95 % quantile of the placebos'
-    sizes; the seed is that of the bootstrap and of random halves; notes are what else is to be said.
-    """
+    """Judge a claim by effects that were measured; `what` is the set in words, notes are what else is to be said."""
     effects = _known(evidence.effects)
     if not len(effects):
         raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")
@@ -135,12 +126,11 @@ def claim_of(
     if by_signs > LARGEST_P:
         failed.append(f"signs drawn by lot give the prompts as large a mean (p = {by_signs:.2g})")
     row["holds"] = not failed
-    table = pd.DataFrame([[row[name] for name in COLUMNS]], columns=list(COLUMNS))
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
     because = "; ".join([*failed, *notes])
     verdict = f"With a margin of {row['margin']:.2g} the claim {'does not hold' if failed else 'holds'}"
     verdict += f" ({because})." if because else "."
-    return Judgement(what, table, _measured(what, row, counts, level), verdict, level, tuple(notes))
+    return Judgement(what, pd.DataFrame([row]), _measured(what, row, counts, level), verdict, level, tuple(notes))
 
 
 def notes_of_few(sets: int, are: str = "random sets are like it", advice: str = "") -> list[str]:

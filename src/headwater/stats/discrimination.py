@@ -1,4 +1,7 @@
-"""How well numbers tell two kinds of example apart, and how two numbers of the same examples go together."""
+"""How well numbers tell two kinds of example apart, and how two numbers of the same examples go together.
+
+An example counts as often as `counts` says, so that a row of counts per resample gives the number in every resample.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,7 @@ from scipy.special import ndtri
 # within strata   of the pairs of one stratum only, over all strata together
 # true positives  the largest share of positives above a threshold that at most a given share of the others is above
 #
-# Ties count half in an AUC; a threshold takes all examples of one value or none. An example counts as often as `counts`
-# says, so that a row of counts per resample gives the number in every resample.
+# Ties count half in an AUC; a threshold takes all examples of one value or none.
 
 
 Values = Shaped[ndarray, " example"]
@@ -24,7 +26,7 @@ Counts = Shaped[ndarray, "*draw example"]
 
 def auc(
     values: Values,
-    positive: Shaped[ndarray, " example"],
+    positive: Values,
     *,
     counts: Counts | None = None,
     strata: Int[ndarray, " example"] | None = None,
@@ -68,6 +70,10 @@ def auc(
     return np.asarray(_sum_of_products(counted, below) / _or_nan(pairs))
 
 
+def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
+    return np.asarray(np.einsum("...e,...e->...", one, other))
+
+
 CHANCE, BELOW = "indistinguishable from chance", "below chance"
 
 
@@ -76,12 +82,8 @@ def against_chance(low: float, high: float) -> str:
     return "" if low > 0.5 else BELOW if high < 0.5 else CHANCE
 
 
-def _sum_of_products(one: Counts, other: Counts) -> Float[ndarray, "*draw"]:
-    return np.asarray(np.einsum("...e,...e->...", one, other))
-
-
 def true_positives(
-    values: Values, positive: Shaped[ndarray, " example"], at: float, *, counts: Counts | None = None
+    values: Values, positive: Values, at: float, *, counts: Counts | None = None
 ) -> Float[ndarray, "*draw"]:
     """Return the largest true positive rate at a false positive rate of at most `at`, 0 to 1; else as `auc`.
 
@@ -116,7 +118,6 @@ def _or_nan(total: ArrayLike) -> NDArray[np.float64]:
 # Pearson   cov(x, y) / (sd(x) sd(y)), over the pairs that have both numbers
 # Spearman  the same of their ranks, equal numbers sharing their mean rank
 #
-# An example counts as often as `counts` says, so that a row of counts per resample gives the correlation in every one.
 # Ranks are those in the data: a draw repeats examples, it does not rank them anew.
 
 
@@ -124,16 +125,15 @@ FEWEST = 3
 """Two pairs always lie on a line."""
 VARIES = 1e-12
 """Spreads below this share of the numbers are rounding."""
-Numbers = Shaped[ndarray, " example"]
 
 
-def pearson(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
+def pearson(x: Values, y: Values, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
     """Return the correlation of two numbers of examples, in every draw of `counts`, or of all.
 
     NaN for fewer than three pairs, and where one of the numbers does not vary.
     """
     x, y, drawn = _pairs(x, y, counts)
-    if len(x) < FEWEST or not (_varies(x) and _varies(y)):
+    if len(x) < FEWEST or not all(one.std() > VARIES * np.abs(one).max() for one in (x, y)):
         return np.full(drawn.shape[:-1], np.nan)
     x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -145,7 +145,7 @@ def pearson(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[nd
         return np.asarray(np.clip(covariance / size, -1.0, 1.0))
 
 
-def spearman(x: Numbers, y: Numbers, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
+def spearman(x: Values, y: Values, *, counts: Counts | None = None) -> Float[ndarray, "*draw"]:
     """Return the rank correlation of two numbers; see `pearson`."""
     from scipy.stats import rankdata  # half a second: not when headwater is imported
 
@@ -163,13 +163,9 @@ def fisher_interval(r: float, n: int, level: float) -> tuple[float, float]:
 
 
 def _pairs(
-    x: Numbers, y: Numbers, counts: Counts | None
+    x: Values, y: Values, counts: Counts | None
 ) -> tuple[Float[ndarray, " pair"], Float[ndarray, " pair"], Float[ndarray, "*draw pair"]]:
     """Return the examples that have both numbers."""
     has = ~np.isnan(x) & ~np.isnan(y)
     drawn = np.ones(len(x)) if counts is None else counts
     return x[has].astype(float), y[has].astype(float), drawn[..., has].astype(float)
-
-
-def _varies(x: Float[ndarray, " pair"]) -> bool:
-    return bool(x.std() > VARIES * np.abs(x).max())

@@ -94,10 +94,7 @@ def _of_powers(
 
 
 def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
-    """Return P(at least as many hits) under permuted targets; 1 where the variance is 0.
-
-    The `permutation_moments` of each number of hits lie along a last axis of four.
-    """
+    """Return P(at least as many hits) under permuted targets, by the `permutation_moments` along the last axis."""
     mean, variance, third, step = np.moveaxis(moments, -1, 0)
     hits, mean, variance, third = hits / step, mean / step, variance / step**2, third / step**3
     third = np.clip(third, -variance, variance)
@@ -173,9 +170,9 @@ def excess_p(
 
 def q_values(p_values: Numbers) -> Numbers:
     """Return Benjamini and Hochberg's adjusted p-values over everything given; NaN stays NaN and is not counted."""
-    q = np.full_like(p_values, np.nan)
     from scipy.stats import false_discovery_control  # half a second: not when headwater is imported
 
+    q = np.full_like(p_values, np.nan)
     known = ~np.isnan(p_values)
     if known.any():
         q[known] = false_discovery_control(p_values[known])
