@@ -51,19 +51,14 @@ MAX_ACCURACY_GAP = 0.2
 
 @dataclass(frozen=True, repr=False)
 class HeadAblation(Result):
-    """What `ablate_heads` returns.
-
-    Attributes:
-        table: a row per run: `task` (the relation requested), `role` ("relation" or "control"), `removed` ("none",
-            "relation heads" or "random heads"), `draw` (of the random heads, else 0), `n_heads` removed, `accuracy`,
-            `logit_difference`, `items`.
-        heads: the relation's heads in the order of their removal: `layer, head, score`.
-        relation: its name.
-        run: what made it.
-    """
+    """What `ablate_heads` returns."""
 
     table: pd.DataFrame
+    """A row per run: `task` (the relation requested), `role` ("relation" or "control"), `removed` ("none", "relation
+    heads" or "random heads"), `draw` (of the random heads, else 0), `n_heads` removed, `accuracy`, `logit_difference`,
+    `items`."""
     heads: pd.DataFrame
+    """The relation's heads in the order of their removal: `layer, head, score`."""
     relation: str
     run: RunRecord
 
@@ -84,8 +79,8 @@ class HeadAblation(Result):
         if untouched is not None and without is not None:
             sentences.append(
                 f"{self.relation}: accuracy {untouched['accuracy']:.0%}, and {without['accuracy']:.0%} without its "
-                f"{heads}; the logit difference is "
-                f"{untouched['logit_difference']:.2f} before and {without['logit_difference']:.2f} after."
+                f"{heads}; the logit difference is {untouched['logit_difference']:.2f} before and "
+                f"{without['logit_difference']:.2f} after."
             )
         sentences.append(
             "These layers have no other heads to ablate: there is no random control."
@@ -201,7 +196,9 @@ def ablate_heads(
         gaps = {name: abs(of_it - accuracy[relation]) for name, of_it in accuracy.items() if name != relation}
         near = sorted((name for name, gap in gaps.items() if gap < MAX_ACCURACY_GAP), key=gaps.__getitem__)
         chosen = list(controls) if controls is not None else near[:MAX_CONTROLS]
-        ablations = [(relation, _sets(heads, random, size)) for size in _sizes(len(heads))]
+        # One, two, four, ..., all: the curve over the number of heads in few runs.
+        sizes = sorted({min(2**power, len(heads)) for power in range(len(heads).bit_length() + 1)})
+        ablations = [(relation, _sets(heads, random, size)) for size in sizes]
         ablations += [(control, _sets(heads, [], len(heads))) for control in chosen]
         removed: list[tuple[str, Mapping[str, Heads]]] = [(name, {"none": ()}) for name in (relation, *chosen)]
         numbers = [*(base[name] for name in (relation, *chosen)), *measured("removed", ablations)]
@@ -236,11 +233,6 @@ def _candidates(head_map: HeadMap, relation: str) -> list[str]:
     own = of.get(relation, set())
     names = [name for name in head_map.table["relation"].unique() if name != relation]
     return [name for name in names if len(own & of.get(name, set())) < MAX_OVERLAP * max(len(own), 1)]
-
-
-def _sizes(n_heads: int) -> list[int]:
-    """Return one, two, four, ..., all: the curve over the number of heads in few runs."""
-    return sorted({min(2**power, n_heads) for power in range(n_heads.bit_length() + 1)})
 
 
 def _sets(heads: Heads, random: Sequence[Heads], size: int) -> dict[str, Heads]:

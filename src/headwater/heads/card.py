@@ -74,15 +74,15 @@ class HeadCard:
     def sections(self) -> list[tuple[str, pd.DataFrame]]:
         """The tables that are shown, each with its heading, all cells as text."""
         called = int((self.relations["says"] != "").sum())
-        tables = [("Called for no relation; the nearest", _as_text(self.relations.head(AT_LEAST)))]
-        if called:
-            heading = "Relations" if called <= AT_MOST else f"Relations, the first {AT_MOST} of {called}"
-            tables = [(heading, _as_text(self.relations.head(min(called, AT_MOST))))]
+        heading = "Relations" if called <= AT_MOST else f"Relations, the first {AT_MOST} of {called}"
+        tables = [(heading, self.relations.head(min(called, AT_MOST)))]
+        if not called:
+            tables = [("Called for no relation; the nearest", self.relations.head(AT_LEAST))]
         if self.behaviour is not None:
-            tables.append(("Attends to", _as_text(self.behaviour.drop(columns=["layer", "head"]))))
+            tables.append(("Attends to", self.behaviour.drop(columns=["layer", "head"])))
         if self.writes is not None:
-            tables.append(("Writes most strongly about", _as_text(_by_source(self.writes))))
-        return tables
+            tables.append(("Writes most strongly about", _by_source(self.writes)))
+        return [(heading, table.map(_cell).astype(object)) for heading, table in tables]
 
     @property
     def use(self) -> str:
@@ -162,15 +162,9 @@ def _by_source(writes: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (_, source), of_source in writes.groupby(["rank", "source"], sort=False):
         targets = {sign: of_source.loc[of_source["sign"] == sign, "target"] for sign in SIGNS}
-        rows.append(
-            {"token": _quoted([str(source)]), "sigma": float(of_source["sigma"].iloc[0])}
-            | {sign: _quoted(tokens.tolist()) for sign, tokens in targets.items()}
-        )
+        row = {"token": repr(str(source)), "sigma": float(of_source["sigma"].iloc[0])}
+        rows.append(row | {sign: ", ".join(map(repr, tokens)) for sign, tokens in targets.items()})
     return pd.DataFrame(rows, columns=["token", "sigma", *SIGNS])
-
-
-def _as_text(table: pd.DataFrame) -> pd.DataFrame:
-    return table.map(_cell).astype(object)
 
 
 def _cell(value: Any) -> str:
@@ -184,10 +178,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return "<0.001" if 0 < value < 0.0005 else f"{value:.3f}"
     return str(value)
-
-
-def _quoted(tokens: Sequence[str]) -> str:
-    return ", ".join(map(repr, tokens))
 
 
 # Salient operations of a head: the tokens it writes most strongly about, and what it maps them to.
@@ -254,13 +244,7 @@ def salient_of_heads(
     sources: int = 15,
     targets: int = 5,
 ) -> pd.DataFrame:
-    """Return what several heads (layer, head) do to the tokens that each writes most strongly about.
-
-    The vocabulary is read once. Options are those of `salient_operations`.
-
-    Returns:
-        The rows of `salient_operations` of each head, with `layer, head` in front.
-    """
+    """Return the rows of `salient_operations` of several heads, `layer, head` in front; the vocabulary is read once."""
     checked_name("embedding", embedding, KINDS)
     sources, targets = checked_count("sources", sources), checked_count("targets", targets)
     places = [head_named(name, None, weights.shape) for name in heads]
@@ -268,7 +252,10 @@ def salient_of_heads(
         return pd.DataFrame(columns=["layer", "head", *COLUMNS])
     rows = []
     with torch.inference_mode():
-        factors = [_factors(weights, *place) for place in places]
+        factors = []
+        for layer, head in places:
+            ov = weights.ov(layer)
+            factors.append((ov.W_V[ov.value_head(head)], ov.W_O[head]))
         gains = gains_of_heads(weights, factors, embedding)
         unembedding = weights.unembedding()  # once for all heads: each reading looks through it for NaN
         for (layer, head), (W_V, W_O), of_head in zip(places, factors, gains, strict=True):
@@ -279,11 +266,6 @@ def salient_of_heads(
             ends = [logits.topk(min(targets, n_tokens), largest=largest) for largest in (True, False)]
             rows += [(layer, head, *row) for row in _rows(weights, strongest, ends)]
     return pd.DataFrame(rows, columns=["layer", "head", *COLUMNS])
-
-
-def _factors(weights: WeightSource, layer: int, head: int) -> Factors:
-    factors = weights.ov(layer)
-    return factors.W_V[factors.value_head(head)], factors.W_O[head]
 
 
 def gains_of_heads(

@@ -86,13 +86,10 @@ def head_use(
     seed: int,
     progress: bool,
 ) -> pd.DataFrame:
-    """Measure what each called head of a head map's table is worth to the running model.
+    """Return `COLUMNS` for each row of a head map's table: what its called heads are worth to the running model.
 
-    `template` is one text for all relations, or a mapping that names the relations to ask for.
-
-    Returns:
-        A frame with the index of `table` and the columns `COLUMNS`: NaN where a head was not called or its relation not
-        requested, and, but for the accuracy of 0, where no item of it was answered.
+    `template` is one text for all relations, or a mapping that names the relations to ask for. NaN where a head was not
+    called or its relation not requested, and, but for the accuracy of 0, where no item of it was answered.
     """
     called = table[table["implemented"] | table["suppressed"]]
     measured = pd.DataFrame(np.nan, index=table.index, columns=list(MEASURED))
@@ -305,10 +302,9 @@ def claim(
     run: dict[str, Any] = {"metric": metric, "seed": seed, "batch_size": batch_size, "progress": progress}
     sets = {CLAIMED: chosen} | {f"random {number}": placebo for number, placebo in enumerate(drawn)}
     swept = ablate(model, prompts, corrupted, sets=sets, values=values, **run)
-    other_effects = None
+    effects, other_effects = _effects(swept), None
     if other is not None:
         other_effects = _effects(ablate(model, prompts, corrupted, sets={CLAIMED: chosen}, values=other, **run))[0]
-    effects = _effects(swept)
     overlap: list[int] = []
     if chosen_on is not None and not (isinstance(chosen_on, list | tuple) and not len(chosen_on)):
         others = (pair.ids for pair in read_pairs(model, chosen_on, None)[0])
@@ -328,12 +324,10 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
     free = {layer: [h for h in range(n_heads) if (layer, h) not in set(heads)] for layer in range(n_layers)}
     if sum(map(len, free.values())) < len(heads):
         raise InputError(f"{len(heads)} heads are to be matched, but the model has no {len(heads)} others: lower top=.")
-    drawn_by_layer = {
-        layer: list(rng.permutation(free[layer])[:count])
-        for layer, count in Counter(layer for layer, _ in heads).items()
-    }
-    for layer, drawn in drawn_by_layer.items():
-        free[layer] = [head for head in free[layer] if head not in drawn]
+    drawn_by_layer = {}
+    for layer, count in Counter(layer for layer, _ in heads).items():
+        drawn_by_layer[layer] = list(rng.permutation(free[layer])[:count])
+        free[layer] = [head for head in free[layer] if head not in drawn_by_layer[layer]]
     matched = []
     for layer, _ in heads:
         source = layer
@@ -348,7 +342,7 @@ def layer_matched(heads: Heads, n_layers: int, n_heads: int, rng: np.random.Gene
 
 def matched_sets(model: HookedModel, chosen: Heads, n: int, seed: int) -> list[Heads]:
     """Draw different sets of as many other heads of the same layers, or of the nearest where one has too few."""
-    generator, sets = np.random.default_rng(seed), dict[tuple[tuple[int, int], ...], Heads]()
+    generator, sets = np.random.default_rng(seed), dict[Heads, Heads]()
     # Few heads have few sets of their layers: after so many draws what is there is all that is found.
     for _ in range(REDRAWS * n):
         drawn = layer_matched(chosen, model.shape.n_layers, model.shape.n_heads, generator)

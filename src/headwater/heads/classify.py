@@ -135,8 +135,8 @@ def classify_heads(
 
     def work(run: Run) -> HeadMap:
         # Below this no head is called whatever its p: the null model there is most of the price and decides nothing.
-        null_from = callable_from(threshold) if rule == "controlled" else None
-        null_from = 0.0 if every_excess else null_from
+        called_from = callable_from(threshold) if rule == "controlled" else None
+        null_from = 0.0 if every_excess else called_from
         layers = scored_layers(weights, usable, options, run, null_from=null_from)
         table = score_table(layers, [relation for relation, _ in usable])
         table = table.assign(**apply_rule(table, rule, threshold))
@@ -170,9 +170,7 @@ def head_margins(
     norm_gain: bool = False,
     device: str | torch.device | None = None,
 ) -> pd.DataFrame:
-    """Return the margin of every head and relation: how far it puts a source's target above the other targets.
-
-    The numbers are those of the column `margin` of `classify_heads`, without its hits and without its null model.
+    """Return the column `margin` of `classify_heads` alone: how far a head puts a source's target above the others.
 
     Args:
         model: a loaded model, a checkpoint folder, a GGUF file or a hub name.

@@ -130,11 +130,10 @@ class HeadComparison(Result):
     def report(self) -> list[str]:
         """Return what changed from the first model to each other, and which change is the largest."""
         first, *others = self.models
-        summary = whole_summary(self)
+        by_model = whole_summary(self).query("category == 'any'").set_index("model")
         sentences = []
         for model in others:
-            row = summary[(summary["model"] == model) & (summary["category"] == "any")].iloc[0]
-            before = summary[(summary["model"] == first) & (summary["category"] == "any")].iloc[0]
+            before, row = by_model.loc[first], by_model.loc[model]
             counts = ", ".join(f"{row[name]} {name}" for name in CHANGES)
             sentences.append(
                 f"From {first} to {model}: {before['heads']} heads classified before, {row['heads']} after; heads with "
@@ -337,38 +336,32 @@ def _changes(
     now: Bool[Tensor, "sign layer head item"], before: Bool[Tensor, "sign layer head item"], usable: Usable
 ) -> dict[str, Numbers]:
     """Count, for each sign, layer, head and relation, the sources that hit more often than before, and less often."""
-    gained, lost, sources, start = [], [], [], 0
-    for tokens, _ in usable:
+    counts: dict[str, list[Tensor]] = {"sources": [], "gained": [], "lost": []}
+    changes = (now.int() - before.int()).split([len(tokens.source) for tokens, _ in usable], dim=-1)
+    for (tokens, _), change in zip(usable, changes, strict=True):
         # Items of one source are read alike: McNemar's pairs are sources.
-        _, source = tokens.source.unique(return_inverse=True)
-        items = slice(start, start := start + len(source))
+        distinct, source = tokens.source.unique(return_inverse=True)
         # The number of each source's items that hit now, less those that hit before.
-        change = now[..., items].int() - before[..., items].int()
-        net = torch.zeros(*change.shape[:-1], int(source.max()) + 1, dtype=torch.int32).index_add_(-1, source, change)
-        gained.append((net > 0).sum(-1))
-        lost.append((net < 0).sum(-1))
-        sources.append(torch.full_like(gained[-1], tokens.distinct_sources))
-    counts = {"sources": sources, "gained": gained, "lost": lost}
+        net = torch.zeros(*change.shape[:-1], len(distinct), dtype=torch.int32).index_add_(-1, source, change)
+        counts["gained"].append((net > 0).sum(-1))
+        counts["lost"].append((net < 0).sum(-1))
+        counts["sources"].append(torch.full(net.shape[:-1], len(distinct)))
     return {name: torch.stack(count, dim=-1).double().numpy().ravel() for name, count in counts.items()}
 
 
 def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Numbers]) -> pd.DataFrame:
     """Put what changed against the first model beside a model's rows."""
-    is_first = table is first
     counts = pd.DataFrame(dict(change), index=table.index).astype({"sources": int})
     p = mcnemar_p(counts["gained"].to_numpy(), counts["lost"].to_numpy())
     tested = counts.assign(difference=table["excess"] - first["excess"], p_value=p, q_value=q_values(p))
-    if is_first:
+    if table is first:
         tested[["difference", "gained", "lost", "p_value", "q_value"]] = np.nan
     table = table.join(tested)
-    names = [
-        table["found"] & ~first["found"],
-        first["found"] & ~table["found"],
-        table["found"] & first["found"] & (table["difference"] > 0),
-        table["found"] & first["found"] & (table["difference"] < 0),
-    ]
+    now, before = table["found"], first["found"]
+    difference = table["difference"].where(now & before)
+    named = [now & ~before, before & ~now, difference > 0, difference < 0]
     discovered = table["q_value"] <= FALSE_DISCOVERY_RATE
-    change_of = np.select([discovered & name for name in names], CHANGES, default="")
+    change_of = np.select([discovered & name for name in named], CHANGES, default="")
     columns = ["model", "layer", "head", "relation", "category", "sign", "pairs", "sources", "share", "expected"]
     columns += ["excess", "found", "difference", "gained", "lost", "p_value", "q_value", "change"]
     return table.assign(change=change_of)[columns]

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -58,18 +59,14 @@ CONTEXTS = ("with_context", "without_context")
 
 @dataclass(frozen=True, repr=False)
 class DynamicScores(Result):
-    """What `dynamic_scores` returns.
-
-    Attributes:
-        table: a row per layer, head, relation and template: `category, items, static, static_suppression`, and the
-            dynamic scores `with_context, without_context, with_context_suppression, without_context_suppression`.
-        correlations: a row per relation, sign ("score", "suppression") and context ("with", "without"): `pearson, low,
-            high, heads`; NaN where a score is the same for all heads.
-        run: what made it.
-    """
+    """What `dynamic_scores` returns."""
 
     table: pd.DataFrame
+    """A row per layer, head, relation and template: `category, items, static, static_suppression`, and the dynamic
+    scores `with_context, without_context, with_context_suppression, without_context_suppression`."""
     correlations: pd.DataFrame
+    """A row per relation, sign ("score", "suppression") and context ("with", "without"): `pearson, low, high, heads`;
+    NaN where a score is the same for all heads."""
     run: RunRecord
 
     def summary(self) -> pd.DataFrame:
@@ -255,11 +252,10 @@ def correlate(table: pd.DataFrame) -> pd.DataFrame:
     for relation, scores in table.groupby("relation", sort=False):
         n_heads = len(scores[["layer", "head"]].drop_duplicates())
         for sign, suffix in (("score", ""), ("suppression", "_suppression")):
-            for context in CONTEXTS:
-                r = float(pearson(scores[f"static{suffix}"].to_numpy(), scores[f"{context}{suffix}"].to_numpy()))
-                rows.append(
-                    (relation, sign, context.removesuffix("_context"), r, *fisher_interval(r, n_heads, 0.95), n_heads)
-                )
+            for context in ("with", "without"):
+                dynamic = scores[f"{context}_context{suffix}"].to_numpy()
+                r = float(pearson(scores[f"static{suffix}"].to_numpy(), dynamic))
+                rows.append((relation, sign, context, r, *fisher_interval(r, n_heads, 0.95), n_heads))
     return pd.DataFrame(rows, columns=["relation", "sign", "context", "pearson", "low", "high", "heads"])
 
 
@@ -270,15 +266,8 @@ def laid_out(
     templates: Sequence[str],
 ) -> pd.DataFrame:
     """Lay one relation's scores out, a row per layer, template and head."""
-    n_layers, n_templates, n_heads = scores.shape[2:]
-    index = pd.MultiIndex.from_product(
-        [range(n_layers), range(n_templates), range(n_heads)], names=["layer", "place", "head"]
-    )
+    layer, template, head = (index.ravel() for index in np.indices(scores.shape[2:]))
+    columns = {"layer": layer, "head": head, "relation": relation, "template": [templates[i] for i in template]}
+    columns["items"] = prompts.template.bincount(minlength=len(templates)).numpy()[template]
     names = [f"{context}{suffix}" for context in CONTEXTS for suffix in ("", "_suppression")]
-    table = pd.DataFrame(scores.flatten(0, 1).flatten(1).T.double().numpy(), index=index, columns=names).reset_index()
-    place = table.pop("place")
-    items = prompts.template.bincount(minlength=n_templates).numpy()
-    table.insert(2, "relation", relation)
-    table.insert(3, "template", [templates[i] for i in place])
-    table.insert(4, "items", items[place])
-    return table
+    return pd.DataFrame(columns | dict(zip(names, scores.flatten(0, 1).flatten(1).double().numpy(), strict=True)))

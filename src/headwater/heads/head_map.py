@@ -113,14 +113,8 @@ class HeadMap(Result):
             InputError: an option does not exist, or `relations` are not those of the map.
         """
         tables = {AS_MAPPED: self.table}
-        if model is not None:
-            tables |= self._varied(model, relations, vary, progress)
-        return Sensitivity(heads_by_threshold(tables), self.run)
-
-    def _varied(
-        self, model: HookedModel | str | Path, relations: Relations, vary: Sequence[str], progress: bool
-    ) -> dict[str, pd.DataFrame]:
-        """The score table of each setting that differs from the map's in one option."""
+        if model is None:
+            return Sensitivity(heads_by_threshold(tables), self.run)
         names = [checked_name("vary", name, VARIED) for name in one_or_several(vary)]
         weights, base, loaded = self._weights(model), self.run.options, load_relations(relations)
         if relations_digest(loaded) != base["relations"]:
@@ -134,14 +128,13 @@ class HeadMap(Result):
         kind: Any = base["multi_token"]
         is_published = base["rule"] == "published"
         null_from = None if is_published else callable_from(float(base["threshold"]))
-        tables = {}
         for name, value in ((varied, value) for varied in names for value in others[varied]):
             options: dict[str, Any] = {**base, name: value}
             *_, usable = scored_relations(loaded, weights, options["k"], multi_token=kind, same_words=is_published)
             run, desc = Run(self.run, progress=progress), f"{name}={value}"
             layers = scored_layers(weights, usable, options, run, null_from=null_from, desc=desc)
             tables[desc] = score_table(layers, [relation for relation, _ in usable])
-        return tables
+        return Sensitivity(heads_by_threshold(tables), self.run)
 
     def summary(self) -> pd.DataFrame:
         """Return a row per relation: how many heads implement or suppress it, and its best head; see `best_heads`."""
@@ -158,7 +151,17 @@ class HeadMap(Result):
                 name: int(sum(name in listed for listed in self.categories["categories"])) for name in CATEGORIES
             },
             "embedding": sentences_of_embedding(str(self.run.options["embedding"]), self.embeddings),
-            "relations": [as_json(row) for row in each_row(whole_summary(self))],
+            "relations": [
+                {
+                    "relation": row["relation"],
+                    "category": row["category"] if isinstance(row["category"], str) else None,
+                    **{name: row[name] for name in ("pairs", "heads", "copying")},
+                    "best_sign": row["sign"],
+                    "best_head": f"{row['layer']}.{row['head']}",
+                    **{f"best_{name}": rounded(row[name]) for name in ("score", "expected", "excess")},
+                }
+                for row in each_row(whole_summary(self))
+            ],
             "left_out": self.relations.loc[~self.relations["used"], "relation"].tolist(),
         } | ({"use": use_counts(self.table)} if self.is_validated else {})
 
@@ -226,7 +229,7 @@ class HeadMap(Result):
             )
         shots, seed = checked_count("shots", shots, least=0), checked_count("seed", seed, least=0)
         asking: dict[str, Any] = {"template": template, "shots": shots, "draws": checked_repeats("draws", draws)}
-        asking |= {"seed": seed}
+        asking["seed"] = seed
         use = head_use(model, self.table, tokenized, **asking, progress=progress)
         options = describe(asking | dict(model.interventions))
         run = replace(self.run, options=self.run.options | {"validate": options})
@@ -300,10 +303,8 @@ class HeadMap(Result):
             InputError: the head or the embedding does not exist.
         """
         layer, head = head_named(layer, head, self._sizes)
-        if embedding is None:
-            embedding = self.read_by(layer)
-        weights = self._weights(model)
-        return salient_operations(weights, layer, head, embedding=embedding, sources=sources, targets=targets)
+        options: Any = {"embedding": self.read_by(layer) if embedding is None else embedding}
+        return salient_operations(self._weights(model), layer, head, sources=sources, targets=targets, **options)
 
     def salient_of(
         self,
@@ -327,12 +328,10 @@ class HeadMap(Result):
         """
         places = [(layer, head) for layer, head in dict.fromkeys(parts_of_kind("heads", heads, self._sizes))]
         weights = self._weights(model)
-        kinds = list(dict.fromkeys(self.read_by(layer) for layer, _ in places))
-        alike = {kind: [(layer, head) for layer, head in places if self.read_by(layer) == kind] for kind in kinds}
-        tables = [
-            salient_of_heads(weights, some, embedding=kind, sources=sources, targets=targets)
-            for kind, some in alike.items()
-        ]
+        tables = []
+        for kind in dict.fromkeys(self.read_by(layer) for layer, _ in places):
+            alike = [place for place in places if self.read_by(place[0]) == kind]
+            tables.append(salient_of_heads(weights, alike, embedding=kind, sources=sources, targets=targets))
         return pd.concat(tables, ignore_index=True) if tables else salient_of_heads(weights, [])
 
     def read_by(self, layer: int) -> EmbeddingName:
@@ -417,22 +416,6 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
     return best[[*about, "layer", "head", "sign", "score", "expected", "excess"]]
 
 
-def as_json(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of `best_heads` as JSON values."""
-    return {
-        "relation": row["relation"],
-        "category": row["category"] if isinstance(row["category"], str) else None,
-        "pairs": row["pairs"],
-        "heads": row["heads"],
-        "copying": row["copying"],
-        "best_sign": row["sign"],
-        "best_head": f"{row['layer']}.{row['head']}",
-        "best_score": round(row["score"], 4),
-        "best_expected": rounded(row["expected"]),
-        "best_excess": rounded(row["excess"]),
-    }
-
-
 def sentences_of(findings: Mapping[str, Any]) -> list[str]:
     """Say what the findings of a head map show."""
     labels = {name: count for name, count in findings["labels"].items() if count and name != UNCLASSIFIED}
@@ -468,8 +451,7 @@ def sentences_of(findings: Mapping[str, Any]) -> list[str]:
             "The published rule uses only the score: a head that writes the same few tokens for every source can pass "
             "too, and no control measures this."
         )
-    missing = [row["relation"] for row in findings["relations"] if not row["heads"]]
-    if missing:
+    if missing := [row["relation"] for row in findings["relations"] if not row["heads"]]:
         sentences.append(f"No head was found for: {', '.join(missing)}.")
     if findings["left_out"]:
         sentences.append(f"Too few pairs of single tokens to be scored: {', '.join(findings['left_out'])}.")

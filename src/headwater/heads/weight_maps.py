@@ -21,7 +21,7 @@ from headwater.models.loading import weights_of
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
 from headwater.models.weights import HeadWeights, WeightSource
-from headwater.options import checked_count, checked_flag, checked_name, checked_several, one_or_several
+from headwater.options import checked_count, checked_flag, checked_name, one_or_several
 from headwater.runs.analysis import Run, run_or_resume
 from headwater.runs.record import RunRecord
 from headwater.runs.result import Result, Size, each_row
@@ -138,9 +138,7 @@ def composition_scores(
         InputError: there is no such kind.
         ModelError: the model cannot be read, or has no factors of single heads.
     """
-    wanted = [
-        checked_name("kinds", kind, READERS) for kind in checked_several("kinds", one_or_several(kinds), "a list")
-    ]
+    wanted = [checked_name("kinds", kind, READERS) for kind in one_or_several(kinds)]
     chosen = tuple(kind for kind in READERS if kind in wanted) or (checked_name("kinds", kinds, READERS),)
     norm_gain = checked_flag("norm_gain", norm_gain)
     weights = weights_of(model, device)
@@ -262,12 +260,10 @@ class SingularVectors(Result):
 
     def summary(self) -> pd.DataFrame:
         """Return a row per vector and sign: `vector, sign, singular_value, share`, and the tokens of each side."""
-        rows, values = [], {one["vector"]: one for one in each_row(self.values)}
-        for (vector, sign), part in self.table.groupby(["vector", "sign"], sort=False):
-            sides = {str(side): ", ".join(tokens["token"]) for side, tokens in part.groupby("side", sort=False)}
-            value = values[int(str(vector))]
-            rows.append({"vector": vector, "sign": sign, **value, **sides})
-        return pd.DataFrame(rows).drop(columns="random_share")
+        by_side = self.table.groupby(["vector", "sign", "side"], sort=False)["token"].agg(", ".join).unstack()
+        sides = list(self.table["side"].unique())
+        values = self.values.drop(columns="random_share")
+        return by_side[sides].reset_index().merge(values)[["vector", "sign", "singular_value", "share", *sides]]
 
     def report(self) -> list[str]:
         """Return how concentrated the circuit is, and what its strongest direction does."""
@@ -333,14 +329,15 @@ def singular_vectors(
     def work(run: Run) -> SingularVectors:
         left, right = _factors(weights, layer, head, circuit, norm_gain)
         u, s, v = decomposed(left, right)
-        along = [_embedded(weights, embedding, u[:, :vectors])]
-        along.append(
-            _unembedded(weights, v[:, :vectors], norm_gain)
-            if circuit == "ov"
-            else _embedded(weights, embedding, v[:, :vectors])
-        )
+        u, v = u[:, :vectors], v[:, :vectors]
+        along = [_embedded(weights, embedding, u)]
+        if circuit == "qk":
+            along.append(_embedded(weights, embedding, v))
+        else:
+            gain, W_U = weights.final_norm_gain().double()[:, None] if norm_gain else 1.0, weights.unembedding()
+            along.append(((v * gain).to(W_U.dtype).T @ W_U)[:, : along[0].shape[1]].double())
         table = _listed(weights, dict(zip(CIRCUITS[circuit], along, strict=True)), tokens)
-        for place, (name, value) in enumerate((("layer", layer), ("head", head), ("circuit", circuit))):
+        for place, (name, value) in enumerate({"layer": layer, "head": head, "circuit": circuit}.items()):
             table.insert(place, name, [value] * len(table))
         return SingularVectors(table, _values(s, shape.d_model), run.record)
 
@@ -370,7 +367,7 @@ def _factors(
     """The two factors of a circuit of one head."""
     factors = weights.layer(layer)
     group = factors.value_head(head)
-    gain = factors.norm_gain[:, None] if norm_gain else torch.ones_like(factors.norm_gain)[:, None]
+    gain: Tensor | float = factors.norm_gain[:, None] if norm_gain else 1.0
     if circuit == "ov":
         return factors.W_V[group] * gain, factors.W_O[head]
     return factors.W_Q[head] * gain, (factors.W_K[group] * gain).T
@@ -384,16 +381,6 @@ def _embedded(weights: WeightSource, embedding: str, vectors: Float[Tensor, "d_m
         for tokens in torch.arange(known, device=vectors.device).split(PIECE)
     ]
     return torch.cat(parts).T
-
-
-def _unembedded(
-    weights: WeightSource, vectors: Float[Tensor, "d_model k"], norm_gain: bool
-) -> Float[Tensor, "k token"]:
-    """What the unembedding makes of the vectors, for every known token."""
-    known = min(len(weights.tokenizer), weights.shape.d_vocab)
-    vectors = vectors * weights.final_norm_gain().double()[:, None] if norm_gain else vectors
-    unembedding = weights.unembedding()
-    return (vectors.to(unembedding.dtype).T @ unembedding)[:, :known].double()
 
 
 def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:
@@ -419,11 +406,10 @@ def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:
     generator = torch.Generator().manual_seed(0)
     shares = []
     for _ in range(RANDOM_DRAWS):
-        left, right = (torch.randn(d_model, len(s), generator=generator) for _ in range(2))
+        left, right = (torch.randn(d_model, len(s), generator=generator).double() for _ in range(2))
         # R of both sides: the singular values of a d_model² product from d_head² numbers.
-        random = torch.linalg.svdvals(
-            torch.linalg.qr(left.double(), mode="r").R @ torch.linalg.qr(right.double(), mode="r").R.T
-        ).square()
+        R, S = (torch.linalg.qr(side, mode="r").R for side in (left, right))
+        random = torch.linalg.svdvals(R @ S.T).square()
         shares.append(random / random.sum())
     squared = s.square().cpu()
     return pd.DataFrame(
