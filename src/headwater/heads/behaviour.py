@@ -99,11 +99,11 @@ class AttentionBehaviour(Result):
 
         `on, behaviour, heads`, then `layer, head, score, expected, excess` of the head with the largest excess.
         """
-        called = self.table.groupby(["on", "behaviour"], sort=False)["called"].sum().rename("heads").reset_index()
+        called = self.table.groupby(["on", "behaviour"], sort=False)["called"].sum().astype(int).rename("heads")
         known = self.table[self.table["excess"].notna()]
         best = known.loc[known.groupby(["on", "behaviour"], sort=False)["excess"].idxmax()]
         columns = ["on", "behaviour", "layer", "head", "score", "expected", "excess"]
-        return called.astype({"heads": int}).merge(best[columns], on=["on", "behaviour"], how="inner")
+        return called.reset_index().merge(best[columns], on=["on", "behaviour"])
 
     def report(self) -> list[str]:
         """Return which behaviours heads are called by, the strongest heads, and what could not be seen."""
@@ -273,24 +273,18 @@ def _summed(
     said_once = range(n_bos, n_bos + (batch.tokens.shape[1] - n_bos) // 2) if on == "random" else None
 
     def compute(rows: range) -> dict[str, Tensor]:
-        starts = range(rows.start, rows.stop, at_once)
-        parts = [batch.rows(start, min(start + at_once, rows.stop)) for start in starts]
+        parts = [batch.rows(start, min(start + at_once, rows.stop)) for start in rows[::at_once]]
         return joined([one for part in parts for one in pattern_sums(model, part, kinds, said_once=said_once)])
 
-    starts = range(0, len(batch), SEQUENCES_PER_PIECE)
-    pieces = [range(start, min(start + SEQUENCES_PER_PIECE, len(batch))) for start in starts]
+    whole = range(len(batch))
+    pieces = [whole[start : start + SEQUENCES_PER_PIECE] for start in whole[::SEQUENCES_PER_PIECE]]
     return joined(list(run.pieces(on, pieces, compute, bar, len)))
 
 
 def joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Put the sums of several runs together: those by sequence one after the other, the others added up."""
-    names = parts[0]
-    return {
-        name: sum((part[name] for part in parts[1:]), parts[0][name])
-        if name in POSITION
-        else torch.cat([part[name] for part in parts])
-        for name in names
-    }
+    by_name = {name: [part[name] for part in parts] for name in parts[0]}
+    return {name: sum(some[1:], some[0]) if name in POSITION else torch.cat(some) for name, some in by_name.items()}
 
 
 def scored(on: str, sums: Mapping[str, Tensor], seed: int, layers: Sequence[int]) -> pd.DataFrame:
@@ -322,10 +316,8 @@ def _estimates(draws: Bootstrap, attended: Numbers, expected: Numbers, queries: 
     score, chance = attended.sum(0) / whole, expected.sum(0) / whole
     size = max(1, NUMBERS_AT_ONCE // (draws.draws + 1))
     parts = [attended[:, start : start + size] for start in range(0, attended.shape[1], size)]
-    intervals = [
-        percentile_interval(draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape))) for part in parts
-    ]
-    low, high = (np.concatenate(side) for side in zip(*intervals, strict=True))
+    ratios = (draws.ratio_of_units(part, np.broadcast_to(queries[:, None], part.shape)) for part in parts)
+    low, high = (np.concatenate(side) for side in zip(*map(percentile_interval, ratios), strict=True))
     excess = chance_corrected(score, chance)
     return {"score": score, "low": low, "high": high, "expected": chance, "excess": excess}
 
@@ -333,11 +325,9 @@ def _estimates(draws: Bootstrap, attended: Numbers, expected: Numbers, queries: 
 def named(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row per head: all that it is called by, the largest excess first, and the one that names it."""
     strongest = table[table["called"]].sort_values("excess", ascending=False, kind="stable")
-    by_head = {
-        head: tuple(dict.fromkeys(rows["behaviour"])) for head, rows in strongest.groupby(["layer", "head"], sort=False)
-    }
+    by_head = strongest.groupby(["layer", "head"], sort=False)["behaviour"].unique().to_dict()
     heads = table[["layer", "head"]].drop_duplicates(ignore_index=True)
-    behaviours = [by_head.get(head, ()) for head in heads.itertuples(index=False, name=None)]
+    behaviours = [tuple(by_head.get(head, ())) for head in heads.itertuples(index=False, name=None)]
     # A head rests on the first position where it has nothing to do: that names it only if nothing else does.
     labels = [next((name for name in found if name != RESTING), found[0] if found else NONE) for found in behaviours]
     return heads.assign(behaviours=pd.Series(behaviours, dtype=object), label=labels)

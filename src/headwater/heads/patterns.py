@@ -91,9 +91,8 @@ def attention_classes(
         for part in pattern_sums(model, batch.rows(start, min(start + SEQUENCES_AT_ONCE, sequences)), kinds):
             on += part["on"].sum(0, dtype=torch.double)
             queries += part["queries"].sum(0)
-    scores = on / queries.clamp(min=1)[:, None, None]
-    places = {name: place for place, name in enumerate(BEHAVIOURS)}
-    columns = {name: scores[places[name]].flatten().numpy() for name in ATTENTION_CLASSES}
+    scores = dict(zip(BEHAVIOURS, on / queries.clamp(min=1)[:, None, None], strict=True))
+    columns = {name: scores[name].flatten().numpy() for name in ATTENTION_CLASSES}
     table = heads_of(layers, model.shape.n_heads).assign(**columns)
     best = table[list(ATTENTION_CLASSES)]
     return table.assign(attention_class=best.idxmax(axis=1).where(best.max(axis=1) >= threshold, "none"))
@@ -130,11 +129,7 @@ def pattern_sums(
         of each; and with `said_once` `count, first, second` (layer head query key): over the sequences the number, the
         sum and the sum of squares of centred scores.
     """
-
-    def work(rows: Sequence[int]) -> dict[str, Tensor]:
-        return _sums(model, batch.rows(rows[0], rows[-1] + 1), kinds, said_once)
-
-    return in_halves(range(len(batch)), work)
+    return in_halves(range(len(batch)), lambda rows: _sums(model, batch.rows(rows[0], rows[-1] + 1), kinds, said_once))
 
 
 def _sums(model: HookedModel, batch: Batch, kinds: TokenKinds, said_once: range | None) -> dict[str, Tensor]:
@@ -348,22 +343,20 @@ def attended_keys(
 def token_kinds(model: HookedModel) -> TokenKinds:
     """Find delimiters and members of series in a model's vocabulary; without a tokenizer there are none."""
     size, tokenizer = model.shape.d_vocab, model.tokenizer
-    ordinary, delimiter = torch.zeros(2, size, dtype=torch.bool)
-    n_tokens = size if tokenizer is None else min(len(tokenizer), size)
-    ordinary[:n_tokens] = True
-    series, follows = torch.zeros(size, dtype=torch.long), torch.zeros(1, 1, dtype=torch.bool)
+    delimiter, series = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.long)
     if tokenizer is None:
-        return TokenKinds(ordinary, delimiter, series, follows)
+        return TokenKinds(~delimiter, delimiter, series, torch.zeros(1, 1, dtype=torch.bool))
+    n_tokens = min(len(tokenizer), size)
+    ordinary = torch.arange(size) < n_tokens
     ordinary[[token for token in tokenizer.all_special_ids if token < size]] = False
     # Pieces first: decoding a whole vocabulary token by token takes longer than looking for letters.
-    pieces = tokenizer.convert_ids_to_tokens(list(range(n_tokens)))
-    candidates = [
-        token
-        for token, piece in enumerate(pieces)
-        if piece is not None and not any(sign.isascii() and sign.isalnum() for sign in str(piece))
-    ]
+    pieces = enumerate(tokenizer.convert_ids_to_tokens(list(range(n_tokens))))
+    known = [(token, str(piece)) for token, piece in pieces if piece is not None]
+    candidates = [token for token, piece in known if not any(sign.isascii() and sign.isalnum() for sign in piece)]
     texts = token_strings(tokenizer, candidates)
-    delimiter[[token for token, text in zip(candidates, texts, strict=True) if _is_delimiter(text)]] = True
+    for token, text in zip(candidates, texts, strict=True):
+        signs = text.strip()
+        delimiter[token] = all(unicodedata.category(sign).startswith("P") for sign in signs) if signs else "\n" in text
     pairs = _series(tokenizer, ordinary)
     members = sorted({token for pair in pairs for token in pair})
     series[members] = torch.arange(1, len(members) + 1)
@@ -373,26 +366,14 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     return TokenKinds(ordinary, delimiter & ordinary, series, follows)
 
 
-def _is_delimiter(text: str) -> bool:
-    stripped = text.strip()
-    return all(unicodedata.category(sign).startswith("P") for sign in stripped) if stripped else "\n" in text
-
-
 def _series(tokenizer: Tokenizer, ordinary: Bool[Tensor, " d_vocab"]) -> set[tuple[int, int]]:
     """Return the pairs of tokens of which the second follows the first."""
-    pairs = {
-        (source, target)
-        for relation in load_relations(SERIES)
-        for source, targets in relation.pairs
-        for target in targets
-    }
+    listed = [pair for relation in load_relations(SERIES) for pair in relation.pairs]
+    pairs = {(source, target) for source, targets in listed for target in targets}
     words = sorted({word for pair in pairs for word in pair})
-    whole = {
-        word: ids[0]
-        for word, ids in zip(words, word_tokens(tokenizer, words), strict=True)
-        if len(ids) == 1 and ids[0] < len(ordinary) and ordinary[ids[0]]
-    }
-    return {(whole[one], whole[other]) for one, other in pairs if one in whole and other in whole}
+    tokens = dict(zip(words, word_tokens(tokenizer, words), strict=True))
+    is_whole = {word: len(ids) == 1 and ids[0] < len(ordinary) and ordinary[ids[0]] for word, ids in tokens.items()}
+    return {(tokens[one][0], tokens[other][0]) for one, other in pairs if is_whole[one] and is_whole[other]}
 
 
 def repeated_tokens(
@@ -528,11 +509,8 @@ def _bounds(joined: Float[Tensor, "d_model d_model"], d_head: int, seed: int) ->
     # Drawn on the CPU, so that a seed gives the same heads on every device.
     W_O = torch.randn(RANDOM_HEADS, d_head, d_model, generator=generator)
     W_V = torch.randn(RANDOM_HEADS, d_model, d_head, generator=generator)
-    shares = torch.cat(
-        [
-            eigenvalue_share(to_device(one, joined.device), joined, to_device(other, joined.device))
-            for one, other in zip(W_O.split(8), W_V.split(8), strict=True)
-        ]
-    )
+    parts = zip(W_O.split(8), W_V.split(8), strict=True)
+    on_device = ((to_device(one, joined.device), to_device(other, joined.device)) for one, other in parts)
+    shares = torch.cat([eigenvalue_share(one, joined, other) for one, other in on_device])
     ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=shares.dtype)
     return torch.nanquantile(shares, ends)

@@ -1,5 +1,6 @@
 """Prompts that put a relation's words in front of a model: a sentence about the source, or a task with examples."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,28 +52,24 @@ def source_prompts(
     """
     templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
-    texts, rows, source, items, places = [], [], [], [], []
-    for place, template in enumerate(templates):
-        start = template.index("{source}")
-        texts += [(place, item, start, _filled(template, word), len(word)) for item, word in enumerate(words)]
+    filled, shape = [_filled(template, word) for template in templates for word in words], model.shape
     begun = model.bos if bos is None else model.resolve_bos(bos)
-    filled, shape = [text for _, _, _, text, _ in texts], model.shape
     batch = make_batch(filled, model.tokenizer, bos=begun, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
     if batch.offsets is None:
         raise InputError(f"The tokenizer of {model.name} gives no character offsets; load its fast version.")
-    for row, (place, item, start, _, length) in enumerate(texts):
-        span = token_span(batch.offsets[row], start, start + length)
+    rows, kept = itertools.product(range(len(templates)), range(len(words))), []
+    for row, (place, item) in enumerate(rows):
+        start = templates[place].index("{source}")
+        span = token_span(batch.offsets[row], start, start + len(words[item]))
         if len(span) == 1 and batch.tokens[row, span[0]] == tokens.source[item]:
-            rows.append(row)
-            source.append(span[0])
-            items.append(item)
-            places.append(place)
-    if lacking := [template for place, template in enumerate(templates) if place not in places]:
+            kept.append((row, span[0], item, place))
+    used = {place for *_, place in kept}
+    if lacking := [template for place, template in enumerate(templates) if place not in used]:
         raise InputError(
             f"In no prompt of {lacking[0]!r} is the source one token of {tokens.relation.name}: put a space before it."
         )
-    kept = Batch(batch.tokens[rows], batch.mask[rows])
-    return SourcePrompts(kept, torch.tensor(source), torch.tensor(items), torch.tensor(places))
+    row, source, items, places = torch.tensor(kept).T
+    return SourcePrompts(Batch(batch.tokens[row], batch.mask[row]), source, items, places)
 
 
 def checked_templates(templates: str | Sequence[str]) -> list[str]:
@@ -93,7 +90,11 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     """
     _check_template(template)
     generator = np.random.default_rng(seed)
-    words = _words_of_items(model, tokens)
+    if tokens.words:
+        words = [(source, accepted[0]) for source, accepted in tokens.words]
+    else:
+        first = [accepted[0] for accepted in tokens.targets]
+        words = list(zip(_words(model, tokens.source.tolist()), _words(model, first), strict=True))
     begun, accepted = zip(*_answers(model, tokens), strict=True)
     every = {t for standing in tokens.targets for t in standing}
     texts, foils = [], []
@@ -111,14 +112,6 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
         rows = zip(batch.tokens, batch.lengths.tolist(), begun, strict=True)
         batch = model.tokenize([[*row[:length].tolist(), *before] for row, length, before in rows])
     return TaskPrompts(batch, accepted, torch.tensor(foils))
-
-
-def _words_of_items(model: HookedModel, tokens: TokenRelation) -> list[tuple[str, str]]:
-    """The source and the first accepted target of each item."""
-    if tokens.words:
-        return [(source, accepted[0]) for source, accepted in tokens.words]
-    first = [accepted[0] for accepted in tokens.targets]
-    return list(zip(_words(model, tokens.source.tolist()), _words(model, first), strict=True))
 
 
 def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

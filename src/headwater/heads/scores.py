@@ -145,10 +145,7 @@ class LayerScores:
 
 
 def suite_pairs(relations: Sequence[TokenRelation], k: Sequence[int]) -> SuitePairs:
-    """Lay relations of at least one item each out flat.
-
-    `k` says of each how many of a row's largest (or smallest) logits count as hits.
-    """
+    """Lay relations of at least one item each out flat; `k` of each of a row's largest (smallest) logits are hits."""
     # Over all relations: a head reads a word once, however many relations have it.
     sources, item_source = torch.cat([relation.source for relation in relations]).unique(return_inverse=True)
     targets = [accepted for relation in relations for accepted in relation.targets]
@@ -183,11 +180,25 @@ def score_layer(
     (many times the price of the scores), None for none. With `items` the hits of single items are returned too; all
     layers share `mean_target`, which `mean_targets` returns.
     """
+    pairs = suite.pair_source, suite.pair_target, suite.pair_k
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
-        glance = ov_blocked.first_glance(maps, suite.pair_source, suite.pair_target, suite.pair_k)
+        glance = ov_blocked.first_glance(maps, *pairs)
         # The host waits here: which pairs a glance leaves decides what is computed.
-        hits, moments = _hits_and_moments(maps, suite, glance.left.cpu(), null_from)
+        undecided = glance.left.cpu()
+        mask = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
+        if null_from is not None:
+            # Where half of the items are undecided most are hits, and each would cost the vocabulary by itself
+            # (NOTES.md): every source is paired with every target, its own included, at once.
+            mask = _shares(suite, suite.accepted(undecided)) >= max(null_from, EXPECTED_FROM)
+        # The others are decided one by one.
+        alone = undecided & ~mask[:, :, suite.item_relation[suite.pair_item]]
+        hits = ov_blocked.settle_left(maps, alone, pairs)
+        moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
+        if null_from is not None:
+            # Now from settled hits, not from the undecided pairs.
+            mask |= _shares(suite, suite.accepted(hits)) >= null_from
+            _sweep(maps, suite, mask, hits, moments)
         accepted = suite.accepted(torch.cat([hits, _beyond_copying(maps, suite, hits)]))
         shares = _shares(suite, accepted)
         # The sweep also ran where a glance could not rule the score out; what turned out lower is not reported.
@@ -204,29 +215,6 @@ def score_layer(
         )
 
 
-def _hits_and_moments(
-    maps: OVMaps, suite: SuitePairs, undecided: Bool[Tensor, "sign head pair"], null_from: float | None
-) -> tuple[Bool[Tensor, "sign head pair"], Float[Tensor, "sign head relation moment"]]:
-    """Return which pairs hit, which are suppressed, and the moments of their numbers under shuffled targets.
-
-    Pairs that the first glance leaves undecided are decided one by one. For scores from `null_from` on every source is
-    paired with every target, its own included; at once where so many pairs are undecided that this is to be expected.
-    """
-    pairs = suite.pair_source, suite.pair_target, suite.pair_k
-    mask = torch.zeros(2, maps.n_heads, len(suite.k), dtype=torch.bool)
-    if null_from is not None:
-        # Where half of the items are undecided most are hits, and each would cost the vocabulary by itself (NOTES.md).
-        mask = _shares(suite, suite.accepted(undecided)) >= max(null_from, EXPECTED_FROM)
-    alone = undecided & ~mask[:, :, suite.item_relation[suite.pair_item]]
-    hits = ov_blocked.settle_left(maps, alone, pairs)
-    moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
-    if null_from is not None:
-        # Now from settled hits, not from the undecided pairs.
-        mask |= _shares(suite, suite.accepted(hits)) >= null_from
-        _sweep(maps, suite, mask, hits, moments)
-    return hits, moments
-
-
 def mean_targets(W_U: Float[Tensor, "d_model d_vocab"], suite: SuitePairs) -> Float[Tensor, "relation d_model"]:
     """Each relation's mean target column of W_U, in float64: items count alike, and so do the targets of an item."""
     targets, weights = (to_device(one, W_U.device) for one in (suite.pair_target, suite.pair_weight))
@@ -241,10 +229,7 @@ def margins(
     own_logits: Float[Tensor, "*draw head relation"],
     mean_target: Float[Tensor, "relation d_model"],
 ) -> Float[Tensor, "*draw head relation"]:
-    """The mean lead of an item's target over the other items' targets, of sources scaled to a mean square of 1.
-
-    `own_logits` is the mean logit of an item's own targets, of sources scaled so; `mean_target` is of `mean_targets`.
-    """
+    """The mean lead of an item's target over the other items' targets: step 5; own logits are of scaled sources."""
     place, relation, scale = _scaled_pairs(maps, suite)
     # x W_V W_O u is linear in x: the weighted mean of a relation's sources goes through the head once.
     share = torch.zeros(len(suite.k), len(maps.x), dtype=torch.float64, device=scale.device)
@@ -363,8 +348,7 @@ class LayerScorer:
     def __call__(self, layer: int) -> dict[str, Tensor]:
         """Return what `LayerScores` holds of one layer, by name."""
         with torch.inference_mode():
-            maps = self.maps(layer)
-            shared = self.mean_target
+            maps, shared = self.maps(layer), self.mean_target
             scores = score_layer(maps, self.suite, null_from=self.null_from, items=self.items, mean_target=shared)
         return {name: value for name, value in vars(scores).items() if value is not None}
 
@@ -384,7 +368,7 @@ class LayerScorer:
         if self.options["norm_gain"]:
             x = x * factors.norm_gain
         W_V, W_O = self._as_stored(factors.W_V), self._as_stored(factors.W_O)
-        return OVMaps(x, W_V, W_O, self._unembedding, self._longest, self._first)
+        return OVMaps(x, W_V, W_O, *self._unembedding)
 
     def _as_stored(self, factor: Tensor) -> Tensor:
         """On a CUDA device a factor of a bfloat16 or float16 model as the model stores it: so tensor cores take it."""
@@ -392,24 +376,17 @@ class LayerScorer:
         return factor.to(self.weights.dtype) if factor.is_cuda and is_half else factor
 
     @cached_property
-    def _unembedding(self) -> Tensor:
+    def _unembedding(self) -> tuple[Tensor, float, Tensor]:
+        """What `OVMaps` takes of W_U: itself, the length of its longest column, the tokens of a first glance."""
         W_U = self.weights.unembedding()
-        if self.options["norm_gain"]:
-            return W_U * self.weights.final_norm_gain()[:, None]
-        return self._as_stored(W_U)
-
-    @cached_property
-    def _longest(self) -> float:
-        return longest_column(self._unembedding)
+        gain = self.options["norm_gain"]
+        W_U = W_U * self.weights.final_norm_gain()[:, None] if gain else self._as_stored(W_U)
+        return W_U, longest_column(W_U), first_tokens(W_U, ov_blocked.sample_size(W_U))
 
     @cached_property
     def mean_target(self) -> Float[Tensor, "relation d_model"]:
         """What all layers share of `margins`."""
-        return mean_targets(self._unembedding, self.suite)
-
-    @cached_property
-    def _first(self) -> Tensor:
-        return first_tokens(self._unembedding, ov_blocked.sample_size(self._unembedding))
+        return mean_targets(self._unembedding[0], self.suite)
 
     @cached_property
     def _raw_embeddings(self) -> Tensor:

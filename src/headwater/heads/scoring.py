@@ -22,6 +22,7 @@ published k, and the norms' gains.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,13 +77,12 @@ def compare_embeddings(
         for kind in ("mlp0", "embed+mlp0", "raw")
     }
     published = published_embedding(weights.shape)
-    if embedding is None:
-        embedding = published
     if embedding == "auto":
         best = max(agreement, key=lambda kind: agreement[kind] + LEVEL * (kind == published))
         embedding = published if pd.isna(agreement[published]) else best
-    rows = [(kind, value, kind == embedding) for kind, value in agreement.items()]
-    return embedding, pd.DataFrame(rows, columns=["embedding", "agreement", "chosen"])
+    chosen = embedding or published
+    rows = [(kind, value, kind == chosen) for kind, value in agreement.items()]
+    return chosen, pd.DataFrame(rows, columns=["embedding", "agreement", "chosen"])
 
 
 def _read(weights: WeightSource, tokens: Int[Tensor, " token"], kind: str) -> Float[Tensor, "token d_model"]:
@@ -174,26 +174,21 @@ class Sensitivity(Result):
 
 
 def heads_by_threshold(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return the table of a `Sensitivity`, from a score table for each setting, the map's own first.
-
-    Without a null model a score table has no numbers for the controlled rule.
-    """
+    """Return the table of a `Sensitivity`, from a score table for each setting, the map's own first."""
     rows, as_mapped = [], dict[tuple[str, float], pd.DataFrame]()
     for setting, table in tables.items():
-        for rule in RULES:
-            if rule != "published" and not table["q_value"].notna().any():
-                continue
-            for threshold in THRESHOLDS:
-                # The map's own rule on the map's own scores: no score is computed again for a threshold.
-                flags = apply_rule(table, rule, threshold)
-                called = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
-                called = called[["layer", "head", "category"]].drop_duplicates()
-                counts = called["category"].value_counts()
-                # The first setting is the map's own: the others are compared with what it calls here.
-                common = called.merge(as_mapped.setdefault((rule, threshold), called))
-                heads, kept = (len(one[["layer", "head"]].drop_duplicates()) for one in (called, common))
-                by_category = (int(counts.get(name, 0)) for name in CATEGORIES)
-                rows.append((setting, rule, threshold, heads, kept, *by_category))
+        # Without a null model a score table has no numbers for the controlled rule.
+        rules = RULES if table["q_value"].notna().any() else ["published"]
+        for rule, threshold in itertools.product(rules, THRESHOLDS):
+            # The map's own rule on the map's own scores: no score is computed again for a threshold.
+            flags = apply_rule(table, rule, threshold)
+            called = table[(flags["implemented"] | flags["suppressed"]) & table["category"].notna()]
+            called = called[["layer", "head", "category"]].drop_duplicates()
+            # The first setting is the map's own: the others are compared with what it calls here.
+            common = called.merge(as_mapped.setdefault((rule, threshold), called))
+            heads, kept = (len(one[["layer", "head"]].drop_duplicates()) for one in (called, common))
+            counts = called["category"].value_counts().reindex(list(CATEGORIES), fill_value=0)
+            rows.append((setting, rule, threshold, heads, kept, *counts))
     return pd.DataFrame(rows, columns=["setting", "rule", "threshold", "heads", "kept", *CATEGORIES])
 
 
@@ -278,15 +273,14 @@ def with_moments(
     Moments that are there already are not computed again.
     """
     missing = mask & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
-    missing_layers = [layer for layer in range(len(layers)) if missing[layer].any()]
+    missing_layers = missing.any(dim=(1, 2, 3)).nonzero()[:, 0].tolist()
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(missing_layers)) as bar:
         scorer = LayerScorer(weights, read_layer, suite_pairs(*zip(*usable, strict=True)), None, options)
         pieces = run.pieces("null", missing_layers, lambda layer: scorer.moments(layer, missing[layer]), bar)
         by_layer = dict(zip(missing_layers, pieces, strict=True))
     for layer, piece in by_layer.items():
-        layers[layer] = layers[layer] | {
-            name: torch.where(layers[layer][name].isnan(), piece[name], layers[layer][name]) for name in MOMENTS
-        }
+        known = layers[layer]
+        layers[layer] = known | {name: known[name].where(~known[name].isnan(), piece[name]) for name in MOMENTS}
     return layers
 
 
@@ -306,9 +300,8 @@ def hits_of(relation: Relation, weights: WeightSource, k: int | None) -> int:
 
 def published_k(relation: Relation, shape: ModelShape) -> int:
     """Return how many logits counted as a hit in the publication: by relation and vocabulary."""
-    if shape.d_vocab == LLAMA_3_VOCABULARY:
-        return 3 if relation.is_copying else 25
-    return 1 if relation.is_copying else 10
+    copying, others = (3, 25) if shape.d_vocab == LLAMA_3_VOCABULARY else (1, 10)
+    return copying if relation.is_copying else others
 
 
 def checked_scoring(k: int | None, threshold: float, embedding: str | None) -> tuple[int | None, float]:
