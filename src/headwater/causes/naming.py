@@ -35,8 +35,6 @@ from headwater.patching.components import ablate
 from headwater.patching.metrics import Metric, logit_difference
 from headwater.stats.resample import Bootstrap, interval
 
-# One relation in the running model: what is chosen on the first half of its items, and what is measured on the second.
-#
 # For a pair of prompts that differ in the source, with answer t and foil f, all logits at the last position:
 #
 # difference    logit(t) - logit(f)
@@ -168,8 +166,7 @@ def judged(
 ) -> tuple[pd.DataFrame, Float[ndarray, " draw"]]:
     """Return what share of the largest effect the head of each way of naming (`names_of`) has, on the second half.
 
-    Effects are of the heads that are named and those that may be strongest, NaN of others; a source is what its pair
-    asks for.
+    Effects are NaN of heads that are neither named nor may be strongest; a source is what its pair asks for.
 
     Returns:
         A row per way: `way, layer, head` (absent where several are named), `heads` (how many different ones), `rank` of

@@ -15,15 +15,13 @@ from headwater.causes.naming import BASELINES, NAMED, WAYS, shuffled_p
 from headwater.errors import InputError
 from headwater.options import checked_name, checked_seed
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, whole_summary
+from headwater.runs.result import Result, Size, whole_summary
 from headwater.stats.resample import Bootstrap, interval
 from headwater.stats.significance import q_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from headwater.runs.result import Size
 
 LARGEST_P = 0.05
 COLUMNS = ["relation", "category", "items", "prompt", "pairs", "gap", "gap_low", "gap_high", "accuracy", "can"]

@@ -12,7 +12,7 @@ For each relation, on items split once by source (`prompts`):
 5. the test    margin × attention names one head. Is it the one that moves most, and what share of the largest effect
                has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
 
-For one relation also: when the answer passes to the last position, who writes it, what ablation costs (below).
+For one relation also: when the answer passes to the last position, who writes it, what ablation costs.
 """
 
 from collections.abc import Mapping, Sequence

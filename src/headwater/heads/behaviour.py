@@ -1,7 +1,7 @@
 """What each head attends to, when it is run: on random tokens and on text, beside keys drawn at random.
 
-1. Random tokens, said twice, and texts (`patterns`): the share of a head's attention on the keys of each
-   behaviour, averaged over the queries that have such keys; and what as many at shuffled positions get (`patterns`).
+1. On random tokens, said twice, and on texts: the share of a head's attention on the keys of each behaviour, averaged
+   over the queries that have such keys; and what as many at shuffled positions get (`patterns`).
 2. `excess` is the chance-corrected score (score - expected) / (1 - expected). Its sequences are the unit: the interval
    is a bootstrap over them, p that of a mean this far above shuffled positions (`stats.significance.excess_p`), q holds
    false discoveries over heads, behaviours, and both kinds of sequences.

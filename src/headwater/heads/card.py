@@ -22,7 +22,7 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.heads.behaviour import AttentionBehaviour
-from headwater.heads.categories import FLAGS, PREFIXES, SAYS
+from headwater.heads.categories import SAYS, by_sign
 from headwater.models.effective_embedding import KINDS, EmbeddingName
 from headwater.models.part_names import HeadName, head_named
 from headwater.models.tokens import token_strings
@@ -122,22 +122,14 @@ class HeadCard:
 def relations_of_head(table: pd.DataFrame, layer: int, head: int) -> pd.DataFrame:
     """Return `HeadCard.relations`, from the table of a head map."""
     rows = table[(table["layer"] == layer) & (table["head"] == head)]
-    is_suppressed = rows["suppression"] > rows["score"]
-    parts = []
-    for sign, prefix in PREFIXES.items():
-        flag = FLAGS[sign]
-        columns = {name: sign if name == "score" else f"{prefix}{name}" for name in NUMBERS}
-        copies = rows["copying"] & ~rows[flag] & (is_suppressed == (sign == "suppression"))
-        part = rows[["relation", "category"]].assign(
-            says=np.where(rows[flag], SAYS[sign], np.where(copies, "copies", "")),
-            **{name: rows[column] for name, column in columns.items()},
-        )
-        if "used" in rows:
-            part = part.assign(**{name: rows[name].where(rows[flag]) for name in USE})
-        parts.append(part)
-    found = pd.concat(parts, ignore_index=True)
+    larger = np.where(rows["suppression"] > rows["score"], "suppression", "score")
+    found = by_sign(rows.assign(larger=larger))
+    copies = found["copying"] & ~found["called"] & (found["sign"] == found["larger"])
+    found["says"] = np.where(found["called"], found["sign"].map(SAYS), np.where(copies, "copies", ""))
+    use = [name for name in USE if "used" in rows]
+    found = found.assign(**{name: found[name].where(found["called"]) for name in use})
     order = np.lexsort((-found["score"], -found["excess"].fillna(-np.inf), found["says"] == ""))
-    return found.iloc[order].reset_index(drop=True)
+    return found[["relation", "category", "says", *NUMBERS, *use]].iloc[order].reset_index(drop=True)
 
 
 def behaviour_of_head(behaviour: AttentionTable, layer: int, head: int) -> pd.DataFrame:
@@ -189,9 +181,6 @@ def _cell(value: Any) -> str:
 # 2. The tokens with the largest gains are the head's salient sources.
 # 3. Each is described by the n largest entries of x_t W_V W_O W_U (what the head writes) and by the n smallest (what it
 #    suppresses).
-#
-# W_V W_O is never formed: with z = x_t W_V, |z W_O|² = z (W_O W_Oᵀ) zᵀ, and W_O W_Oᵀ is d_head × d_head. The vocabulary
-# is read in pieces, and once for any number of heads.
 
 
 SIGNS = ("writes", "suppresses")

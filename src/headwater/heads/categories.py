@@ -82,6 +82,16 @@ def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame
     return pd.DataFrame(flags | {"copying": copying[0] | copying[1]})
 
 
+def by_sign(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a score table with a row per sign: `sign, called`, and as `score, expected, excess, q_value` the sign's."""
+    parts = []
+    for sign, prefix in PREFIXES.items():
+        columns = {"called": FLAGS[sign], "score": sign}
+        columns |= {name: f"{prefix}{name}" for name in ("expected", "excess", "q_value")}
+        parts.append(table.assign(sign=sign, **{name: table[column] for name, column in columns.items()}))
+    return pd.concat(parts, ignore_index=True)
+
+
 def add_excess(table: pd.DataFrame) -> pd.DataFrame:
     """Return a score table with the columns `excess` and `suppression_excess`, each after what was expected."""
     table = table.copy()

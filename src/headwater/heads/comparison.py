@@ -1,7 +1,6 @@
 """Which heads differ between models of one shape: base and instruct, checkpoints of one training, before and after.
 
-The same head, relation by relation, in two models. Both are scored on the same items, straight from their parameters
-(`classify`); what is compared is which items hit.
+All are scored on the same items, straight from their parameters (`classify`); what is compared is which items hit.
 
 1. The relations keep the pairs that every model's tokenizer has as single tokens (`shared_relations`).
 2. Each model is classified under the controlled rule, one model and one layer at a time, and keeps the hits of its
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, FLAGS, PREFIXES, apply_rule
+from headwater.heads.categories import CATEGORIES, FALSE_DISCOVERY_RATE, apply_rule, by_sign
 from headwater.heads.relations import MultiTokenName, Relation, Relations, load_relations, shared_relations, word_tokens
 from headwater.heads.scores import score_table
 from headwater.heads.scoring import (
@@ -60,6 +59,8 @@ if TYPE_CHECKING:
 
 AnyModel: TypeAlias = HookedModel | WeightSource | str | Path
 CHANGES = ("gained", "lost", "stronger", "weaker")
+ABOUT = ("model", "layer", "head", "relation", "category", "sign", "pairs")
+FOUND = ("share", "expected", "excess", "found")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -255,7 +256,9 @@ def compare_heads(
             arguments, desc = (weights, usable[name], options, parts[name]), f"Chance for {name}"
             layers = with_moments(*arguments, scored[name], mask, desc)
             hits.append(torch.stack([layer["hits"] for layer in layers], dim=1))
-            tables.append(_signs(score_table(layers, [tokens for tokens, _ in usable[name]]), name, threshold))
+            table = score_table(layers, [tokens for tokens, _ in usable[name]])
+            table = by_sign(table.assign(**apply_rule(table, "controlled", threshold), model=name))
+            tables.append(table.rename(columns={"score": "share", "called": "found"})[[*ABOUT, *FOUND]])
         changes = [_changes(now, hits[0], usable[name]) for now, name in zip(hits, compared, strict=True)]
         table = pd.concat([_compared(table, tables[0], change) for table, change in zip(tables, changes, strict=True)])
         used = {tokens.relation.name for tokens, _ in next(iter(usable.values()))}
@@ -321,17 +324,6 @@ def _relations(
     return pd.DataFrame(rows, columns=columns)
 
 
-def _signs(table: pd.DataFrame, model: str, threshold: float) -> pd.DataFrame:
-    """Return a model's score table with a row per sign, and what the controlled rule says."""
-    table = table.assign(**apply_rule(table, "controlled", threshold))
-    parts = []
-    for sign, prefix in PREFIXES.items():
-        columns = {sign: "share", f"{prefix}expected": "expected", f"{prefix}excess": "excess", FLAGS[sign]: "found"}
-        part = table[["layer", "head", "relation", "category", "pairs", *columns]].rename(columns=columns)
-        parts.append(part.assign(model=model, sign=sign))
-    return pd.concat(parts, ignore_index=True)
-
-
 def _changes(
     now: Bool[Tensor, "sign layer head item"], before: Bool[Tensor, "sign layer head item"], usable: Usable
 ) -> dict[str, Numbers]:
@@ -362,8 +354,7 @@ def _compared(table: pd.DataFrame, first: pd.DataFrame, change: Mapping[str, Num
     named = [now & ~before, before & ~now, difference > 0, difference < 0]
     discovered = table["q_value"] <= FALSE_DISCOVERY_RATE
     change_of = np.select([discovered & name for name in named], CHANGES, default="")
-    columns = ["model", "layer", "head", "relation", "category", "sign", "pairs", "sources", "share", "expected"]
-    columns += ["excess", "found", "difference", "gained", "lost", "p_value", "q_value", "change"]
+    columns = [*ABOUT, "sources", *FOUND, "difference", "gained", "lost", "p_value", "q_value", "change"]
     return table.assign(change=change_of)[columns]
 
 

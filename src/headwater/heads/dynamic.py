@@ -156,10 +156,7 @@ def scored_prompts(
     templates: Sequence[str],
     batch_size: int,
 ) -> DynamicScores:
-    """Return the dynamic scores of prompts beside the map's static ones; each relation is a piece of the run.
-
-    `prompted` has of each relation the prompts, the items that they are of, and k.
-    """
+    """Return the dynamic scores of relations, given prompts, items and k of each, beside the map's static ones."""
     weights = open_weights(model)
     W_U = weights.unembedding()
     longest = longest_column(W_U)

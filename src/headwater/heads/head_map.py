@@ -19,7 +19,7 @@ from headwater.heads.card import (
     salient_of_heads,
     salient_operations,
 )
-from headwater.heads.categories import CATEGORIES, FLAGS, PREFIXES, SAYS, UNCLASSIFIED, label_counts
+from headwater.heads.categories import CATEGORIES, SAYS, UNCLASSIFIED, by_sign, label_counts
 from headwater.heads.causal import COLUMNS, head_use, sentences_of_use, use_counts
 from headwater.heads.prompts import TEMPLATE
 from headwater.heads.relations import MultiTokenName, Relations, TokenRelation, load_relations, tokenize_relations
@@ -397,19 +397,12 @@ def best_heads(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row per relation: how many heads implement or suppress it, and its best head.
 
     The best head is the called one with the largest excess of either sign, where a head is called; else the head with
-    the largest excess, where one was computed, else with the highest score.
-
-    Returns:
-        `relation, category, pairs, heads`; `copying`, how many heads would be called if they did not copy; and of the
-        best head `layer, head, sign` ("implements" or "suppresses") and that sign's `score, expected, excess`.
+    the largest excess, where one was computed, else with the highest score. `copying` is how many heads would be called
+    if they did not copy; `sign` is "implements" or "suppresses", and `score, expected, excess` are that sign's.
     """
-    signs = []
-    for sign, prefix in PREFIXES.items():
-        values = {"score": sign, "expected": f"{prefix}expected", "excess": f"{prefix}excess", "called": FLAGS[sign]}
-        columns = {column: table[source] for column, source in values.items()}
-        signs.append(table[["relation", "category", "pairs", "layer", "head"]].assign(sign=SAYS[sign], **columns))
-    ranked = pd.concat(signs).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
+    ranked = by_sign(table).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
     best = ranked.drop_duplicates("relation").set_index("relation").loc[table["relation"].unique()].reset_index()
+    best["sign"] = best["sign"].map(SAYS)
     for column, rows in {"heads": table["implemented"] | table["suppressed"], "copying": table["copying"]}.items():
         best[column] = best["relation"].map(table.loc[rows, "relation"].value_counts()).fillna(0).astype(int)
     about = ["relation", "category", "pairs", "heads", "copying"]

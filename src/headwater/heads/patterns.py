@@ -3,8 +3,6 @@
     score     the share of a query's attention on the behaviour's keys, averaged over the queries that have such keys
     expected  the same for as many keys, drawn at random from those that the query can see: shuffled positions
 
-TransformerLens's detector divides by all queries instead (`detector_scores`).
-
 1. The model runs on a few sequences at a time. A hook at each layer's pattern reduces it at once to sums over queries:
    of no more than one layer there is a pattern in memory.
 2. Of n keys drawn from the N that a query sees, whose attention has the mean a and the variance s², the sum has the
@@ -241,8 +239,8 @@ def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "clas
 # induction         the positions after those (Olsson et al. 2022)
 # successor         earlier positions with what follows the query's token in a series: letters, numbers, days, years
 #
-# The third, fifth and sixth are those of TransformerLens's head detector, which takes text, one prompt at a time, and
-# caches all of a model for it. Another behaviour, from anywhere, is one more row of `BEHAVIOURS`:
+# The third, fifth and sixth are those of TransformerLens's head detector. Another behaviour, from anywhere, is one more
+# row of `BEHAVIOURS`:
 #
 # BEHAVIOURS.add("two_before", Behaviour("two positions before", two_before, color="#8c5a3c", mark="X"))
 #
@@ -331,10 +329,7 @@ BEHAVIOURS.add("successor", Behaviour("earlier tokens that follow theirs in a se
 def attended_keys(
     tokens: Tokens, mask: Bool[Tensor, "batch position"], kinds: TokenKinds, *, looks_ahead: bool = False
 ) -> tuple[Bool[Tensor, "class batch query key"], Bool[Tensor, "batch query key"]]:
-    """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding.
-
-    Tokens are right-padded. With `looks_ahead` a query sees later keys too; the keys of a behaviour stay the same.
-    """
+    """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding."""
     real = mask[:, :, None] & mask[:, None]
     visible = real if looks_ahead else real.tril()
     return torch.stack([row.keys(tokens, kinds) & visible for row in BEHAVIOURS.values()]), visible
@@ -449,10 +444,7 @@ LEVEL = 0.95
 def copying_scores(
     weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None, layers: Sequence[int] | None = None
 ) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer 2"]]:
-    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie.
-
-    `embedding` is what heads from layer 1 on read. NaN of a head that writes nothing of what it reads.
-    """
+    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie."""
     scores, bounds, before = [], [], ""
     for layer in range(weights.shape.n_layers) if layers is None else layers:
         # Layer 0 reads the raw embedding; those after it share U E and the random heads.

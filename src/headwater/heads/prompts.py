@@ -1,6 +1,5 @@
 """Prompts that put a relation's words in front of a model: a sentence about the source, or a task with examples."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,8 +56,8 @@ def source_prompts(
     batch = make_batch(filled, model.tokenizer, bos=begun, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
     if batch.offsets is None:
         raise InputError(f"The tokenizer of {model.name} gives no character offsets; load its fast version.")
-    rows, kept = itertools.product(range(len(templates)), range(len(words))), []
-    for row, (place, item) in enumerate(rows):
+    kept = []
+    for row, (place, item) in enumerate(np.ndindex(len(templates), len(words))):
         start = templates[place].index("{source}")
         span = token_span(batch.offsets[row], start, start + len(words[item]))
         if len(span) == 1 and batch.tokens[row, span[0]] == tokens.source[item]:

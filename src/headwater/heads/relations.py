@@ -11,7 +11,6 @@ folder of relations holds, for each, `NAME.json` or `NAME/NAME.json` (the publis
 A table is a relation too: a data frame or a CSV or TSV file with columns source and target, a row per pair; so is a
 list of pairs, or a mapping {name: pairs or data frame}. A source with several rows has several accepted targets. Such
 a relation has the published category of its name, or the one that a column category gives all of its rows.
-
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ def _word(row: Mapping[str, object], field: str, where: str) -> str:
     return word.strip()
 
 
+SUITE = Path(str(files("headwater.heads") / "suite"))
 Pair = tuple[str, tuple[str, ...]]
 
 
@@ -178,19 +178,15 @@ def is_pairs(parts: Sequence[Any]) -> bool:
     return bool(parts) and all(isinstance(part, list | tuple) and part and isinstance(part[0], str) for part in parts)
 
 
-def _suite() -> Path:
-    return Path(str(files("headwater.heads") / "suite"))
-
-
 @cache
 def _suite_relations() -> tuple[Relation, ...]:
-    return _read_relations(_suite())
+    return _read_relations(SUITE)
 
 
 def _read_relations(path: Path) -> tuple[Relation, ...]:
     """Read a folder or file; a path that is not there may be the name of a relation of the suite."""
     if not path.exists():
-        suite_files = {file.stem: file for file in _suite().glob("*.json")}
+        suite_files = {file.stem: file for file in SUITE.glob("*.json")}
         if str(path) not in suite_files:
             hint = did_you_mean(path, suite_files, or_all=False) or " hw.load_relations() has them all, by name."
             raise InputError(
@@ -210,32 +206,36 @@ def _read_relations(path: Path) -> tuple[Relation, ...]:
 
 def _of_table(name: str, rows: NumberedRows, where: str) -> Relation:
     """Make a relation of rows: each source with its accepted targets, and the one category that all rows name."""
-    accepted: dict[str, dict[str, None]] = {}
+    pairs: list[Pair] = []
     categories: dict[str | None, None] = {}
     for number, row in rows:
         source, target = (_word(row, field, f"{where}, row {number}") for field in ("source", "target"))
-        accepted.setdefault(source, {})[target] = None
+        pairs.append((source, (target,)))
         category = row.get("category")
         categories[None if category is None else str(category)] = None
-    if not accepted:
+    if not pairs:
         raise InputError(f"{where} holds no pairs: a relation has columns source and target, with a row per pair.")
     if len(categories) > 1:
         named = ", ".join(map(str, categories))
         raise InputError(f"{where} has several categories ({named}): a relation is of one. Make a relation of each.")
-    pairs = tuple((source, tuple(targets)) for source, targets in accepted.items())
-    return Relation(name, next(iter(categories)) or PUBLISHED_CATEGORIES.get(name), pairs)
+    return _merged(name, pairs, next(iter(categories)))
 
 
 def _named(name: str, pairs: Pairs) -> Relation:
     if isinstance(pairs, pd.DataFrame):
         return _of_table(name, rows_of(pairs), f"the data frame of {name!r}")
-    accepted: dict[str, dict[str, None]] = {}
-    for source, targets in checked_pairs(name, pairs):
-        accepted.setdefault(source, {}).update(dict.fromkeys(targets))
-    if not accepted:
+    if not (checked := checked_pairs(name, pairs)):
         raise InputError(f"Relation {name!r} holds no pairs: give a list of (source, target).")
+    return _merged(name, checked)
+
+
+def _merged(name: str, pairs: Iterable[Pair], category: str | None = None) -> Relation:
+    """Make a relation of pairs: each source once, with the targets of all its pairs."""
+    accepted: dict[str, dict[str, None]] = {}
+    for source, targets in pairs:
+        accepted.setdefault(source, {}).update(dict.fromkeys(targets))
     merged = tuple((source, tuple(targets)) for source, targets in accepted.items())
-    return Relation(name, PUBLISHED_CATEGORIES.get(name), merged)
+    return Relation(name, category or PUBLISHED_CATEGORIES.get(name), merged)
 
 
 def _relation_files(folder: Path) -> Iterator[Path]:
@@ -380,14 +380,13 @@ class TokenRelation:
     def note(self) -> str:
         """Why the relation is left out, and how many of its pairs fell out for another reason than their length."""
         kept, given = len(self.targets), len(self.relation.pairs)
-        left_out = "" if self.usable else f"left out: {kept} of {given} pairs survive, {MIN_PAIRS} are needed"
-        fallen = self.dropped["reason"].value_counts()
-        counts = {
-            "repeated {} merged": fallen.get(REPEATED, 0),
-            "{} left out whose target is the token of its source": fallen.get(OWN_TARGET, 0),
-        }
-        counted = [f"{n} {what.format('pair' if n == 1 else 'pairs')}" for what, n in counts.items() if n]
-        return "; ".join(filter(None, [left_out, *counted]))
+        notes = [] if self.usable else [f"left out: {kept} of {given} pairs survive, {MIN_PAIRS} are needed"]
+        repeated, own = (int((self.dropped["reason"] == reason).sum()) for reason in (REPEATED, OWN_TARGET))
+        if repeated:
+            notes.append(f"{repeated} repeated pair{'s' * (repeated > 1)} merged")
+        if own:
+            notes.append(f"{own} pair{'s' * (own > 1)} left out whose target is the token of its source")
+        return "; ".join(notes)
 
 
 def tokenize_relations(

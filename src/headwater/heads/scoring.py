@@ -1,7 +1,6 @@
 """What classifying, comparing and varying have in common: which relations are scored, with which k, layer by layer.
 
 Which effective embedding: what heads from layer 1 on read for a token, chosen by what the first block really writes.
-
 The publication reads MLP₀(LN(E)) in every model. How near that comes to the residual stream after block 0 differs from
 model to model, and where it is far off a map of heads can come out empty. So every choice is compared with that stream,
 at the token in [BOS, token] ("layer0"), on the relations' own source tokens:
@@ -12,12 +11,9 @@ at the token in [BOS, token] ("layer0"), on the relations' own source tokens:
 which choice predicts causes on three models. "layer0" itself is not a candidate: it agrees by definition, costs a block
 and predicts no better.
 
-How much of a head map depends on its options: the heads of each category for other thresholds, rules and settings.
-
-A label is a yes or no of a number that changes smoothly: how many heads have one depends on where the line is drawn.
-The counts are those that `categories.apply_rule` would give at each threshold, from the same scores. Given the model,
-the heads are scored again, with one setting changed at a time: what later heads read (`embedding`), half and twice the
-published k, and the norms' gains.
+How much of a head map depends on its options (`Sensitivity`): a label is a yes or no of a number that changes smoothly,
+and how many heads have one depends on where the line is drawn. The counts are those that `categories.apply_rule` would
+give at each threshold, from the same scores, and from those of other settings.
 """
 
 from __future__ import annotations
@@ -202,10 +198,7 @@ Usable: TypeAlias = Sequence[tuple[TokenRelation, int]]
 
 
 def chosen_embedding(weights: WeightSource, usable: Usable, embedding: str | None) -> tuple[str, pd.DataFrame]:
-    """Return what `compare_embeddings` does for the sources of relations.
-
-    Of the published one, which None takes, a warning says where it agrees badly.
-    """
+    """Return what `compare_embeddings` does for the sources of relations; warn where the published one agrees badly."""
     sources = torch.cat([relation.source for relation, _ in usable])
     name, embeddings = compare_embeddings(weights, sources, embedding)
     if embedding is None and (embeddings.loc[embeddings["chosen"], "agreement"] < LOW).any():
@@ -268,10 +261,7 @@ def with_moments(
     mask: Bool[Tensor, "layer sign head relation"],
     desc: str,
 ) -> list[dict[str, Tensor]]:
-    """Return what `scored_layers` returned, with the moments under shuffled targets where `mask` is true.
-
-    Moments that are there already are not computed again.
-    """
+    """Return what `scored_layers` returned, with the moments under shuffled targets wherever `mask` is true."""
     missing = mask & torch.stack([torch.stack([one[name][..., 0].isnan() for name in MOMENTS]) for one in layers])
     missing_layers = missing.any(dim=(1, 2, 3)).nonzero()[:, 0].tolist()
     with LayersAhead(weights) as read_layer, run.bar(desc, "layer", len(missing_layers)) as bar:

@@ -197,10 +197,7 @@ def scores_of(writer: _Side, reader: _Side) -> Float[Tensor, "sender receiver"]:
 
 
 def null_deviation(p: np.ndarray, q: np.ndarray, d: int) -> np.ndarray:
-    """Return the standard deviation of the squared score under random rotations of d dimensions.
-
-    `p` is the writers' Σ s⁴ / (Σ s²)², `q` the readers'.
-    """
+    """Return the standard deviation of the squared score under random rotations; `p` and `q` are both `evenness`."""
     same, beside, apart = 3 / (d * (d + 2)), 1 / (d * (d + 2)), (d + 1) / ((d - 1) * d * (d + 2))
     second = p * q * same + (p * (1 - q) + (1 - p) * q) * beside + (1 - p) * (1 - q) * apart
     return np.sqrt(np.clip(second - 1 / d**2, 0, None))

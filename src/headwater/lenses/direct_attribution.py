@@ -44,7 +44,7 @@ from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
 from headwater.models.unembedding import Norm, attention_post_norm, final_norm, unembedding_head
-from headwater.models.weights import HeadWeights, LoadedWeights
+from headwater.models.weights import LoadedWeights
 from headwater.options import checked_count, checked_name, shown
 from headwater.patching.metrics import Answer, answer_ids
 from headwater.patching.prompts import Prompts, read_prompts
@@ -258,10 +258,7 @@ def _table(
     keys = ["example", *BY[by], *roles, "position"]
     # dropna=False: rows without a layer or head are parts, too.
     table = table.groupby(keys, sort=False, dropna=False)["contribution"].sum().reset_index()
-    for name in ("layer", "head"):
-        if name not in table:
-            table[name] = pd.array([None] * len(table), dtype="Int64")
-    return table[columns]
+    return table.reindex(columns=columns).astype({"layer": "Int64", "head": "Int64"})
 
 
 def _by_source(
@@ -408,19 +405,15 @@ class Contributions:
         if post_norm is not None and post_norm.bias is not None:
             constant = constant + _dot(post_norm.bias, direction).to(constant)
         columns = [heads.double(), constant.double()[:, None], mlp]
-        return columns, self._of_sources(layer, recorded, factors, along) if self.by_source else None
-
-    def _of_sources(
-        self, layer: int, recorded: dict[str, Tensor], factors: HeadWeights, along: Float[Tensor, "row d_model"]
-    ) -> Float[Tensor, "row head key"]:
-        """Return what a layer's heads contribute from each position attended to, padded to the longest prompt."""
+        if not self.by_source:
+            return columns, None
         pattern, v = (recorded[SITES[site].hook_name(layer)].to(factors.W_O) for site in ("pattern", "v"))
         read = torch.einsum("hkd,rd->rhk", factors.W_O, along)
         # The hook of v has key-value heads.
         values = v.repeat_interleave(len(factors.W_O) // v.shape[2], dim=2)
         shares = pattern.double() * torch.einsum("rshk,rhk->rhs", values.double(), read.double())
         longest = max(len(prompt) for prompt in self.prompts)
-        return torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
+        return columns, torch.nn.functional.pad(shares.cpu(), (0, longest - shares.shape[-1]))
 
     def _refuse_what_does_not_sum(self, contributions: Tensor, total: Tensor, examples: range) -> None:
         """Check that contributions sum to the logit difference, to the rounding of the model's dtype."""

@@ -109,8 +109,8 @@ class LayerPredictions(Result):
         first = layers.iloc[0]
         far = with_interval(first["kl"], first["low"], first["high"])
         sentences.append(f"Layer {first['layer']:.0f} is {far} nats from the last.")
-        if np.isfinite(layers["first"].iloc[-1]):
-            row = layers.iloc[-1]
+        row = layers.iloc[-1]
+        if np.isfinite(row["first"]):
             sentences.append(
                 f"At the last layer the requested token is the first choice at {row['first']:.0%} of the positions, "
                 f"and its median rank is {row['rank']:.0f}."
@@ -195,10 +195,11 @@ def lens(
         with run.bar("prompts", "prompt", len(read)) as bar:
             pieces = list(run.pieces("examples", batches, measure, bar, len))
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
-        table = _table(model, found, chosen, read, where, targets)
+        places = _target_table(model, where, targets)
+        table = _table(model, found, chosen, read, places)
         if isinstance(positions, Mapping):
             table = _with_roles(table, positions, read)
-        return LayerPredictions(table, _target_table(model, where, targets), run.record)
+        return LayerPredictions(table, places, run.record)
 
     return run_or_resume(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
 
@@ -266,18 +267,15 @@ def _table(
     statistics: dict[str, Tensor],
     layers: Sequence[int],
     prompts: Sequence[Prompt],
-    where: Sequence[tuple[int, ...]],
-    targets: Sequence[Tensor],
+    places: pd.DataFrame,
 ) -> pd.DataFrame:
-    """Lay the predictions out: by example, layer, position and place among the top tokens."""
+    """Lay the predictions out by example, layer, position and place among the top tokens; `places` has the targets."""
     n_layers, n_rows, k = statistics["top"].shape
-    example = np.repeat(np.arange(len(where)), [len(places) for places in where])
-    token = np.array([prompt.strings[i] for prompt, places in zip(prompts, where, strict=True) for i in places], object)
-    position = np.array([place for places in where for place in places])
+    example, position = (places[name].to_numpy() for name in ("example", "position"))
+    token = np.array([prompts[i].strings[at] for i, at in zip(example, position, strict=True)], object)
     # Each token is decoded once: layers and positions name the same few.
     used, index = np.unique(statistics["top"].numpy(), return_inverse=True)
     strings = np.array(model.token_strings(used.tolist()), dtype=object)
-    unknown = (torch.cat(list(targets)) == NONE).numpy()
     each = np.tile(np.arange(n_rows), n_layers).repeat(k)
     table = pd.DataFrame(
         {
@@ -292,10 +290,8 @@ def _table(
             "kl": statistics["kl"].double().numpy().reshape(-1).repeat(k),
         }
     )
-    table.loc[unknown[each], "rank"] = pd.NA
-    return table.iloc[np.lexsort((table["top"], table["position"], table["layer"], table["example"]))].reset_index(
-        drop=True
-    )
+    table.loc[places["target"].isna().to_numpy()[each], "rank"] = pd.NA
+    return table.sort_values(["example", "layer", "position", "top"], ignore_index=True)
 
 
 def _with_roles(table: pd.DataFrame, where: Mapping[Any, Any], prompts: Sequence[Prompt]) -> pd.DataFrame:
@@ -330,9 +326,7 @@ def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets:
 # tuned lens       h + A h + b, with the (A, b) of that layer (Belrose et al. 2023); from a folder, or given by layer
 # any function     of h and the layer
 #
-# What a lens gives goes through the model's final norm and its unembedding.
-#
-# Tuned lenses as the tuned-lens package keeps them (Belrose et al. 2023): a folder with config.json and params.pt.
+# Tuned lenses as the tuned-lens package keeps them: a folder with config.json and params.pt.
 #
 # The file holds a translator (`0.weight`, `0.bias`, `1.weight`, ...) for each of the model's blocks, and translator i
 # reads what goes *into* block i: h + A_i h + b_i. So translator i + 1 is that of the residual stream after block i,

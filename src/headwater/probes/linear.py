@@ -132,8 +132,8 @@ def linear_logits(
 
 
 def read_linear(
-    features: Float[np.ndarray, "example feature"], weight: Float[np.ndarray, " feature"], bias: float
-) -> Float[np.ndarray, " example"]:
+    features: Float[ndarray, "example feature"], weight: Float[ndarray, " feature"], bias: float
+) -> Float[ndarray, " example"]:
     """Return the same of arrays, such as `fit_linear` gives."""
     return np.asarray(linear_logits(torch.from_numpy(features), torch.from_numpy(weight), bias).numpy())
 
@@ -238,9 +238,8 @@ def grouped_folds(
 def _fit_layers(
     states: States, z: NDArray[np.int64], rows: NDArray[np.int64], C: float
 ) -> tuple[Float[Tensor, "layer d_model"], Float[Tensor, " layer"]]:
-    fitted = [fit_linear(layer.double().numpy()[rows], z[rows], C) for layer in states]
-    biases = torch.tensor([bias for _, bias in fitted], dtype=torch.float64)
-    return torch.from_numpy(np.stack([weight for weight, _ in fitted])), biases
+    weights, biases = zip(*(fit_linear(layer.double().numpy()[rows], z[rows], C) for layer in states), strict=True)
+    return torch.from_numpy(np.stack(weights)), torch.tensor(biases, dtype=torch.float64)
 
 
 def _aucs(
@@ -255,8 +254,8 @@ def _aucs(
 
 
 def fit_linear(
-    features: Float[np.ndarray, "example feature"], labels: NDArray[Any], C: float = C
-) -> tuple[Float[np.ndarray, " feature"], float]:
+    features: Float[ndarray, "example feature"], labels: NDArray[Any], C: float = C
+) -> tuple[Float[ndarray, " feature"], float]:
     """Fit a logistic regression on standardized features; return weight and bias for the features as they are.
 
     With labels of one kind only it is a constant: their share, drawn towards the middle by half an example.
@@ -276,10 +275,8 @@ def fit_linear(
     return weight, float(fitted.intercept_[0] - weight @ mean)
 
 
-@functools.cache
-def _threads() -> ThreadpoolController:
-    """The libraries of linear algebra in this process: looking for them takes as long as a small fit."""
-    return ThreadpoolController()
+_threads = functools.cache(ThreadpoolController)
+"""The libraries of linear algebra in this process: looking for them takes as long as a small fit."""
 
 
 # The states that a probe is fitted on, whatever they were given as: `row feature` by layer.

@@ -7,7 +7,7 @@ Hewitt & Liang, "Designing and Interpreting Probes with Control Tasks", EMNLP 20
 3. A control task has the same states and labels drawn at random, one per type (`types`): what a probe reads there it
    has learned by heart. selectivity = accuracy - accuracy on the control task, the mean of several draws.
 
-Logits of rows from probes that saw neither the row nor its group, with the penalty chosen without them.
+The probe of a row, with the penalty chosen without the row's fold:
 
 1. Rows are dealt into folds by group (`linear.grouped_folds`): no group is on both sides of a split.
 2. For each fold, the rows outside it are dealt into inner folds the same way; the strength of the penalty is the one
@@ -137,8 +137,7 @@ class ProbeFit(Result):
 
     def summary(self) -> pd.DataFrame:
         """Return the table by layer, without the ends of the intervals of accuracy."""
-        left_out = ["accuracy_low", "accuracy_high"]
-        return self.table.drop(columns=left_out)
+        return self.table.drop(columns=["accuracy_low", "accuracy_high"])
 
     @property
     def best(self) -> int:
@@ -373,22 +372,22 @@ def _of_layer(
 def _numbers(piece: Mapping[str, Tensor], task: _Task) -> dict[str, float]:
     """Measure one layer."""
     arrays = {name: tensor.numpy() for name, tensor in piece.items()}
-    labels = task.labels
+    labels, draws = task.labels, task.draws
     right = _right(arrays["logit"], labels)
-    draws = task.draws
-    aucs = draws.apply(lambda counts: auc(arrays["logit"], labels, counts=counts, strata=arrays["fold"]))
-    measured = {"auc": interval(aucs, task.level), "accuracy": interval(draws.mean(right), task.level)}
-    numbers = {"majority": float(max(labels.mean(), 1 - labels.mean())), "control_auc": np.nan}
-    control = np.full_like(right, np.nan)
+    control, control_auc = np.full_like(right, np.nan), np.nan
     if len(arrays["control_logit"]):
         tasks = list(zip(arrays["control_logit"], arrays["control_label"], arrays["control_fold"], strict=True))
-        numbers["control_auc"] = float(np.mean([auc(logit, drawn, strata=fold) for logit, drawn, fold in tasks]))
+        control_auc = float(np.mean([auc(logit, drawn, strata=fold) for logit, drawn, fold in tasks]))
         control = np.mean([_right(logit, drawn) for logit, drawn, _ in tasks], axis=0)
-    numbers["control_accuracy"] = float(control.mean())
-    measured["selectivity"] = interval(draws.mean(right - control), task.level)
-    for name, found in measured.items():
-        numbers |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
-    return numbers
+
+    def bounded(name: str, estimates: Float[ndarray, " draw"]) -> dict[str, float]:
+        return dict(zip((name, f"{name}_low", f"{name}_high"), interval(estimates, task.level), strict=True))
+
+    aucs = draws.apply(lambda counts: auc(arrays["logit"], labels, counts=counts, strata=arrays["fold"]))
+    numbers = bounded("auc", aucs) | bounded("accuracy", draws.mean(right))
+    numbers |= {"majority": float(max(labels.mean(), 1 - labels.mean()))}
+    numbers |= {"control_auc": control_auc, "control_accuracy": float(control.mean())}
+    return numbers | bounded("selectivity", draws.mean(right - control))
 
 
 def _right(logits: Float[ndarray, " row"], labels: Shaped[ndarray, " row"]) -> Float[ndarray, " row"]:
@@ -396,33 +395,16 @@ def _right(logits: Float[ndarray, " row"], labels: Shaped[ndarray, " row"]) -> F
     return np.where(logits == 0, 0.5, (logits > 0) == (labels == 1))
 
 
-COLUMNS = (
-    "layer", "rows", "groups", "auc", "auc_low", "auc_high", "accuracy", "accuracy_low", "accuracy_high", "majority",
-    "control_auc", "control_accuracy", "selectivity", "selectivity_low", "selectivity_high",
-)  # fmt: skip
-
-
 def _result(states: GivenStates, task: _Task, pieces: Sequence[Mapping[str, Tensor]], run: RunRecord) -> ProbeFit:
     sizes = {"rows": states.rows, "groups": len(set(task.groups))}
-    measured = [
-        {"layer": layer} | sizes | _numbers(piece, task) for layer, piece in zip(states.layers, pieces, strict=True)
-    ]
-    predictions = [
-        pd.DataFrame(
-            {
-                "layer": layer,
-                "row": np.arange(states.rows),
-                "group": [one if isinstance(one, str | int) else str(one) for one in task.groups],
-                "label": task.labels,
-                "fold": piece["fold"].numpy(),
-                "logit": piece["logit"].numpy(),
-                "C": piece["C"].numpy(),
-            }
-        )
-        for layer, piece in zip(states.layers, pieces, strict=True)
-    ]
+    groups = [one if isinstance(one, str | int) else str(one) for one in task.groups]
+    measured, predictions = [], []
+    for layer, piece in zip(states.layers, pieces, strict=True):
+        measured.append({"layer": layer} | sizes | _numbers(piece, task))
+        about = {"layer": layer, "row": np.arange(states.rows), "group": groups, "label": task.labels}
+        predictions.append(pd.DataFrame(about | {name: piece[name].numpy() for name in ("fold", "logit", "C")}))
     return ProbeFit(
-        table=pd.DataFrame(measured)[list(COLUMNS)],
+        table=pd.DataFrame(measured),
         predictions=pd.concat(predictions, ignore_index=True),
         weight=torch.stack([piece["weight"] for piece in pieces]),
         bias=torch.stack([piece["bias"] for piece in pieces]),

@@ -136,10 +136,7 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
 
 
 def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
-    """Two-sided exact p of McNemar's test (1947) on paired yes and no: 1 where nothing was gained or lost.
-
-    `gained` are the numbers of items that are yes now and were no before, of any shape.
-    """
+    """Two-sided exact p of McNemar's test (1947): `gained` items are yes now and were no before, of any shape."""
     changed = gained + lost
     tail = bdtr(np.minimum(gained, lost), np.maximum(changed, 1).astype(int), 0.5)
     return np.where(changed > 0, np.minimum(2 * tail, 1.0), 1.0)
