@@ -71,32 +71,23 @@ class HeadAblation(Result):
         """Return what removing the relation's heads costs, beside random heads and on the controls."""
         rows = {(row["role"], row["removed"], row["n_heads"]): row for row in whole_summary(self).to_dict("records")}
         n_heads = len(self.heads)
-        untouched = rows.get(("relation", "none", 0))
-        kinds = ("relation", "relation heads"), ("relation", "random heads"), ("control", "relation heads")
-        without, random, control = (rows.get((*kind, n_heads)) for kind in kinds)
-        heads = f"{n_heads} head" + "s" * (n_heads != 1)
-        sentences = []
-        if untouched is not None and without is not None:
-            sentences.append(
-                f"{self.relation}: accuracy {untouched['accuracy']:.0%}, and {without['accuracy']:.0%} without its "
-                f"{heads}; the logit difference is {untouched['logit_difference']:.2f} before and "
-                f"{without['logit_difference']:.2f} after."
-            )
-        sentences.append(
-            "These layers have no other heads to ablate: there is no random control."
-            if random is None
-            else f"Without as many random heads of the same layers: accuracy {random['accuracy']:.0%}, logit "
-            f"difference {random['logit_difference']:.2f} (means over draws)."
-        )
-        if control is None:
+        untouched, without = rows["relation", "none", 0], rows["relation", "relation heads", n_heads]
+        random = rows["relation", "random heads", n_heads]
+        sentences = [
+            f"{self.relation}: accuracy {untouched['accuracy']:.0%}, and {without['accuracy']:.0%} without its "
+            f"{n_heads} head{'s' * (n_heads != 1)}; the logit difference is {untouched['logit_difference']:.2f} before "
+            f"and {without['logit_difference']:.2f} after.",
+            f"Without as many random heads of the same layers: accuracy {random['accuracy']:.0%}, logit "
+            f"difference {random['logit_difference']:.2f} (means over draws).",
+        ]
+        if (control := rows.get(("control", "relation heads", n_heads))) is None:
             sentences.append(
                 "No other relation serves as a control: it is unknown whether the loss is specific to this relation."
             )
         else:
-            before = rows[("control", "none", 0)]
             sentences.append(
-                f"On control relations the same removal takes the accuracy from {before['accuracy']:.0%} to "
-                f"{control['accuracy']:.0%} (means)."
+                "On control relations the same removal takes the accuracy from "
+                f"{rows['control', 'none', 0]['accuracy']:.0%} to {control['accuracy']:.0%} (means)."
             )
         return sentences
 

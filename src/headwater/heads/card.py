@@ -281,7 +281,7 @@ def gains_of_heads(
 def _rows(
     weights: WeightSource, strongest: torch.return_types.topk, ends: list[torch.return_types.topk]
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield what `COLUMNS` name of the strongest sources and both ends of their maps, by source, sign and place."""
+    """Yield `COLUMNS` of the strongest sources and both ends of their maps, by source, sign and place."""
     values, ids = strongest.values.tolist(), strongest.indices.tolist()
     for index, word in enumerate(token_strings(weights.tokenizer, ids)):
         for sign, (logits, tokens) in zip(SIGNS, ends, strict=True):

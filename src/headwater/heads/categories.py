@@ -83,7 +83,7 @@ def apply_rule(table: pd.DataFrame, rule: str, threshold: float) -> pd.DataFrame
 
 
 def by_sign(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a score table with a row per sign: `sign, called`, and as `score, expected, excess, q_value` the sign's."""
+    """Return a score table with a row per sign: `sign, called`, and `score, expected, excess, q_value` of the sign."""
     parts = []
     for sign, prefix in PREFIXES.items():
         columns = {"called": FLAGS[sign], "score": sign}

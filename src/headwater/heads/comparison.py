@@ -202,8 +202,7 @@ def compare_heads(
         threshold: the chance-corrected score from which on a head implements a relation.
         embedding: what heads from layer 1 on read for a token, as in `classify_heads`; by default "auto", which is
             decided on the first model.
-        multi_token: by default words of several tokens fall out. "first" lets the first token represent a word,
-            "distinguishing" for a target the first one that no other target of the relation has (`relation_tokens`).
+        multi_token: what represents words of several tokens, as in `classify_heads`; by default they fall out.
         norm_gain: fold the norms' gains into what heads read and write, as in `classify_heads`.
         device: where checkpoints are scored, as "cpu" or "cuda"; default: a CUDA device if there is one, else the CPU.
         progress: show a bar for each model.

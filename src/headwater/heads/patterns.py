@@ -32,7 +32,7 @@ from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel
 from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, sites_named
-from headwater.models.tokens import Batch, Tokenizer, token_strings
+from headwater.models.tokens import Batch, token_strings
 from headwater.models.weights import WeightSource
 from headwater.options import checked_count, checked_number, checked_seed, shown
 from headwater.progress import Bar
@@ -352,23 +352,18 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     for token, text in zip(candidates, texts, strict=True):
         signs = text.strip()
         delimiter[token] = all(unicodedata.category(sign).startswith("P") for sign in signs) if signs else "\n" in text
-    pairs = _series(tokenizer, ordinary)
+    listed = [pair for relation in load_relations(SERIES) for pair in relation.pairs]
+    named = {(source, target) for source, targets in listed for target in targets}
+    words = sorted({word for pair in named for word in pair})
+    ids = dict(zip(words, word_tokens(tokenizer, words), strict=True))
+    whole = {word for word in words if len(ids[word]) == 1 and ids[word][0] < size and ordinary[ids[word][0]]}
+    pairs = {(ids[one][0], ids[other][0]) for one, other in named if one in whole and other in whole}
     members = sorted({token for pair in pairs for token in pair})
     series[members] = torch.arange(1, len(members) + 1)
     follows = torch.zeros(len(members) + 1, len(members) + 1, dtype=torch.bool)
     for one, other in pairs:
         follows[series[one], series[other]] = True
     return TokenKinds(ordinary, delimiter & ordinary, series, follows)
-
-
-def _series(tokenizer: Tokenizer, ordinary: Bool[Tensor, " d_vocab"]) -> set[tuple[int, int]]:
-    """Return the pairs of tokens of which the second follows the first."""
-    listed = [pair for relation in load_relations(SERIES) for pair in relation.pairs]
-    pairs = {(source, target) for source, targets in listed for target in targets}
-    words = sorted({word for pair in pairs for word in pair})
-    tokens = dict(zip(words, word_tokens(tokenizer, words), strict=True))
-    is_whole = {word: len(ids) == 1 and ids[0] < len(ordinary) and ordinary[ids[0]] for word, ids in tokens.items()}
-    return {(tokens[one][0], tokens[other][0]) for one, other in pairs if is_whole[one] and is_whole[other]}
 
 
 def repeated_tokens(

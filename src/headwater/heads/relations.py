@@ -333,15 +333,15 @@ def _shown(value: object) -> str:
 #
 # - a pair that says again, token for token, what an earlier one says;
 # - outside copying relations, a pair whose only target is the source's own token. A head that copies hits it, and words
-#   of several tokens may well begin alike. The published rule keeps those whose two words are the same (cut, cut).
+#   of several tokens may well begin alike. The published rule keeps those of the same two words (`same_words`).
 #
 # A relation is used when at least 30 pairs survive.
 #
-# `multi_token` says what represents words of several tokens. "first" is their first token; many begin alike, and then
-# it says little of the word. "distinguishing" is for targets alone, sources stay single tokens: the first token of the
-# target that is in no target which the item does not accept ("York" of "New York" beside "New Delhi", however each is
-# cut), and, outside copying relations, not the source's own token. A target of one token represents itself; a target
-# without such a token falls out.
+# `multi_token` says what represents words of several tokens. "first" is their first token that is more than the space;
+# many begin alike, and then it says little of the word. "distinguishing" is for targets alone, sources stay single
+# tokens: the first token of the target that is in no target which the item does not accept ("York" of "New York" beside
+# "New Delhi", however each is cut), and, outside copying relations, not the source's own token. A target of one token
+# represents itself; a target without such a token falls out.
 #
 # The same relations so mean different items on different models; `relation_coverage` counts what survives of each.
 
@@ -396,12 +396,7 @@ def tokenize_relations(
     multi_token: MultiTokenName | None = None,
     same_words: bool = False,
 ) -> tuple[TokenRelation, ...]:
-    """Turn words into token ids, and say which pairs fall out; all relations are kept, however few of theirs survive.
-
-    `multi_token=None` drops a word of several tokens; "first" keeps its first token that is more than the space,
-    "distinguishing", of targets, the first token that tells them from all others, as the module says. `same_words`
-    keeps, as the published rule does, pairs of a word with itself also outside copying relations.
-    """
+    """Turn words into token ids, and say which pairs fall out; all relations are kept, however few pairs survive."""
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
     relations = tuple(relations)
@@ -413,10 +408,7 @@ def tokenize_relations(
         most = 1 if multi_token == "first" else None
         tokens = {word: [token for token in ids if token not in spaces][:most] for word, ids in tokens.items()}
     telling = multi_token == "distinguishing"
-    return tuple(
-        _tokenize(relation, tokens, _holders(relation, tokens) if telling else None, same_words)
-        for relation in relations
-    )
+    return tuple(_tokenize(relation, tokens, telling, same_words) for relation in relations)
 
 
 def shared_relations(
@@ -456,24 +448,19 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 
-def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[int, set[str]]:
-    """Return of each token the targets of the relation that hold it."""
-    holders: dict[int, set[str]] = {}
-    for target in {target for _, accepted in relation.pairs for target in accepted}:
+def _tokenize(
+    relation: Relation, tokens: Mapping[str, Sequence[int]], telling: bool, same_words: bool
+) -> TokenRelation:
+    """Tokenize one relation; with `telling` a target of several tokens is represented by one that tells it apart."""
+    holders: dict[int, set[str]] = {}  # of each token the targets that hold it
+    for target in {target for _, accepted in relation.pairs for target in accepted} if telling else ():
         for token in tokens[target]:
             holders.setdefault(token, set()).add(target)
-    return holders
-
-
-def _tokenize(
-    relation: Relation, tokens: Mapping[str, Sequence[int]], holders: Mapping[int, set[str]] | None, same_words: bool
-) -> TokenRelation:
-    """Tokenize one relation; `holders` is None where only targets of one token are taken."""
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
     dropped = []
     for source, accepted in relation.pairs:
-        targets, reason = _targets(relation, source, accepted, tokens, holders, same_words)
+        targets, reason = _targets(relation, source, accepted, tokens, holders if telling else None, same_words)
         item = (tokens[source][0], frozenset(targets)) if targets else None
         if item is None or item in items:
             dropped.append((source, " | ".join(accepted), reason or REPEATED))
@@ -526,8 +513,7 @@ def relation_coverage(
     Args:
         relations: what represents relations (`load_relations`); a row each, in their order.
         tokenizer: the model's tokenizer.
-        multi_token: None drops a word of several tokens; "first" keeps its first token, "distinguishing" of targets
-            the first that no other target has.
+        multi_token: what represents words of several tokens, as in `classify_heads`; None drops them.
 
     Returns:
         relation, category, items (pairs the relation has), kept, dropped, usable (whether enough are kept for a

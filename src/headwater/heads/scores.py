@@ -73,15 +73,15 @@ class SuitePairs:
         return self.item_source[self.pair_item]
 
     @cached_property
-    def pair_k(self) -> Int[Tensor, " pair"]:
-        """The k of each pair's relation."""
-        return self.k[self.item_relation[self.pair_item]]
+    def pair_relation(self) -> Int[Tensor, " pair"]:
+        """The relation of each pair."""
+        return self.item_relation[self.pair_item]
 
     @cached_property
     def pair_weight(self) -> Float[Tensor, " pair"]:
         """What a pair counts in its relation's mean: items alike, and the targets of an item alike; in float64."""
         per_item = self.pair_item.bincount().double()[self.pair_item]
-        return 1 / (per_item * self.items[self.item_relation[self.pair_item]])
+        return 1 / (per_item * self.items[self.pair_relation])
 
     @cached_property
     def items(self) -> Int[Tensor, " relation"]:
@@ -118,7 +118,7 @@ class SuitePairs:
     @cached_property
     def _lengths(self) -> list[list[int]]:
         """How many items, and how many pairs, each relation has."""
-        pairs = self.item_relation[self.pair_item].bincount(minlength=len(self.k))
+        pairs = self.pair_relation.bincount(minlength=len(self.k))
         return torch.stack([self.items, pairs]).tolist()
 
 
@@ -175,7 +175,7 @@ def score_layer(
     (many times the price of the scores), None for none. With `items` the hits of single items are returned too; all
     layers share `mean_target`, which `mean_targets` returns.
     """
-    pairs = suite.pair_source, suite.pair_target, suite.pair_k
+    pairs = suite.pair_source, suite.pair_target, suite.k[suite.pair_relation]
     with torch.inference_mode(), full_float32():
         mean_target = mean_targets(maps.W_U, suite) if mean_target is None else mean_target
         glance = ov_blocked.first_glance(maps, *pairs)
@@ -187,7 +187,7 @@ def score_layer(
             # (NOTES.md): every source is paired with every target, its own included, at once.
             mask = _shares(suite, suite.accepted(undecided)) >= max(null_from, EXPECTED_FROM)
         # The others are decided one by one.
-        alone = undecided & ~mask[:, :, suite.item_relation[suite.pair_item]]
+        alone = undecided & ~mask[:, :, suite.pair_relation]
         hits = ov_blocked.settle_left(maps, alone, pairs)
         moments = torch.full((*mask.shape, 4), torch.nan, dtype=torch.float64)
         if null_from is not None:
@@ -245,7 +245,7 @@ def _own_means(maps: OVMaps, suite: SuitePairs, logits: Float[Tensor, "head pair
 def _scaled_pairs(maps: OVMaps, suite: SuitePairs) -> tuple[Tensor, Tensor, Tensor]:
     """Return the source and the relation of each pair, and what it counts, divided by the size of its source."""
     device = maps.x.device
-    place, relation = to_device_many([suite.pair_source, suite.item_relation[suite.pair_item]], device)
+    place, relation = to_device_many([suite.pair_source, suite.pair_relation], device)
     return place, relation, to_device(suite.pair_weight, device) / maps.x.double().square().mean(1).sqrt()[place]
 
 

@@ -73,11 +73,10 @@ class DirectAttribution(Result):
 
     table: pd.DataFrame
     """A row per example, part and position: `example, component, layer, head, position, contribution` (logits).
-    `component` is embed, head, mlp, bias, or mixer (what a layer without heads adds in their place); `layer` and
-    `head` are `<NA>` where a row is of none or of all; `position`
-    is where the logits are read, and with `by="position"` of a head where it attends to. With several positions read a
-    contribution is its share of their mean. Where positions are named by role, `role` says which, and
-    means are of each role by itself."""
+    `component` is embed, head, mlp, bias, or mixer (what a layer without heads adds in their place); `layer` and `head`
+    are `<NA>` where a row is of none or of all; `position` is where the logits are read, and with `by="position"` of a
+    head where it attends to. With several positions read a contribution is its share of their mean. Where positions are
+    named by role, `role` says which, and means are of each role by itself."""
     totals: pd.DataFrame
     """A row per example: `example, correct, wrong` (token ids), `logit_difference` (before a soft cap)."""
     run: RunRecord
