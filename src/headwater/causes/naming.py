@@ -29,6 +29,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from headwater.causes.prompts import PairedPrompts
+from headwater.heads.causal import Head
 from headwater.models.hooked import HookedModel
 from headwater.models.positions import Place
 from headwater.patching.components import ablate
@@ -42,9 +43,6 @@ from headwater.stats.resample import Bootstrap, interval
 # effect        of a head: how much of the difference goes when its z at the last position is the corrupted run's
 # share         mean effect / mean gap
 # attention     of a head from the last position to the source, mean over clean prompts
-
-
-Head = tuple[int, int]
 
 
 def metric_of(pairs: PairedPrompts) -> Metric:

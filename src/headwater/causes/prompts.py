@@ -14,7 +14,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 
 import numpy as np
@@ -62,8 +62,8 @@ class PairedPrompts:
 
     def few(self, n: int) -> "PairedPrompts":
         """Return the first pairs alone."""
-        cut = {name: getattr(self, name)[:n] for name in ("clean", "corrupted", "answer", "foil", "accepted", "item")}
-        return PairedPrompts(source=self.source, **cut)
+        cut = {name: part[:n] for name, part in vars(self).items() if name != "source"}
+        return replace(self, **cut)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -223,11 +223,8 @@ def halves_of(tokens: TokenRelation, seed: int) -> tuple[list[int], list[int]]:
 
 
 def paired(prompts: SourcePrompts, tokens: TokenRelation, items: Sequence[int], n: int) -> PairedPrompts:
-    """Pair each item, n at most, with the next one, in a ring, that shares no accepted target with it.
-
-    Prompts of another length than most are left out.
-    """
-    # The same number of tokens on both sides of the source, so that the prompts of a pair align.
+    """Pair each item, n at most, with the next one, in a ring, that shares no accepted target with it."""
+    # The same number of tokens on both sides of the source as most have, so that the prompts of a pair align.
     places = list(zip(prompts.source.tolist(), prompts.batch.lengths.tolist(), strict=True))
     usual = Counter(places).most_common(1)[0][0]
     row_of = {item: row for row, item in enumerate(prompts.item.tolist()) if places[row] == usual}

@@ -31,7 +31,6 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.causes.naming import (
     Choice,
-    Head,
     ablated,
     attention_to_source,
     both_sides,
@@ -56,7 +55,7 @@ from headwater.causes.prompts import (
 )
 from headwater.causes.results import Evidence, EvidenceSuite
 from headwater.errors import InputError, ModelError
-from headwater.heads.causal import matched_sets
+from headwater.heads.causal import Head, matched_sets
 from headwater.heads.classify import classify_heads, layer_margins
 from headwater.heads.prompts import checked_templates
 from headwater.heads.relations import Relations, TokenRelation, load_relations, tokenize_relations

@@ -45,10 +45,7 @@ class TaskPrompts:
 def source_prompts(
     model: HookedModel, tokens: TokenRelation, templates: Sequence[str], *, bos: Bos = None
 ) -> SourcePrompts:
-    """Put each source into each template; a row whose tokenizer splits or joins the source there is left out.
-
-    Texts begin with `bos`, as in `hw.load`; None: as the model's texts do.
-    """
+    """Put each source into each template; a row whose tokenizer splits or joins the source there is left out."""
     templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
     filled, shape = [_filled(template, word) for template in templates for word in words], model.shape
@@ -85,7 +82,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     """Ask for each item's target, after some other items with theirs.
 
     A target of several tokens is asked for by the one that represents it: the prompt ends with those before it, of the
-    item's first target where there are several. The seed is that of examples and foils.
+    item's first target where there are several.
     """
     _check_template(template)
     generator = np.random.default_rng(seed)

@@ -414,10 +414,7 @@ def tokenize_relations(
 def shared_relations(
     relations: Iterable[Relation], tokenizers: Sequence[Any], *, multi_token: MultiTokenName | None = None
 ) -> tuple[Relation, ...]:
-    """Return the relations with the pairs, and of each the targets, that survive for every one of several tokenizers.
-
-    All relations are kept, however few of their pairs survive; `multi_token` is that of `tokenize_relations`.
-    """
+    """Return the relations with the pairs, and of each the targets, that survive for every one of the tokenizers."""
     # Until nothing changes: a pair that falls out changes which tokens tell targets apart.
     shared, before = tuple(relations), None
     while shared != before:

@@ -61,8 +61,7 @@ def compare_embeddings(
     """Compare what heads could read for some tokens with what the first block writes, and choose.
 
     `embedding` is "auto" for the best one, None for the published one, or the name of one. Returned are the chosen one,
-    and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed) and `chosen`. Where
-    "layer0" was chosen no row is.
+    and a row per embedding but "layer0": `embedding, agreement` (NaN where it cannot be computed) and `chosen`.
     """
     tokens = tokens.unique()
     # Evenly spaced ids: low ones are frequent words, and the first 512 would be these alone.

@@ -189,10 +189,7 @@ def fit_probes(
 def with_halves(
     probes: Probes, states: States, z: ArrayLike, groups: Sequence[Hashable], half: NDArray[np.int64], C: float = C
 ) -> Probes:
-    """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half.
-
-    All rows of a group have the same half; else as in `fit_probes`.
-    """
+    """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half."""
     wrong = np.asarray(z, dtype=np.int64)
     folds = []
     for side in (0, 1):

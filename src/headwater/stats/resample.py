@@ -63,13 +63,10 @@ class Bootstrap:
         seed: int = 0,
         within: Iterable[Hashable] | None = None,
     ) -> Bootstrap:
-        """Number the units and strata in the order of their first example.
+        """Number the units (of each example, such as its question) in the order of their first example.
 
-        Args:
-            units: of each example, such as its question.
-            draws: how many; none where no stratum has two units, since each would be the data again.
-            seed: of the draws.
-            within: of each example the stratum that its unit is drawn in; default: one of all.
+        `within` is of each example the stratum that its unit is drawn in; default: one of all. There are no draws where
+        no stratum has two units, since each would be the data again.
         """
         of_example, names = _numbered(units)
         stratum = np.zeros(len(names), dtype=np.int64)
