@@ -122,7 +122,7 @@ def evidence(
     tokenized = list(tokenize_relations(loaded, model.tokenizer))
     if single:
         tokenized += unrelated(tokenized[0], tokenize_relations(load_relations(None), model.tokenizer), seed)
-    weights = weights_of(model, None)
+    weights = weights_of(model)
     usable = [(tokens, 1) for tokens in tokenized if tokens.targets]
     chosen, _ = chosen_embedding(weights, usable, embedding) if usable else (str(embedding), None)
     options: dict[str, Any] = {
@@ -133,12 +133,10 @@ def evidence(
         "pairs": pairs,
         "draws": draws,
     }
-    work = partial(_measure, model, tokenized, len(loaded), options, seed)
-    result_class: type[Any] = Evidence if single else EvidenceSuite
+    work: Any = partial(_measure, model, tokenized, len(loaded), options, seed)
+    result_class: type[Evidence | EvidenceSuite] = Evidence if single else EvidenceSuite
     with model.hashed_once():
-        return run_or_resume(  # type: ignore[no-any-return]
-            result_class, "evidence", model, options, work, out=out, seed=seed, progress=progress
-        )
+        return run_or_resume(result_class, "evidence", model, options, work, out=out, seed=seed, progress=progress)
 
 
 def _ids(tokens: TokenRelation) -> set[int]:
@@ -148,11 +146,8 @@ def _ids(tokens: TokenRelation) -> set[int]:
 def unrelated(tokens: TokenRelation, suite: Sequence[TokenRelation], seed: int) -> list[TokenRelation]:
     """Return relations that share hardly a word with this one, drawn at random: at most a tenth of its tokens."""
     ids = _ids(tokens)
-    far = [
-        other
-        for other in suite
-        if other.usable and other.relation.name != tokens.relation.name and len(ids & _ids(other)) <= len(ids) / 10
-    ]
+    others = [other for other in suite if other.usable and other.relation.name != tokens.relation.name]
+    far = [other for other in others if len(ids & _ids(other)) <= len(ids) / 10]
     order = np.random.default_rng(seed).permutation(len(far))
     return [far[place] for place in order[:OTHERS]]
 
@@ -270,7 +265,7 @@ def _choices(
         drawn = [generator.permutation(len(items)) for _ in range(options["draws"])]
         # The same orders at every layer, so that a draw is one shuffled relation and has one named head.
         orders.append(torch.from_numpy(np.stack(drawn)))
-    weights, scoring = weights_of(model, None), {"embedding": options["embedding"], "norm_gain": False}
+    weights, scoring = weights_of(model), {"embedding": options["embedding"], "norm_gain": False}
     with run.bar("What weights write", "layer", weights.shape.n_layers) as bar:
 
         def margins(_: object) -> dict[str, Tensor]:
@@ -282,9 +277,9 @@ def _choices(
 
         (piece,) = run.pieces("weights", [None], margins)
     choices = {}
-    for number, i in enumerate(can):
-        scores, result = piece["margins"][..., number].double().numpy(), results[i]
-        choices[i] = Choice(tokenized[i].relation.name, scores, result["attention"].numpy(), result["share"].numpy())
+    for i, scores in zip(can, piece["margins"].double().unbind(-1), strict=True):
+        known = (tensor.numpy() for tensor in (scores, results[i]["attention"], results[i]["share"]))
+        choices[i] = Choice(tokenized[i].relation.name, *known)
     return choices
 
 

@@ -148,17 +148,11 @@ def classify_heads(
     return run_or_resume(HeadMap, "classify_heads", weights, options, work, out=out, progress=progress)
 
 
-# The margin of every head and relation, from parameters alone: a continuous score, also for heads that hit nothing.
+# The margin of every head and relation alone (step 5 of `heads.scores`), of targets as they are and shuffled.
 #
-# With z_i = x_i W_V, what a head reads of item i (x scaled to a mean square of 1), and u_j the mean column of W_U over
-# the accepted targets of item j,
-#
-# logits[i, j] = z_i W_O u_j
-# margin = n / (n - 1) (mean over i of logits[i, i] - mean over i, j of logits[i, j])
-#
-# which is the mean lead, in logits, of an item's own target over the other items' targets. The second mean and the
-# difference are `heads.scores.margins`; where heads are classified the first mean comes of a first glance. With targets
-# shuffled among the items the diagonal is another one of the same matrix, so that a draw costs a sum of n numbers.
+# The logits of source i and target j are z_i W_O u_j, with z_i = x_i W_V and u_j the mean column of W_U over the
+# accepted targets of item j. With targets shuffled among the items the diagonal is another one of the same matrix, so
+# that a draw costs a sum of n numbers.
 
 
 @checked_call

@@ -4,8 +4,8 @@ Elhage et al. 2021; Wang et al. 2022 (heads that move names write the logit diff
 last block is a sum: the embedding, what every head and every MLP added, and the attention's biases. With the scale of
 the final norm held as it was in this run, the logit difference is a sum over the same parts.
 
-1. One run of the prompts keeps, at the positions read, the embedding, z of every head, what attention and MLP add, and
-   the residual stream after the last block.
+1. One run of the prompts keeps, at the positions read, the embedding, z of every head, what each MLP adds, and the
+   residual stream after the last block.
 2. The direction w = W_U[correct] - W_U[wrong] is pulled back through the final norm at its recorded scale.
 3. A part contributes its dot product with that direction. A head's z W_O first goes through the norm after the
    attention, where there is one (Gemma), at that norm's recorded scale.
@@ -371,7 +371,7 @@ class Contributions:
 
         sites = [("resid_pre", 0), ("resid_post", n_layers - 1)]
         for layer in range(n_layers):
-            read = ("z", "attn_out") if layer in self.attended else ("resid_pre", "resid_mid")
+            read = ("z",) if layer in self.attended else ("resid_pre", "resid_mid")
             sites += [(site, layer) for site in (*read, "mlp_out")]
         if self.by_source:
             sites += [(site, layer) for layer in self.attended for site in ("pattern", "v")]

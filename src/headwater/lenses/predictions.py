@@ -5,8 +5,8 @@ Transformers with the Tuned Lens", 2023.
 
     logits of a layer = cap(norm(lens(h)) W_U + b_U)      h: the residual stream after the layer's block
 
-with the model's own final norm, unembedding, its bias and its soft cap. lens(h) is h itself or h + A h + b
-(`Reading`, below).
+with the model's own final norm, unembedding, its bias and its soft cap. lens(h) is h itself, or h + A h + b with the
+(A, b) of that layer (the tuned lens), or any function of h and the layer.
 
 1. One run of the prompts keeps the residual stream after every layer requested, and the last, at the positions read.
 2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
@@ -320,12 +320,6 @@ def _target_table(model: HookedModel, where: Sequence[tuple[int, ...]], targets:
     )
 
 
-# How a layer's residual stream is read as a prediction: through which lens, and at which layers.
-#
-# logit lens       the residual stream h as it is (nostalgebraist 2020)
-# tuned lens       h + A h + b, with the (A, b) of that layer (Belrose et al. 2023); from a folder, or given by layer
-# any function     of h and the layer
-#
 # Tuned lenses as the tuned-lens package keeps them: a folder with config.json and params.pt.
 #
 # The file holds a translator (`0.weight`, `0.bias`, `1.weight`, ...) for each of the model's blocks, and translator i
