@@ -152,12 +152,8 @@ class AttentionBehaviour(Result):
     ) -> Axes | Figure:
         """Draw layer by head: what each head attends to on random tokens and on text, and what its parameters say.
 
-        Args:
-            ax: where to draw one map; default: a new figure, with a map of each kind that there is.
-            title: in place of the figure's own.
-            figsize: of a new figure, width and height in inches.
-            on: one map alone: "random" or "text", with a mark per head in the colour and shape of what names it there;
-                "copying" or "position", with the numbers of `heads`.
+        `on` is one map alone: "random" or "text", with a mark per head in the colour and shape of what names it there;
+        "copying" or "position", with the numbers of `heads`. By default there is a map of each on a new figure.
 
         Raises:
             InputError: there is no such map, or `ax` was given for several.

@@ -1,9 +1,6 @@
 """A head's card: all that is known of one head, on one page: as text, and as HTML in a notebook.
 
-Which relations it implements, suppresses or copies, with the numbers that the rule looked at; whether the running model
-uses it for them (`use`); what it attends to (`behaviour`); and the tokens that it writes most strongly about, with what
-it writes and suppresses for each (`salient`). Words and tokens are another's text: HTML escapes them, and what no
-terminal prints is spelled out in both.
+Words and tokens are another's text: HTML escapes them, and what no terminal prints is spelled out in both.
 """
 
 from __future__ import annotations

@@ -137,8 +137,20 @@ class HeadMap(Result):
         return Sensitivity(heads_by_threshold(tables), self.run)
 
     def summary(self) -> pd.DataFrame:
-        """Return a row per relation: how many heads implement or suppress it, and its best head; see `best_heads`."""
-        return best_heads(self.table)
+        """Return a row per relation: how many heads implement or suppress it, and its best head.
+
+        The best head is the called one with the largest excess of either sign, where a head is called; else the head
+        with the largest excess, where one was computed, else with the highest score. `copying` is how many heads would
+        be called if they did not copy; `sign` is "implements" or "suppresses", and `score, expected, excess` are of it.
+        """
+        table = self.table
+        ranked = by_sign(table).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
+        best = ranked.drop_duplicates("relation").set_index("relation").loc[table["relation"].unique()].reset_index()
+        best["sign"] = best["sign"].map(SAYS)
+        for column, rows in {"heads": table["implemented"] | table["suppressed"], "copying": table["copying"]}.items():
+            best[column] = best["relation"].map(table.loc[rows, "relation"].value_counts()).fillna(0).astype(int)
+        about = ["relation", "category", "pairs", "heads", "copying"]
+        return best[[*about, "layer", "head", "sign", "score", "expected", "excess"]]
 
     def findings(self) -> dict[str, Any]:
         """Return the numbers worth a glance, as JSON values: heads per label, and the rows of the summary."""
@@ -391,22 +403,6 @@ def relations_of(
     if lacking:
         raise InputError(f"No items of the map's relation {lacking[0]!r}: give the relations= that classify_heads got.")
     return {name: (by_name[name], int(k)) for name, k in zip(used["relation"], used["k"], strict=True)}
-
-
-def best_heads(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per relation: how many heads implement or suppress it, and its best head.
-
-    The best head is the called one with the largest excess of either sign, where a head is called; else the head with
-    the largest excess, where one was computed, else with the highest score. `copying` is how many heads would be called
-    if they did not copy; `sign` is "implements" or "suppresses", and `score, expected, excess` are that sign's.
-    """
-    ranked = by_sign(table).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
-    best = ranked.drop_duplicates("relation").set_index("relation").loc[table["relation"].unique()].reset_index()
-    best["sign"] = best["sign"].map(SAYS)
-    for column, rows in {"heads": table["implemented"] | table["suppressed"], "copying": table["copying"]}.items():
-        best[column] = best["relation"].map(table.loc[rows, "relation"].value_counts()).fillna(0).astype(int)
-    about = ["relation", "category", "pairs", "heads", "copying"]
-    return best[[*about, "layer", "head", "sign", "score", "expected", "excess"]]
 
 
 def sentences_of(findings: Mapping[str, Any]) -> list[str]:

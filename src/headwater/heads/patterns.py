@@ -110,7 +110,7 @@ def heads_of(layers: Sequence[int], n_heads: int) -> pd.DataFrame:
 
 def rows_at_once(model: HookedModel, length: int) -> int:
     """Return how many sequences of a length are run at once: one layer's pattern and what is made of it are kept."""
-    return max(1, PATTERN_FLOATS // ((3 * model.shape.n_heads + 3 * len(BEHAVIOURS)) * length**2))
+    return max(1, PATTERN_FLOATS // (3 * (model.shape.n_heads + len(BEHAVIOURS)) * length**2))
 
 
 def pattern_sums(
@@ -231,16 +231,9 @@ def detector_scores(sums: Mapping[str, Tensor]) -> dict[str, Float[Tensor, "clas
 
 # Which keys a behaviour of attention is about, and random tokens on which every one of them can be seen.
 #
-# current_token     the query's own position, but for the first
-# first_token       the first position, often a resting place (Xiao et al. 2024)
-# previous_token    the position before
-# delimiter         earlier punctuation and line breaks
-# duplicate_token   earlier positions with the query's token
-# induction         the positions after those (Olsson et al. 2022)
-# successor         earlier positions with what follows the query's token in a series: letters, numbers, days, years
-#
-# The third, fifth and sixth are those of TransformerLens's head detector. Another behaviour, from anywhere, is one more
-# row of `BEHAVIOURS`:
+# The first position is often a resting place (Xiao et al. 2024); induction is that of Olsson et al. 2022. Previous and
+# duplicate token, and induction, are those of TransformerLens's head detector. Another behaviour, from anywhere, is one
+# more row of `BEHAVIOURS`:
 #
 # BEHAVIOURS.add("two_before", Behaviour("two positions before", two_before, color="#8c5a3c", mark="X"))
 #

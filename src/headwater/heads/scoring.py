@@ -161,10 +161,7 @@ class Sensitivity(Result):
         return self.table[own & (self.table["threshold"] == nearest)]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw the number of heads against the threshold, a line per category and a panel per rule.
-
-        Where other settings were scored, a further panel has how many heads each calls, and how many of the map's.
-        """
+        """Draw heads against the threshold: a line per category, a panel per rule, and one of other settings."""
         return self._drawn(ax, title, figsize)
 
 

@@ -92,14 +92,7 @@ class Composition(Result):
     def plot(
         self, ax: Axes | None = None, *, kind: str | None = None, title: str | None = None, figsize: Size | None = None
     ) -> Axes | Figure:
-        """Draw the scores of one kind as a map, earlier heads by later heads; by default a panel for each.
-
-        Args:
-            ax: where to draw one kind; default: a new figure.
-            title: in place of the figure's own.
-            figsize: of a new figure, width and height in inches.
-            kind: "q", "k" or "v".
-        """
+        """Draw the scores of one kind ("q", "k" or "v") as a map, earlier heads by later; by default a panel each."""
         return self._drawn(ax, title, figsize, kind=kind)
 
 

@@ -124,14 +124,7 @@ class LayerPredictions(Result):
     def plot(
         self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
     ) -> Axes:
-        """Draw one prompt's layers and positions as a map: the top token in each cell, its probability as the colour.
-
-        Args:
-            ax: where to draw; default: a new figure.
-            title: in place of the figure's own.
-            figsize: of a new figure, width and height in inches.
-            example: which prompt.
-        """
+        """Draw a prompt's layers and positions as a map: the top token in each cell, its probability as the colour."""
         return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 
@@ -358,7 +351,16 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
         raise InputError(
             f"The tuned lens in {path} has no {CONFIG} that gives its d_model and num_hidden_layers."
         ) from None
-    parameters = _parameters(path / PARAMETERS)
+    try:
+        state = torch.load(path / PARAMETERS, "cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle leads torch to errors of every kind
+        raise InputError(
+            f"The tuned lens file {path / PARAMETERS} is damaged or holds more than tensors "
+            f"({first_line(error)[:120]})."
+        ) from None
+    entries = state.items() if isinstance(state, dict) else ()
+    matched = [(ENTRY.fullmatch(str(name)), tensor) for name, tensor in entries if isinstance(tensor, Tensor)]
+    parameters = {(int(match[1]), match[2]): tensor for match, tensor in matched if match}
     lens = {}
     for layer in range(n_layers - 1):
         A = parameters.get((layer + 1, "weight"), torch.empty(0))
@@ -370,19 +372,6 @@ def load_tuned_lens(folder: str | Path) -> dict[int, tuple[Tensor, Tensor]]:
             )
         lens[layer] = (A.float(), b.float())
     return lens
-
-
-def _parameters(file: Path) -> dict[tuple[int, str], Tensor]:
-    """Return the tensors of the translators, by number and name."""
-    try:
-        state = torch.load(file, "cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle leads torch to errors of every kind
-        raise InputError(
-            f"The tuned lens file {file} is damaged or holds more than tensors ({first_line(error)[:120]})."
-        ) from None
-    entries = state.items() if isinstance(state, dict) else ()
-    matched = [(ENTRY.fullmatch(str(name)), tensor) for name, tensor in entries if isinstance(tensor, Tensor)]
-    return {(int(match[1]), match[2]): tensor for match, tensor in matched if match}
 
 
 Lens: TypeAlias = str | Path | Callable[[Tensor, int], Tensor] | Mapping[int, tuple[Tensor, Tensor]]
