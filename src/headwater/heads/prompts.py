@@ -48,7 +48,8 @@ def source_prompts(
     """Put each source into each template; a row whose tokenizer splits or joins the source there is left out."""
     templates = checked_templates(templates)
     words = _words(model, tokens.source.tolist())
-    filled, shape = [_filled(template, word) for template in templates for word in words], model.shape
+    shape = model.shape
+    filled = [template.replace("{source}", word) for template in templates for word in words]
     begun = model.bos if bos is None else model.resolve_bos(bos)
     batch = make_batch(filled, model.tokenizer, bos=begun, d_vocab=shape.d_vocab, n_ctx=shape.n_ctx)
     if batch.offsets is None:
@@ -74,7 +75,8 @@ def checked_templates(templates: str | Sequence[str]) -> list[str]:
     if not checked:
         raise InputError("No templates were given: sentences with {source} in them.")
     for template in checked:
-        _check_template(template)
+        if not isinstance(template, str) or template.count("{source}") != 1 or not is_unicode(template):
+            raise InputError(f"The template {shown(template)} must hold {{source}} once.")
     return checked
 
 
@@ -84,7 +86,7 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
     A target of several tokens is asked for by the one that represents it: the prompt ends with those before it, of the
     item's first target where there are several.
     """
-    _check_template(template)
+    checked_templates([template])
     generator = np.random.default_rng(seed)
     if tokens.words:
         words = [(source, accepted[0]) for source, accepted in tokens.words]
@@ -99,9 +101,10 @@ def task_prompts(model: HookedModel, tokens: TokenRelation, template: str, shots
         if not wrong:
             raise InputError(f"Every item of {tokens.relation.name} accepts the same targets: nothing to tell apart.")
         others = [other for other in range(len(words)) if other != item]
-        shown = generator.choice(others, size=min(shots, len(others)), replace=False)
-        examples = [f"{_filled(template, words[other][0])} {words[other][1]}\n" for other in shown]
-        texts.append("".join(examples) + _filled(template, source))
+        chosen = generator.choice(others, size=min(shots, len(others)), replace=False)
+        # replace and not format: a template may hold other braces.
+        examples = [f"{template.replace('{source}', words[other][0])} {words[other][1]}\n" for other in chosen]
+        texts.append("".join(examples) + template.replace("{source}", source))
         foils.append(int(generator.choice(wrong)))
     batch = model.tokenize(texts)
     if any(begun):
@@ -125,12 +128,3 @@ def _answers(model: HookedModel, tokens: TokenRelation) -> Iterator[tuple[tuple[
 
 def _words(model: HookedModel, tokens: Sequence[int]) -> list[str]:
     return [text.strip() for text in model.token_strings(tokens)]
-
-
-def _filled(template: str, source: str) -> str:
-    return template.replace("{source}", source)
-
-
-def _check_template(template: str) -> None:
-    if not isinstance(template, str) or template.count("{source}") != 1 or not is_unicode(template):
-        raise InputError(f"The template {shown(template)} must hold {{source}} once.")

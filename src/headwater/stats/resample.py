@@ -159,9 +159,7 @@ def percentile_interval(
     estimates: Float[ndarray, " draw *column"], level: float = LEVEL
 ) -> tuple[Float[ndarray, "*column"], Float[ndarray, "*column"]]:
     """Return the percentiles over the draws; NaN without draws, and where half of them or more are undefined."""
-    defined = (~np.isnan(estimates)).mean(0) > 0.5
-    if len(estimates) < 2:
-        defined = np.zeros_like(defined)
+    defined = ((~np.isnan(estimates)).mean(0) > 0.5) & (len(estimates) > 1)
     filled = np.where(defined, estimates, 0.0)
     low, high = np.nanquantile(filled, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return np.where(defined, low, np.nan), np.where(defined, high, np.nan)
