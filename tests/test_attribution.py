@@ -128,6 +128,8 @@ def test_agreement_with_the_exact_sweep_is_reported_by_site_and_metric(models):
     assert exact.agreement(exact)["pearson"].to_numpy() == pytest.approx(1)
     with pytest.raises(InputError, match="share"):
         hw.patch(model, clean[:1], corrupted[:1], **options).agreement(exact)
+    by_source = hw.patch(model, clean, corrupted, **options, from_layer=[0, 1])
+    assert by_source.agreement(by_source)["cells"].tolist() == [len(by_source.table) // 4] * 4
 
 
 def test_parameters_collect_no_gradients_and_outputs_stay_bit_identical(models):

@@ -231,6 +231,12 @@ def test_a_run_folder_gives_a_reading_back_and_knows_another_lens(models, tmp_pa
         read(models("llama"), lens=tmp_path / "lens", out=tmp_path / "run")
 
 
+def test_a_run_folder_knows_where_roles_are_and_not_their_names_alone(models, tmp_path):
+    read(models("llama"), positions={"one": 1, "other": 2}, out=tmp_path / "run")
+    with pytest.raises(hw.HeadwaterError, match="option roles"):
+        read(models("llama"), positions={"one": 2, "other": 1}, out=tmp_path / "run")
+
+
 def test_the_figure_writes_the_top_token_of_the_last_positions_into_its_cells(models):
     ax = read(models("gpt2"), [*PROMPTS, " the" * 30]).plot(example=1)
     assert len(ax.texts) == 3 * 5

@@ -124,7 +124,7 @@ class LayerPredictions(Result):
     def plot(
         self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
     ) -> Axes:
-        """Draw a prompt's layers and positions as a map: the top token in each cell, its probability as the colour."""
+        """Draw layers and positions of the prompt `example`: the top token in each cell, its probability as the colour."""
         return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 
@@ -179,7 +179,11 @@ def lens(
         "prompts": [list(prompt.ids) for prompt in read], "lens": lens_named(opened), "layers": chosen,
         "positions": [list(places) for places in where], "targets": [ids.tolist() for ids in targets], "top_k": top_k,
         **note_on_chats(prompt.text for prompt in read),
-    } | ({"roles": list(positions)} if isinstance(positions, Mapping) else {})  # fmt: skip
+    }  # fmt: skip
+    roles = []
+    if isinstance(positions, Mapping):
+        roles = [roles_of(positions, prompt, example, len(read), None) for example, prompt in enumerate(read)]
+        options["roles"] = [{role: list(places) for role, places in one.items()} for one in roles]
 
     def work(run: Run) -> LayerPredictions:
         normalise, head = unembedding_head(model, run.record)
@@ -190,8 +194,8 @@ def lens(
         found = {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}
         places = _target_table(model, where, targets)
         table = _table(model, found, chosen, read, places)
-        if isinstance(positions, Mapping):
-            table = _with_roles(table, positions, read)
+        if roles:
+            table = _with_roles(table, roles)
         return LayerPredictions(table, places, run.record)
 
     return run_or_resume(LayerPredictions, "lens", model, options, work, out=out, progress=progress)
@@ -287,11 +291,11 @@ def _table(
     return table.sort_values(["example", "layer", "position", "top"], ignore_index=True)
 
 
-def _with_roles(table: pd.DataFrame, where: Mapping[Any, Any], prompts: Sequence[Prompt]) -> pd.DataFrame:
+def _with_roles(table: pd.DataFrame, roles: Sequence[Mapping[str, Sequence[int]]]) -> pd.DataFrame:
     """Return a table of examples and positions with a column `role`: all that a position has, with commas between."""
     named: dict[tuple[int, int], list[str]] = {}
-    for example, prompt in enumerate(prompts):
-        for role, places in roles_of(where, prompt, example, len(prompts), None).items():
+    for example, of_prompt in enumerate(roles):
+        for role, places in of_prompt.items():
             for place in places:
                 named.setdefault((example, place), []).append(role)
     rows = zip(table["example"], table["position"], strict=True)

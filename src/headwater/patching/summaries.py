@@ -229,7 +229,7 @@ def edited_run(options: Mapping[str, Any]) -> list[str]:
 def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
     named = ("example", "site", "layer", "position", "role", "head", "kv_head", "key", "key_role", "feature", "window")
-    keys = [name for name in (*named, "set", "metric") if name in exact.columns]
+    keys = [name for name in (*named, "set", "from_layer", "sample", "metric") if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")
     both = approximate[[*keys, "effect"]].merge(exact[[*keys, "effect"]], on=keys, suffixes=("", "_exact"))
