@@ -129,7 +129,7 @@ def test_agreement_with_the_exact_sweep_is_reported_by_site_and_metric(models):
     with pytest.raises(InputError, match="share"):
         hw.patch(model, clean[:1], corrupted[:1], **options).agreement(exact)
     by_source = hw.patch(model, clean, corrupted, **options, from_layer=[0, 1])
-    assert by_source.agreement(by_source)["cells"].tolist() == [len(by_source.table) // 4] * 4
+    assert by_source.agreement(by_source)["cells"].sum() == len(by_source.table)
 
 
 def test_parameters_collect_no_gradients_and_outputs_stay_bit_identical(models):
