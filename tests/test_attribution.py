@@ -6,7 +6,7 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.sites import SITES
-from headwater.patching import attribution
+from headwater.patching import runners
 from tests import chance
 from tests.random_models import random_model
 from tests.tiny import tiny_hooked, tiny_model, tiny_tokenizer
@@ -203,9 +203,9 @@ def test_cells_that_are_added_up_together_come_to_what_each_does_alone_to_the_la
         return torch.tensor(sweep.table["effect"].to_numpy())
 
     together = effects()
-    monkeypatch.setattr(attribution, "AT_ONCE", 50)
+    monkeypatch.setattr(runners, "AT_ONCE", 50)
     in_parts = effects()
-    monkeypatch.setattr(attribution, "sums", by_cell)
+    monkeypatch.setattr(runners, "sums", by_cell)
     alone = effects()
     assert torch.equal(together, alone)
     assert torch.equal(in_parts, alone)

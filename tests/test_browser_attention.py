@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import headwater as hw
-from headwater.views.attention import weights_of, written_norms
+from headwater.views.maps import weights_of, written_norms
 from headwater.views.page import interactive, packed
 from tests import chance
 from tests.looking import Look, announce

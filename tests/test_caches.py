@@ -173,7 +173,7 @@ def test_low_precision_activations_are_kept_in_float32(checkpoint):
 
 
 def test_a_cache_that_cannot_fit_is_refused_with_the_figure_before_anything_runs(llama, monkeypatch):
-    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 3 * 2**30)
+    monkeypatch.setattr("headwater.kernels.devices.available_memory", lambda device: 3 * 2**30)
     monkeypatch.setattr(llama, "run", lambda *args, **kwargs: pytest.fail("the model ran"))
     texts = [[5] * 61] * 20_000
     needed = 3 * 20_000 * 61 * (32 + 4 * 61) * 4 / 2**30

@@ -8,9 +8,9 @@ import torch
 
 import headwater as hw
 from headwater.errors import HeadwaterError, ModelError, NumericsError
+from headwater.kernels.devices import in_halves, is_out_of_memory, refuse_too_large
 from headwater.models.forward import forward
 from headwater.models.generation import generate_tokens
-from headwater.models.memory import in_halves, is_out_of_memory, refuse_too_large
 from tests.tiny import FAMILIES
 
 TEXTS = [" Paris is in France", " cat dog", " the capital of Italy is Rome", " one two three"]
@@ -140,7 +140,7 @@ def test_an_allocation_that_the_machine_refuses_is_out_of_memory():
 
 
 def test_what_does_not_fit_is_refused_with_both_figures(monkeypatch):
-    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 2**30)
+    monkeypatch.setattr("headwater.kernels.devices.available_memory", lambda device: 2**30)
     refuse_too_large("This", 2**30, torch.device("cpu"), "Do less.")
     with pytest.raises(HeadwaterError, match=re.escape("This would take 2.0 GiB; cpu has 1.0 GiB free. Do less.")):
         refuse_too_large("This", 2**31, torch.device("cpu"), "Do less.")

@@ -9,7 +9,7 @@ import torch
 
 import headwater as hw
 from headwater.errors import InputError, ModelError
-from headwater.kernels import layer_predictions as kernel
+from headwater.kernels import likelihood_blocked as kernel
 from headwater.kernels.likelihood import UnembeddingHead
 from headwater.lenses.predictions import load_tuned_lens
 from tests.tiny import FAMILIES, FEW, tiny_hooked, tiny_model, tiny_tokenizer

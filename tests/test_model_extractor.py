@@ -8,9 +8,8 @@ import torch
 import headwater as hw
 from headwater.errors import InputError
 from headwater.models.generation import Generated
-from headwater.questions import model_extractor
-from headwater.questions.extract import agreement
-from headwater.questions.model_extractor import SHOTS, ModelExtractor, parts_of
+from headwater.questions import extract
+from headwater.questions.extract import SHOTS, ModelExtractor, agreement, parts_of
 from tests.ending import every_answer_ends
 from tests.tiny import embedded
 
@@ -30,8 +29,8 @@ def writing(monkeypatch):
             text = left.pop(0) if len(left) > 1 else left[0]
             return dict.fromkeys(given, text)
 
-        monkeypatch.setattr(model_extractor, "_written", written)
-        monkeypatch.setattr(model_extractor, "_prompt", lambda m, q, a, turn: [turn + 1])
+        monkeypatch.setattr(extract, "_written", written)
+        monkeypatch.setattr(extract, "_prompt", lambda m, q, a, turn: [turn + 1])
         return prompts
 
     return model, says
@@ -76,16 +75,16 @@ def test_a_model_that_names_nothing_is_asked_five_times_and_none_is_an_answer(wr
 
 def test_prompts_hold_as_many_examples_as_fit_in_another_order_each_time():
     model = embedded()
-    room = model.shape.n_ctx - model_extractor.NEW_TOKENS
-    prompts = [model_extractor._prompt(model, "big cat", "a cat", turn) for turn in range(5)]
+    room = model.shape.n_ctx - extract.NEW_TOKENS
+    prompts = [extract._prompt(model, "big cat", "a cat", turn) for turn in range(5)]
     assert all(len(tokens) <= room for tokens in prompts)
-    assert model_extractor._prompt(model, "word " * 5000, "", 0) == []
+    assert extract._prompt(model, "word " * 5000, "", 0) == []
     assert ModelExtractor(model)("word " * 5000, "") == {}
 
 
 def test_a_model_stops_behind_the_third_line_that_holds_something():
     text = ["\n", "a", "\n", "b", "\n\n", "c", "\n"]
-    wrote = model_extractor._three_lines(lambda token: text[token])
+    wrote = extract._three_lines(lambda token: text[token])
     assert [wrote(0, step, step) for step in range(len(text))] == [False] * 6 + [True]
     assert not wrote(0, 0, 1)
 
@@ -119,8 +118,8 @@ def test_what_a_model_writes_is_cut_to_its_own_tokens(monkeypatch):
         tokens = torch.tensor([word * 3] * len(batch))
         return Generated(tokens, tokens.float(), torch.full((len(batch),), 1), torch.ones(len(batch), dtype=torch.bool))
 
-    monkeypatch.setattr(model_extractor, "generate_tokens", generate)
-    found = model_extractor._written(model, {4: [5, 6], 9: [5]})
+    monkeypatch.setattr(extract, "generate_tokens", generate)
+    found = extract._written(model, {4: [5, 6], 9: [5]})
     assert set(found) == {4, 9}
     assert set(found.values()) == {model.tokenizer.decode(word)}
 

@@ -598,7 +598,7 @@ def test_a_sweep_gives_the_same_one_example_at_a_time_and_too_long_a_list_is_ref
     monkeypatch.setattr("headwater.patching.plan.GROUP_FLOATS", 1)
     found = hw.patch(model, clean, corrupted, **options).table
     assert_same_table(found, expected, atol=1e-4)
-    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 10_000)
+    monkeypatch.setattr("headwater.kernels.devices.available_memory", lambda device: 10_000)
     monkeypatch.setattr(model.raw, "forward", None)
     with pytest.raises(InputError, match=r"list of this sweep's 11,568 cells would take"):
         hw.patch(

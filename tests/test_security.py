@@ -152,7 +152,7 @@ def test_results_and_models_are_shown_with_their_data_escaped():
 
 
 def test_a_model_that_does_not_fit_into_memory_is_refused_before_it_is_read(folder, monkeypatch):
-    monkeypatch.setattr("headwater.models.memory.available_memory", lambda device: 2**10)
+    monkeypatch.setattr("headwater.kernels.devices.available_memory", lambda device: 2**10)
     monkeypatch.setattr("headwater.models.loading.read_pretrained", lambda *_: pytest.fail("read"))
     with pytest.raises(HeadwaterError, match=r"The model in .* would take .* MiB; cpu has .* MiB free"):
         hw.load(folder, device="cpu")

@@ -15,7 +15,7 @@ from headwater.errors import InputError
 from headwater.figures.pathways import VALUES
 from headwater.figures.style import figure_of
 from headwater.runs.result import INLINE
-from headwater.views.attention import weights_of
+from headwater.views.maps import weights_of
 from headwater.views.page import packed
 from tests import chance
 from tests.tiny import embedded, tiny_model

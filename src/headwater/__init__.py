@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from headwater.questions.answers import AnsweredQuestions as AnsweredQuestions
     from headwater.questions.answers import answer as answer
     from headwater.questions.sources import load_questions as load_questions
-    from headwater.runs.claim import Claim as Claim
+    from headwater.runs.result import Claim as Claim
     from headwater.views.board import Board as Board
     from headwater.views.board import board as board
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from headwater.calls import checked_call, checked_calls
 from headwater.circuits.graph import Graph, Indices, on_a_path
-from headwater.data.strict_json import parse_json
+from headwater.data.rows import parse_json
 from headwater.errors import InputError, RunFolderError, first_line
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import read_part
@@ -43,9 +43,8 @@ from headwater.options import (
     shown,
 )
 from headwater.registry import Registry
-from headwater.runs.claim import Claim
 from headwater.runs.identity import digest
-from headwater.runs.result import Size, View, bundle_of, drawn_by, shown_by
+from headwater.runs.result import Claim, Size, View, bundle_of, drawn_by, shown_by
 from headwater.runs.storage import SEAL, make_folder, write_atomically, write_json
 
 if TYPE_CHECKING:

@@ -31,9 +31,8 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching.metrics import Measures, metric_of_a_claim
 from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, plain_text, table_html, whole_summary, with_interval
+from headwater.runs.result import Claim, Result, plain_text, table_html, whole_summary, with_interval
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, interval
 

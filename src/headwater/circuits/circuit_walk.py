@@ -27,9 +27,8 @@ from headwater.circuits.exact import EdgeRows, Receivers, are_near, refuse_heads
 from headwater.circuits.graph import KINDS, Graph, Indices, leads_to_logits, on_a_path
 from headwater.circuits.pairs import changed_tokens, metrics_at_logits
 from headwater.errors import InputError, ModelError
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.models.weights import LoadedWeights
 from headwater.options import checked_seed

@@ -43,8 +43,8 @@ from headwater.circuits.pairs import (
 )
 from headwater.circuits.result import EdgeEffects
 from headwater.errors import InputError
+from headwater.kernels.devices import refuse_too_large
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import refuse_too_large
 from headwater.models.positions import Where
 from headwater.options import checked_count, checked_name, checked_number, checked_seed
 from headwater.patching.edits import ReplacementSpec

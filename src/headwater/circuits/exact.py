@@ -32,10 +32,9 @@ from torch import Tensor
 from headwater.circuits.both_runs import BothRuns, Place
 from headwater.circuits.graph import KINDS, Indices
 from headwater.errors import ModelError, NumericsError
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.blocks import SharedPrefix
 from headwater.models.edits import Hook, replace_hook
-from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.patching.edits import LOGITS
 from headwater.patching.runners import TILE_TOKENS

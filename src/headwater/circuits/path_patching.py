@@ -33,10 +33,9 @@ from headwater.circuits.graph import KINDS, RECEIVERS, Graph, Indices, Nodes
 from headwater.circuits.pairs import OTHER_RUN, Pairs, Places, changed_tokens, options_of, places_in, plan_of, runs_of
 from headwater.circuits.result import GLANCE, ByMetric, beside_baselines
 from headwater.errors import InputError
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.edits import Hook, replace_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import in_halves
 from headwater.models.part_names import read_part
 from headwater.models.positions import Where
 from headwater.models.sites import SITES

@@ -20,7 +20,7 @@ from torch import Tensor
 from headwater.circuits.circuit import Circuit, circuit_from_edges, strength_order
 from headwater.circuits.graph import RECEIVERS, Graph, Indices, present
 from headwater.errors import InputError
-from headwater.models.memory import refuse_too_large
+from headwater.kernels.devices import refuse_too_large
 from headwater.options import checked_count, checked_kind, checked_name, checked_repeats, checked_seed
 from headwater.patching.summaries import edited_run, summarize
 from headwater.runs.record import RunRecord

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from headwater.errors import ModelError
 from headwater.kernels.attention import reweighted
+from headwater.kernels.devices import available_memory, is_out_of_memory
 from headwater.models.bridge_check import rounding
 from headwater.models.edits import Hook, read_hook, replace_hook
 from headwater.models.forward import FixedPrefix, KeysValues, common_start, keys_values, takes_cache
 from headwater.models.gradients import refuse_cut_texts
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import available_memory, is_out_of_memory
 from headwater.models.sites import SITES, hook_name
 from headwater.models.tokens import by_length
 from headwater.options import checked_count, checked_number

@@ -45,8 +45,7 @@ from headwater.figures.style import (
     ticks,
 )
 from headwater.options import checked_name
-from headwater.runs.claim import Claim
-from headwater.runs.result import DRAWINGS, Result, whole_summary
+from headwater.runs.result import DRAWINGS, Claim, Result, whole_summary
 
 ABOVE, BELOW = "#b2182b", "#2166ac"
 """The ends of the scale in which a map of edges is drawn."""

@@ -41,7 +41,7 @@ from headwater.figures.style import (
 )
 from headwater.figures.style import label as drawn_label
 from headwater.options import checked_kind, checked_number
-from headwater.patching.attribution import AttributionRunner
+from headwater.patching.runners import AttributionRunner
 from headwater.patching.summaries import ROLES, NormalizeName, chosen_rows, grid_of, measure_of, summarize
 from headwater.patching.sweep import Sweep
 from headwater.runs.result import DRAWINGS, Size, apply_title_and_size

@@ -52,7 +52,7 @@ from headwater.patching.prompts import Prompts, places_among, read_pairs
 from headwater.patching.replacements import TensorLike, ValueName
 from headwater.patching.sweep import Sweep
 from headwater.progress import progress_bar
-from headwater.runs.claim import Claim
+from headwater.runs.result import Claim
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few, notes_of_seen
 from headwater.stats.resample import Bootstrap, percentile_interval
 from headwater.stats.significance import mcnemar_p, q_values, sign_flip_p

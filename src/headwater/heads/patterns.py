@@ -27,10 +27,9 @@ from headwater.calls import checked_call
 from headwater.colors import INK, SETS
 from headwater.errors import InputError, ModelError
 from headwater.heads.relations import load_relations, word_tokens
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, sites_named
 from headwater.models.tokens import Batch, token_strings
 from headwater.models.weights import WeightSource

@@ -30,8 +30,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
-from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
-from headwater.data.strict_json import JsonDocument, refuse_half_characters
+from headwater.data.rows import SEPARATORS, JsonDocument, read_rows, refuse_half_characters, refuse_repeated
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.tokens import panics_are_errors

@@ -12,7 +12,7 @@ with the model's own final norm, unembedding, its bias and its soft cap. lens(h)
 2. The last layer's logits must be the model's own: checked at the last token of every prompt, at every call.
 3. One pass over tiles of the vocabulary gives each layer's top tokens, the rank of the token that comes next (or of a
    given answer), and KL(last layer ‖ layer) in nats: what is lost by reading here and not at the end
-   (`kernels.layer_predictions`). Logits are kept for a tile of the vocabulary, of all layers.
+   (`kernels.likelihood_blocked`). Logits are kept for a tile of the vocabulary, of all layers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.data.strict_json import parse_json
+from headwater.data.rows import parse_json
 from headwater.errors import InputError, first_line
-from headwater.kernels.devices import to_device
-from headwater.kernels.layer_predictions import layer_predictions
+from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood import UnembeddingHead
+from headwater.kernels.likelihood_blocked import layer_predictions
 from headwater.models.edits import read_hook
 from headwater.models.hooked import HookedModel, check_model
-from headwater.models.memory import failures_named
 from headwater.models.positions import Prompt, Where, positions_of, roles_of
 from headwater.models.sites import hook_name
 from headwater.models.tokens import Batch, note_on_chats, pad_id, warn_of_missing_spaces
@@ -124,7 +123,7 @@ class LayerPredictions(Result):
     def plot(
         self, ax: Axes | None = None, *, example: int = 0, title: str | None = None, figsize: Size | None = None
     ) -> Axes:
-        """Draw layers and positions of the prompt `example`: the top token in each cell, its probability as the colour."""
+        """Draw a map of the prompt `example`: the top token of each layer and position, its probability as colour."""
         return cast("Axes", self._drawn(ax, title, figsize, example=example))
 
 

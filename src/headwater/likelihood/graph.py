@@ -19,8 +19,7 @@ import numpy as np
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.data.rows import OBJECTS, read_objects
-from headwater.data.strict_json import parse_json
+from headwater.data.rows import OBJECTS, parse_json, read_objects
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_path

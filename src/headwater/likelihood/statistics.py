@@ -33,12 +33,11 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels import likelihood_blocked
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.kernels.likelihood import PRECISIONS, PrecisionName, TokenStatistics
 from headwater.lenses.predictions import Layers, Lens, lens_named, opened_lens, reader, resolve_layers
 from headwater.models.bare_model import residual_streams
 from headwater.models.hooked import check_model, warn_of_no_template
-from headwater.models.memory import in_halves
 from headwater.models.tokens import (
     Batch,
     Chat,

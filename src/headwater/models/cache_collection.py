@@ -26,11 +26,10 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.kernels.devices import to_device, usable_device
+from headwater.kernels.devices import in_halves, refuse_too_large, refuse_too_large_for_disk, to_device, usable_device
 from headwater.models.cache import Activation, Cache, TokenizedTexts, kept_at, read_texts, rows_of, seen_by
 from headwater.models.dictionaries import Features
 from headwater.models.edits import Hook, read_hook
-from headwater.models.memory import in_halves, refuse_too_large, refuse_too_large_for_disk
 from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Where
 from headwater.models.sites import AXES, HOOKS, SITES, Site, SiteName, sites_named

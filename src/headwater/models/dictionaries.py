@@ -31,12 +31,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.data.rows import check_readable
-from headwater.data.strict_json import parse_json
+from headwater.data.rows import check_readable, parse_json
 from headwater.errors import InputError, did_you_mean
+from headwater.kernels.devices import failures_named
 from headwater.models.bridge_check import is_finite
 from headwater.models.checkpoint import hub_name
-from headwater.models.memory import failures_named
 from headwater.models.sites import SITES, Site, place_named
 from headwater.options import checked_count, checked_flag, checked_layer, checked_path, shown, whole_numbers
 from headwater.runs.identity import digest

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headwater.errors import InputError, InterventionError
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import failures_named, in_halves, to_device
 from headwater.models.bare_model import BareModel, bare_model
 from headwater.models.bridge_check import finite_output
 from headwater.models.edits import (
@@ -55,7 +55,6 @@ from headwater.models.forward import (
     reads,
     takes_cache,
 )
-from headwater.models.memory import failures_named, in_halves
 from headwater.models.model import RULES, Model, generation_config, settings
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, Inputs, note_on_chats, pad_id

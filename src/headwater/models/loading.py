@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from headwater.calls import checked_call
 from headwater.errors import BeginningWarning, InputError, ModelError, did_you_mean, first_line, one_line
-from headwater.kernels.devices import is_on, usable_device
+from headwater.kernels.devices import is_on, refuse_too_large, usable_device
 from headwater.models import bridge_check
 from headwater.models.bridge_check import WRAPPED, Reference, compare_with_reference, difference, record_reference
 from headwater.models.checkpoint import (
@@ -47,7 +47,6 @@ from headwater.models.families import FAMILIES, ModelShape, family_of, shape_of,
 from headwater.models.fingerprint import is_a
 from headwater.models.gguf_file import is_gguf, read_gguf
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import refuse_too_large
 from headwater.models.packaged import BASE, FOLDERS, PACKAGED, embedded_folder, is_embedded, is_packaged
 from headwater.models.tokens import Bos, resolve_bos, spelled_tokens
 from headwater.models.transformers_names import (

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from headwater.calls import checked_call
 from headwater.errors import InputError
-from headwater.models.memory import failures_named
+from headwater.kernels.devices import failures_named
 from headwater.models.tokens import Offsets, token_span
 from headwater.options import shown, whole_number, whole_numbers
 

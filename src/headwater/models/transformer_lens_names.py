@@ -27,9 +27,8 @@ from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
 from headwater.errors import InputError, did_you_mean
-from headwater.kernels.devices import usable_device
+from headwater.kernels.devices import failures_named, usable_device
 from headwater.models.edits import Hook, HookFunction, read_hook
-from headwater.models.memory import failures_named
 from headwater.models.model import Model
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id

@@ -35,7 +35,6 @@ from headwater.models.part_names import Heads, layers_and_heads
 from headwater.models.positions import Prompt, Where, is_all
 from headwater.models.sites import Site, SiteName, kv_site_of, sites_named
 from headwater.options import checked_count, checked_name, checked_seed, one_or_several, resolve_indices, shown
-from headwater.patching.attribution import AttributionRunner
 from headwater.patching.components import joint_template, read_nodes
 from headwater.patching.edits import (
     AXES,
@@ -58,6 +57,7 @@ from headwater.patching.prompts import (
     seen_positions,
 )
 from headwater.patching.replacements import Replacement, TensorLike, ValueName, build_replacement
+from headwater.patching.runners import AttributionRunner
 from headwater.patching.summaries import ROLES
 from headwater.patching.sweep import ENGINES, Sweep, run_sweep
 

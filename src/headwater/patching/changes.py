@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, InterventionError
-from headwater.models.memory import failures_named
+from headwater.kernels.devices import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import Site
 from headwater.options import checked_count, checked_flag, checked_number, checked_seed, shown

@@ -26,8 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from headwater.kernels.devices import to_device
-from headwater.models.memory import refuse_too_large
+from headwater.kernels.devices import refuse_too_large, to_device
 from headwater.models.sites import Site, Stage
 
 LOGITS = "logits"

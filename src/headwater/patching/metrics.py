@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headwater.calls import checked_call
 from headwater.errors import InputError, did_you_mean
-from headwater.models.memory import failures_named
+from headwater.kernels.devices import failures_named
 from headwater.models.positions import Where
 from headwater.models.sites import STATES
 from headwater.models.tokens import Tokenizer, encode

@@ -27,22 +27,20 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, InterventionError
+from headwater.kernels.devices import in_halves
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import in_halves
 from headwater.options import checked_count, checked_kind, checked_name, checked_number, checked_seed
 from headwater.patching import summaries
-from headwater.patching.attribution import AttributionRunner
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, waves
 from headwater.patching.prompts import DIRECTIONS, places_among, prompt_options
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
-from headwater.patching.runners import CannotStepError, Runner, WalkRunner, WholeRuns
+from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import MATCH, CellEffects, MeasureName, NormalizeName
 from headwater.progress import progress_bar, say, spelled_time
 from headwater.runs.analysis import Run, run_or_resume
-from headwater.runs.claim import Claim
 from headwater.runs.record import RunRecord
-from headwater.runs.result import Result, Size
+from headwater.runs.result import Claim, Result, Size
 from headwater.stats.claims import ClaimEffects, claim_of, notes_of_few
 
 if TYPE_CHECKING:

@@ -30,10 +30,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from headwater.errors import InterventionError
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.blocks import Blocks, Recording, SharedPrefix
 from headwater.models.edits import Hook, TrustedHook, replace_hook
-from headwater.models.memory import in_halves
 from headwater.models.sites import SITES, Site, Stage, main_site, taken_as_recorded
 from headwater.patching.edits import (
     LOGITS,

@@ -40,11 +40,10 @@ from torch import Tensor
 from headwater.calls import checked_call
 from headwater.errors import InputError
 from headwater.kernels.attention import Heads, Pairs, edge_saliency, over_pairs
-from headwater.kernels.devices import to_device
+from headwater.kernels.devices import in_halves, to_device
 from headwater.models.forward import KeysValues, common_start, keys_values
 from headwater.models.gradients import Descent, graphs_in_memory, refuse_cut_texts, refuse_without_gradients
 from headwater.models.hooked import HookedModel
-from headwater.models.memory import in_halves
 from headwater.models.sites import SITES
 from headwater.models.tokens import Batch, by_length
 from headwater.options import checked_count, checked_name, resolve_indices, shown

@@ -198,7 +198,7 @@ def answer(
             off, and drops out. Default: `questions.asking.LIMITS`, more in a chat.
         batch_size: prompts in one run.
         extractor: "rules" (no model: `headwater.questions.rules`), "model" (this model, shown examples:
-            `headwater.questions.model_extractor`), another loaded model, or a callable of (question, answer), such as
+            `headwater.questions.extract`), another loaded model, or a callable of (question, answer), such as
             `EndpointExtractor`; asked about every answer that can be used. It names E_A, and E_Q where the question
             table says nothing of subject and property. Without one, questions without these are dropped, and E_A is the
             whole answer.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwater.errors import InputError, did_you_mean
-from headwater.models.memory import failures_named
+from headwater.kernels.devices import failures_named
 from headwater.options import checked_name, shown
 from headwater.questions.endpoint import ChatEndpoint, FailureLimit, json_object, workers_of
 from headwater.questions.words import MARKS, Span, Word, normalised_words

@@ -30,8 +30,7 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.data.rows import Row, read_rows, refuse_repeated
-from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
+from headwater.data.rows import HALF_A_CHARACTER, Row, is_unicode, parse_json, read_rows, refuse_repeated
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_count, checked_path, checked_seed, shown
