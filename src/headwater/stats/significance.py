@@ -203,7 +203,8 @@ def most_of_a_share(hits: int, drawn: int) -> float:
 #    Outside, the distance of F from its convex and concave fits is what one peak costs.
 # 3. End when the two are nowhere farther apart than that cost; the dip is half of it.
 #
-# The test compares with samples of the uniform distribution, the one-peaked distribution with the largest dips.
+# The test compares with samples of the uniform distribution, the one-peaked distribution with the largest dips. The
+# package `diptest` is under the GPL and this one under MIT, so it is written here.
 
 
 Values = Float[np.ndarray, " value"]
