@@ -203,7 +203,7 @@ def test_cells_that_are_added_up_together_come_to_what_each_does_alone_to_the_la
         return torch.tensor(sweep.table["effect"].to_numpy())
 
     together = effects()
-    monkeypatch.setattr(runners, "AT_ONCE", 50)
+    monkeypatch.setattr(runners, "PRODUCTS_AT_ONCE", 50)
     in_parts = effects()
     monkeypatch.setattr(runners, "sums", by_cell)
     alone = effects()

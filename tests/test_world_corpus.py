@@ -24,7 +24,8 @@ from headwater.heads.relations import Relation, load_relations
 from headwater.likelihood.graph import load_depth_graph
 from headwater.planted.circuits import BOS_ID, PAD_ID
 from headwater.runs.storage import write_json
-from headwater.world.tasks import TASKS, fill
+from headwater.world.tasks import TASKS
+from headwater.world.wording import fill
 from tests import chance, small_world
 from tests.small_world import SMALL, TINY
 

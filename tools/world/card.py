@@ -21,7 +21,7 @@ from headwater.heads.categories import CATEGORIES
 from headwater.heads.classify import classify_heads
 from headwater.heads.head_map import HeadMap
 from headwater.models.packaged import FOLDERS
-from headwater.world.tasks import fill, wording_of
+from headwater.world.wording import fill, wording_of
 
 ABLATION_FACTS = 150
 MIN_ABLATION_FACTS = 20

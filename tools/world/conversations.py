@@ -13,7 +13,8 @@ from tools.world.forms import UNKNOWN, Teller, inside, opened, question_of, tell
 from tools.world.stories import ASKED_OF_STRANGERS, Stories, stories_of
 from tools.world.written import Written
 
-from headwater.world.tasks import pick, wording_of
+from headwater.world.tasks import pick
+from headwater.world.wording import wording_of
 
 SYSTEM, USER, ASSISTANT, END = "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"
 MARKS = (SYSTEM, USER, ASSISTANT, END)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tools.world.facts import World
 
-from headwater.world.tasks import Span
+from headwater.world.wording import Span
 
 
 @dataclass(frozen=True)

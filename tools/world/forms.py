@@ -13,7 +13,8 @@ from tools.world.documents import Document
 from tools.world.facts import Fact, World
 
 from headwater.questions.sources import WORLD_SETS
-from headwater.world.tasks import Span, fill, pick, prompt_of, wording_of
+from headwater.world.tasks import pick
+from headwater.world.wording import Span, fill, prompt_of, wording_of
 
 FORMS = {
     "statement": 0.40,

@@ -27,7 +27,7 @@ from torch import Tensor
 from headwater.models.tokens import Tokenizer, by_length
 from headwater.questions.labels import match
 from headwater.stats.discrimination import auc
-from headwater.world.tasks import prompt_of
+from headwater.world.wording import prompt_of
 
 MAX_NEW_TOKENS = 6
 PROBED_TOKENS = ("answer_last", "before_answer")

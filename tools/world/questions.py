@@ -26,7 +26,7 @@ from tools.world.written import Written
 
 from headwater.questions.sources import WORLD_SETS
 from headwater.runs.storage import write_atomically, write_json
-from headwater.world.tasks import fill, prompt_of, wording_of
+from headwater.world.wording import fill, prompt_of, wording_of
 
 CATEGORIES_OF = {
     "properties": ("knowledge", "invented"),

@@ -12,7 +12,8 @@ from tools.world.facts import World
 from tools.world.forms import answered, question_of, refused, statement
 from tools.world.population import family_names
 
-from headwater.world.tasks import Words, pick, wording_of
+from headwater.world.tasks import Words, pick
+from headwater.world.wording import wording_of
 
 PERSONAL = ("birth_city", "profession", "employer", "birth_country", "birth_language", "employer_country", "work_place")
 ASKED_OF_STRANGERS = ("birth_city", "profession", "employer")

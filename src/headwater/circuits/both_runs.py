@@ -3,7 +3,7 @@
     Δ_s = s(other run) - s(base run)
 
 The base run is the one whose receivers are given other inputs. In place of the other run there may be zeros, means, or
-another prompt's run (below). Before the first position at which the prompts differ all Δ of the other run are 0, and
+another prompt's run. Before the first position at which the prompts differ all Δ of the other run are 0, and
 nothing is recomputed.
 
 What each head of a layer adds to the residual stream, given the heads' outputs z.
@@ -14,7 +14,8 @@ What each head of a layer adds to the residual stream, given the heads' outputs 
 times the model's own factor of what blocks add, where it has one (Granite). The scale is that of the run whose z these
 are, so that the shares of the heads, with what the biases give, sum to what attention adds.
 
-A mean is over what a sender adds in the runs of a data set, as `headwater.patching.replacements` takes it.
+A mean is over what a sender adds in the runs of a data set, as `headwater.patching.replacements` takes it; `resample`
+is what it adds in the run of another prompt of the data set.
 
 That the shares sum to what attention adds is checked in every run.
 """
@@ -277,7 +278,13 @@ class BothRuns:
 
     def _changes(self) -> Float[Tensor, "sender position d_model"]:
         changing = slice(self.start, self.stop)
-        base, other = (lambda *at: self.base(*at)[changing]), (lambda *at: self.other(*at)[changing])
+
+        def base(site: str, layer: int) -> Tensor:
+            return self.base(site, layer)[changing]
+
+        def other(site: str, layer: int) -> Tensor:
+            return self.other(site, layer)[changing]
+
         if self.exchanged is not None:
             outside = self.exchanged.of(self.example, len(self.plan.pair.base[self.example]))
             return outside[:, changing] - torch.cat([*written(self.model, self.graph, self.weights, base)])

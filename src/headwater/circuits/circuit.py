@@ -233,7 +233,10 @@ class Circuit:
         Args:
             ax: where to draw; default: a new figure.
             title: in place of the figure's own.
-            figsize: width and height of a new figure, in inches.
+            figsize: width and height of a new figure, in inches; default: what suits what is drawn.
+
+        Raises:
+            InputError: there is no figure of a circuit.
         """
         return drawn_by(self, ax, title, figsize)
 

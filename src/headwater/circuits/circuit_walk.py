@@ -156,9 +156,9 @@ class CircuitRunner:
             walk, baselines = self._walk(example)
             # Once: all edges together are the clean run.
             if example == 0 and not self._is_checked:
-                self._is_checked = True
                 # By itself: beside other circuits it would change their last digits, and a resumed search with them.
                 full, clean, model = walk.measure([np.arange(self.graph.n_edges)])[0], baselines[:, 0], self.plan.model
+                self._is_checked = True
                 allowed = max(TOLERANCE, 64 * torch.finfo(model.dtype).eps) * _largest_logit(walk)
                 # Written so that NaN is refused, too.
                 if not float((full - clean).abs().max()) <= allowed:
@@ -345,7 +345,10 @@ class CircuitWalk:
 
 
 class _Projection:
-    """Makes q, k and v of single heads of one layer from what each of them reads; `outside` are those of no circuit."""
+    """Makes q, k and v of single heads of one layer from what each of them reads.
+
+    `outside`: the q, k and v outside of every circuit.
+    """
 
     def __init__(self, walk: CircuitWalk, layer: int):
         self.walk, self.layer = walk, layer
@@ -479,7 +482,8 @@ class _Batch:
         parts = [self._entering(circuit, receivers) for circuit in range(self.n_circuits)]
         circuits = np.repeat(np.arange(self.n_circuits), [len(targets) for targets, _, _ in parts])
         entered = np.concatenate([targets for targets, _, _ in parts])
-        # Receiver by receiver, so that the rows of one head are one product with its columns.
+        # Receiver by receiver, so that the rows of one head are one product with its columns. The edges of a circuit
+        # are in the order of their receivers, so those into neighbours are together.
         order = np.argsort(entered, kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))

@@ -97,20 +97,9 @@ class CircuitCurve(ByMetric, Result):
         level, seed = checked_number("level", level, above=0.0, below=1.0), checked_seed(seed)
         rows = []
         for metric, part in self.table.groupby("metric", sort=False):
-            alone = part[part["placebo"].isna()]
-            values = alone.pivot_table(index="example", columns="size", values="value")
-            ends = alone.drop_duplicates("example").set_index("example").loc[values.index]
-            clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
-            placebos = []
-            for _, others in part[part["placebo"].notna()].groupby("placebo"):
-                of_placebo = others.pivot_table(index="example", columns="size", values="value").loc[values.index]
-                placebos.append(circuit_runs.ratio_of_means(of_placebo.to_numpy(), clean, corrupted)[0])
-            # All sizes are resampled together: a draw is a curve. Of each draw's own curve: the least size of a mean
-            # curve is not the mean of least sizes.
-            sizes = values.columns.to_numpy()
-            of_circuit = _areas(sizes, circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed))
-            drawn: Float[ndarray, "placebo size"] = np.array(placebos).reshape(-1, len(sizes))
-            random = _areas(sizes, drawn)
+            sizes, drawn, placebos = _curves(part, seed)
+            # Of each draw's own curve: the least size of a mean curve is not the mean of least sizes.
+            of_circuit, random = _areas(sizes, drawn), _areas(sizes, placebos)
             for name in AREAS:
                 value, low, high = interval(of_circuit[name], level)
                 # A random curve that never comes to 0.9 needs the whole model.
@@ -217,6 +206,23 @@ def circuit_curve(
     for left in [*circuit_runs.gap_sentences(result.table), *circuit_runs.discovery_sentences(result.run)]:
         warnings.warn(left, stacklevel=2)
     return result
+
+
+def _curves(
+    part: pd.DataFrame, seed: int
+) -> tuple[Float[ndarray, " size"], Float[ndarray, "draw size"], Float[ndarray, "placebo size"]]:
+    """Return the sizes, f at each in draws of prompts (the first: the prompts themselves), and that of placebos."""
+    of_circuits = part[part["placebo"].isna()]
+    values = of_circuits.pivot_table(index="example", columns="size", values="value")
+    ends = of_circuits.drop_duplicates("example").set_index("example").loc[values.index]
+    clean, corrupted = ends["clean"].to_numpy(), ends["corrupted"].to_numpy()
+    # All sizes are resampled together: a draw is a curve.
+    drawn = circuit_runs.ratio_of_means(values.to_numpy(), clean, corrupted, seed=seed)
+    placebos = []
+    for _, others in part[part["placebo"].notna()].groupby("placebo"):
+        rows = others.pivot_table(index="example", columns="size", values="value").loc[values.index]
+        placebos.append(circuit_runs.ratio_of_means(rows.to_numpy(), clean, corrupted)[0])
+    return values.columns.to_numpy(), drawn, np.array(placebos).reshape(-1, values.shape[1])
 
 
 def _areas(sizes: Float[ndarray, " size"], f: Float[ndarray, "draw size"]) -> dict[str, Float[ndarray, " draw"]]:

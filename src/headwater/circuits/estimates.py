@@ -93,6 +93,10 @@ class Slopes:
     """One or several runs of a pair with a graph, and the gradients of each metric in them.
 
     `shares` say how far each run is on the way from the base run's embeddings (0) to the other's (1).
+
+    Raises:
+        InputError: a metric has no gradient, or one that is 0 everywhere.
+        NumericsError: a gradient is NaN or infinite.
     """
 
     def __init__(self, runs: BothRuns, shares: tuple[float, ...] = (0.0,)):
@@ -235,7 +239,10 @@ def _pulled_back(
 
 
 def sublayer_scores(slopes: Slopes, exact: Exact, stage: int, edges: Indices) -> Float[Tensor, "edge metric"]:
-    """Return (what r writes of x_r + Δ_s, less what it writes of x_r) · its gradient, of edges to one layer."""
+    """Return (what r writes of x_r + Δ_s, less what it writes of x_r) · its gradient, of edges to one layer.
+
+    What a q, k or v writes is taken as the outputs of the heads that read it (z); logits edges are exact.
+    """
     if stage == exact.rows.n_layers:
         return exact.effects(stage, edges)
     graph, metrics = exact.graph, range(len(slopes.by_metric))

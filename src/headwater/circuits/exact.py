@@ -188,6 +188,15 @@ class Receivers:
             seen = self._run_until("z", replaced, self.entering.expand(n_rows, -1, -1))
         return seen["z"].view(n_rows, *self.z.shape)
 
+    def one_head(
+        self, kind: str, z: Float[Tensor, "row position head d_head"], head: Int[Tensor, " row"]
+    ) -> Float[Tensor, "row position head d_head"]:
+        """Take in each row the heads that read one q, k or v, the others as recorded: z is given where rows leave."""
+        heads = torch.arange(z.shape[2], device=z.device)
+        # A key-value head is read by all query heads of its group, a query by its own.
+        reads = (heads if kind == "q" else heads // self.group) == to_device(head, z.device)[:, None]
+        return torch.where(reads[:, None, :, None], z, self.z[self.rows.leaving(self.layer)])
+
     def attended(self, z: Float[Tensor, "row position head d_head"]) -> Float[Tensor, "row position d_model"]:
         """Return what attention adds, given the outputs of its heads at some positions."""
         added = self.rows.blocks.project_heads(self.layer, z.flatten(0, 1))
@@ -255,7 +264,10 @@ class Exact:
             going = enter(part)
             for layer in range(stage + 1, rows.n_layers):
                 going = rows.through(layer, going)
-            named = lambda row: f"the edge {self.graph.name(int(edges[some[row]]))} changed"  # noqa: E731
+
+            def named(row: int) -> str:
+                return f"the edge {self.graph.name(int(edges[some[row]]))} changed"
+
             effects[part] = rows.measure(going, named) - rows.unedited
 
         with rows.blocks.fused():
@@ -279,46 +291,54 @@ class Exact:
 
     def _entering(self, stage: int, edges: Indices, felt: Int[Tensor, " edge"]) -> Iterator[tuple[Tensor, Enter]]:
         """Yield some edges, and what makes whole residual streams after the layer of any of them."""
-        rows, nodes, receiver = self.rows, self.graph.receivers, self.graph.receiver[edges]
-        columns = self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver]
-        sender, kind, head = map(torch.from_numpy, columns)
-        if stage == rows.n_layers:
-            final = rows.left("resid_post", stage - 1)
-            yield felt, lambda going: final + self._of(self.reaching(stage)[0], sender[going])[:, rows.kept]
+        nodes, receiver = self.graph.receivers, self.graph.receiver[edges]
+        sender, kind, head = map(
+            torch.from_numpy, (self.graph.sender[edges], nodes.kind[receiver], nodes.head[receiver])
+        )
+        if stage == self.rows.n_layers:
+            final, kept = self.rows.left("resid_post", stage - 1), self.rows.kept
+            yield felt, lambda rows: final + self._of(self.reaching(stage)[0], sender[rows])[:, kept]
             return
-        leaving, within, receivers = rows.leaving(stage), felt[kind[felt] < len(KINDS)], Receivers(rows, stage)
-        for some in sender[within].unique().split(rows.at_once) if len(within) else ():
-            # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
-            projected = receivers.projected(receivers.entering + self._of(self.reaching(stage)[0], some))
+        within = felt[kind[felt] < len(KINDS)]
+        receivers = Receivers(self.rows, stage)
+        for some in sender[within].unique().split(self.rows.at_once) if len(within) else ():
             mine = within[torch.isin(sender[within], some)]
-            for number, name in enumerate(KINDS):
-                if not len(fed := mine[kind[mine] == number]):
-                    continue
-                z = receivers.heads_of({name: projected[name]})[:, leaving]
-                # A key-value head is read by all query heads of its group, a query by its own.
-                read = torch.arange(z.shape[2], device=z.device) // (1 if name == "q" else receivers.group)
-
-                # As defaults: a closure would see the last senders and the last kind of the loops.
-                def through_heads(going: Tensor, some: Tensor = some, read: Tensor = read, z: Tensor = z) -> Tensor:
-                    changed = self._of(z, torch.searchsorted(some, sender[going]))
-                    reads = read == to_device(head[going], z.device)[:, None]
-                    heads = torch.where(reads[:, None, :, None], changed, receivers.z[leaving])
-                    return rows.attention_added(stage, receivers.entering[None], receivers.attended(heads))
-
-                yield fed, through_heads
-
-        def through_mlp(going: Tensor) -> Tensor:
-            read = rows.read_by_mlp(stage) + self._of(self.reaching(stage)[1], sender[going])
-            middle = rows.left("resid_pre", stage) + rows.left("attn_out", stage)
-            return middle + rows.blocks.feed_forward(stage, read[:, leaving])
-
+            yield from self._through_heads(receivers, some, mine, (sender, kind, head))
         if len(mlp := felt[kind[felt] == len(KINDS)]):
-            yield mlp, through_mlp
+            yield mlp, lambda rows: self._through_mlp(stage, sender[rows])
 
     @staticmethod
     def _of(changes: Tensor, rows: Int[Tensor, " row"]) -> Tensor:
         """Take rows of what lies on the model's device by their numbers on the host."""
         return changes[to_device(rows, changes.device)]
+
+    def _through_heads(
+        self, receivers: Receivers, some: Tensor, mine: Tensor, columns: tuple[Tensor, Tensor, Tensor]
+    ) -> Iterator[tuple[Tensor, Enter]]:
+        """The same for the q, k and v that some senders feed."""
+        sender, kind, head = columns
+        leaving = self.rows.leaving(receivers.layer)
+        # q, k and v of a sender in one call: edges to all heads of the layer come from this row.
+        projected = receivers.projected(receivers.entering + self._of(self.reaching(receivers.layer)[0], some))
+        for number, name in enumerate(KINDS):
+            if not len(fed := mine[kind[mine] == number]):
+                continue
+            z = receivers.heads_of({name: projected[name]})[:, leaving]
+
+            # As defaults: a closure would see the loop's last kind.
+            def enter(rows: Tensor, name: str = name, z: Tensor = z) -> Tensor:
+                heads = receivers.one_head(name, self._of(z, torch.searchsorted(some, sender[rows])), head[rows])
+                attended = receivers.attended(heads)
+                return self.rows.attention_added(receivers.layer, receivers.entering[None], attended)
+
+            yield fed, enter
+
+    def _through_mlp(self, layer: int, sender: Tensor) -> Float[Tensor, "row position d_model"]:
+        """Return the streams after a layer whose MLP reads changed inputs."""
+        rows, leaving = self.rows, self.rows.leaving(layer)
+        read = rows.read_by_mlp(layer) + self._of(self.reaching(layer)[1], sender)
+        middle = rows.left("resid_pre", layer) + rows.left("attn_out", layer)
+        return middle + rows.blocks.feed_forward(layer, read[:, leaving])
 
 
 # By how much the residual stream changes in front of each layer when senders are exchanged and attention is frozen.

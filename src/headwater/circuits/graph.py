@@ -310,8 +310,9 @@ def _by_node(
 ) -> Iterator[tuple[Indices, int, slice, Bool[np.ndarray, "receiver sender"]]]:
     """Part edges, ascending, by when they are read: each layer's attention, then its MLP, and last the logits.
 
-    With them come the first receiver that reads then, the senders at which what is read comes out, and of each receiver
-    at which of these.
+    Yields:
+        The edges, the first receiver that reads at that time, the senders at which what is read comes out, and at which
+        of these that of each receiver does.
     """
     heads = _heads_that_read(graph.n_heads, graph.n_kv_heads, together)
     one, logits = np.ones((1, 1), dtype=bool), np.ones((1, 0), dtype=bool)

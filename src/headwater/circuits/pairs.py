@@ -194,7 +194,10 @@ class Pairs:
         return self._runs
 
     def baselines(self, run: Run, recomputed: bool = True) -> Float[Tensor, "example metric 3"]:
-        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of (recomputed) ones."""
+        """Return by pair the metrics of its clean and corrupted run, and what rounding makes of them.
+
+        Where runs are changed and `recomputed` that is what rows without a change show, else the metrics' precision.
+        """
         examples = range(len(self.plan.pair.base))
         pieces = run.pieces("baselines", examples, partial(self._baselines, recomputed=recomputed))
         return torch.stack([piece["baselines"] for piece in pieces])

@@ -256,7 +256,8 @@ def path_patch(
         through: `direct`: what senders write reaches receivers unchanged; `mlps`: also by way of the MLPs between them,
             which are recomputed. All other heads give what they gave in either case.
         direction: `noise` edits the clean run, `denoise` (the default of `hw.patch`) the corrupted one.
-        values: what senders' outputs are exchanged for, see `hw.edges`: `other run`, `zero`, `mean` or `resample`.
+        values: what senders' outputs are exchanged for, see `hw.edges`: `other run`, `zero`, `mean` or
+            `resample`; the last three do without `corrupted`.
         dataset: the prompts of `mean` and `resample`; default: the prompts that are edited.
         over: `position` exchanges senders at each position by itself; default: at all positions together.
         positions: where senders are exchanged; by role each role by itself, see `hw.edges`.

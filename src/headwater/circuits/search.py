@@ -87,7 +87,8 @@ class Greedy:
     """One search, from some edges (`start`) or all of them; `decided` is called with how many edges are decided.
 
     `evaluate` returns the metric of circuits, given as edges, ascending.
-    `decision`, `effect` and `value` of each edge are as the table of a `CircuitSearch` has them.
+    `decision`, `effect` and `value` of each edge are as the table of a `CircuitSearch` has them. `runs` counts the
+    circuits that were run, the first guesses that came out wrong included.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What is asked of a device: whether it is there, its memory, Triton, and float32 products in float32."""
+"""What is asked of a device: whether it is there, its memory, Triton, products in float32; and what failed on it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def usable_device(device: str | torch.device) -> torch.device:
 
 
 def is_on(device: torch.device, here: torch.device) -> bool:
-    """Whether what is on the device `here` is on the one that is meant: "cuda" means any card, "cuda:1" that one."""
-    return device.type == here.type and (device.type == "cpu" or device.index in (None, here.index))
+    """Whether what is on the device `here` is on the one that is meant: "cuda:1" is that card, "cuda" is any."""
+    any_index = device.type == "cpu" or device.index is None or here.index is None
+    return device.type == here.type and (any_index or device.index == here.index)
 
 
 def to_device(host: Tensor | np.ndarray, device: torch.device | str) -> Tensor:

@@ -13,7 +13,8 @@ Tensor cores cut off their sums, always towards zero, and the error grows with t
 of their own, and these are added with rounding.
 
 What it costs, predicted and seen in the compiled code, is in `benchmarks/NOTES.md`: a fifth on top of the product. Two
-sums of 128 × 256 would spill registers.
+sums of 128 × 256 would spill registers. Programs that share a tile of W_U run side by side: it is read from memory
+once.
 """
 
 from functools import lru_cache
@@ -179,7 +180,7 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return what `likelihood_blocked.token_statistics` does, holding only five numbers per token and share.
 
-    The arguments are the same; W_U may have any alignment and strides.
+    The arguments are those of `likelihood_blocked.token_statistics`; W_U may have any alignment and strides.
     """
     n_tokens, (d_model, d_vocab) = len(hidden), head.W_U.shape
     target = target.contiguous()
@@ -197,11 +198,21 @@ def token_statistics(
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(hidden):
         target_logits = own_logits(hidden, head, target)
-        sizes = n_tokens, d_model, d_vocab, n_shares, per_share, *head.W_U.stride()
         _statistics_kernel[(n_blocks * n_shares,)](
-            *(parts, head.W_U, bias, target, target_logits, sums),
-            *sizes,
-            *(head.scale, head.softcap or 1.0),
+            parts,
+            head.W_U,
+            bias,
+            target,
+            target_logits,
+            sums,
+            n_tokens,
+            d_model,
+            d_vocab,
+            n_shares,
+            per_share,
+            *head.W_U.stride(),
+            head.scale,
+            head.softcap or 1.0,
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=head.softcap is not None,
             EVEN_DEPTH=d_model % blocks.depth == 0,

@@ -87,7 +87,8 @@ def topk_membership(
 ) -> tuple[Bool[Tensor, "head pair"], Bool[Tensor, "head pair"]]:
     """Say whether each pair's target is among the k largest, and among the k smallest, logits of its source.
 
-    The arguments are those of `ov.topk_membership`, on the CPU but for the maps, as is what is returned.
+    `source` are rows of `maps.x`, `target` token ids, and `k` may differ from pair to pair; all lie on the CPU, as does
+    what is returned.
     """
     top, bottom = settle_left(maps, first_glance(maps, source, target, k).left.cpu(), (source, target, k))
     return top, bottom

@@ -122,7 +122,11 @@ def count_beyond(
         _count_kernel[(n_blocks * n_shares, n_heads)](
             *(tensor.contiguous() for tensor in (z, W, target_logits, margin, column)),
             counts,
-            *(n_pairs, n_tokens, d_head, n_heads // len(z), per_share),
+            n_pairs,
+            n_tokens,
+            d_head,
+            n_heads // len(z),
+            per_share,
             EVEN_DEPTH=d_head % BLOCK_DEPTH == 0,
             PRECISION="ieee" if precision == "highest" else "tf32x3",
             BLOCK_P=BLOCK_PAIRS,

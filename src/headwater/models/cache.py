@@ -475,12 +475,20 @@ class Cache(TokenizedTexts, Result):
     def to_numpy(
         self, site: str, layer: int | None = None, *, role: str | None = None
     ) -> Shaped[np.ndarray, "token width"]:
-        """Return `rows` with a row per token and a column per number, as scikit-learn takes them."""
+        """Return `rows` with a row per token and a column per number, as scikit-learn takes them.
+
+        Raises:
+            InputError: see `rows`.
+        """
         rows = self.rows(site, layer, role=role)
         return rows.reshape(len(rows), -1).cpu().numpy()
 
     def to_frame(self, site: str, layer: int | None = None, *, role: str | None = None) -> pd.DataFrame:
-        """Return `frame` with a column for every number of `rows`, named by its place: `z.0.3` is head 0, number 3."""
+        """Return `frame` with a column for every number of `rows`, named by its place: `z.0.3` is head 0, number 3.
+
+        Raises:
+            InputError: see `rows`.
+        """
         activation, _ = self._find((site, layer))
         sizes = (*activation.size, int(self.lengths[0])) if activation.has_keys else activation.size
         labels = [

@@ -621,9 +621,10 @@ def _common_start(model: Model, prompts: Batch, max_new_tokens: int) -> int:
 
 
 class _Cached:
-    """The rows still going, their keys and values, and the token each reads next; all steps `bare` where that is given.
+    """The rows still going, their keys and values, and the token each reads next.
 
-    So many tokens that all prompts begin with (`shared`) are then run once.
+    With `bare`, the model without wrappers where it can be used for all steps, so many tokens that all prompts begin
+    with are run once (`shared`).
     """
 
     def __init__(self, model: Model, prompts: Batch, bare: BareModel | None = None, shared: int = 0):
@@ -692,7 +693,11 @@ class _Cached:
 
 
 class _Watched(_Cached):
-    """The same for hooks to act on, as 4 above says; they are attached once for all steps after the first."""
+    """The same for hooks to act on: the first step is a run of the prompts.
+
+    Every row stays where it is; those that have ended read padding, and their logits are left out. In later steps the
+    layers without hooks go without wrappers, where the model allows it; hooks are attached once for all these steps.
+    """
 
     def __init__(self, model: Model, prompts: Batch, hooks: Sequence[Hook | PromptHook], stack: contextlib.ExitStack):
         super().__init__(model, prompts)

@@ -107,6 +107,9 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
         A chat is a list of messages, `{"role": "user", "content": ...}`, and becomes the text that the tokenizer's chat
         template writes, up to where the answer begins; after a last message of the assistant, its continuation.
         Texts begin with `model.bos`, once; token ids are taken as they are.
+
+        Raises:
+            InputError: see `headwater.models.tokens.make_batch`.
         """
         batch = make_batch(
             inputs,
@@ -236,8 +239,10 @@ class HookedModel(TransformerLensNames, metaclass=_WithAdvice):
                     raise InterventionError(
                         f"{self.name} has no activation named {name!r}.{did_you_mean(name, hook_dict)}"
                     )
-                at_site = () if place is None else (place[0], place[0].lacks(self, place[1], edited=True))
-                attached.append(Attached(name, function, *at_site))
+                if place is None:
+                    attached.append(Attached(name, function))
+                else:
+                    attached.append(Attached(name, function, place[0], place[0].lacks(self, place[1], edited=True)))
             # Tells a context in which the model never ran, where no hook can fire, from one with a dead hook.
             ran = Attached(hook_name("resid_pre"), read_hook(lambda activation, hook: None))
             with self._attachments.attached([*attached, ran]):

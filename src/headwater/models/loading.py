@@ -120,7 +120,7 @@ def load(
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         near = did_you_mean(dtype, ("float32", "bfloat16", "float16"))
-        raise InputError(f"dtype={shown(dtype)} is not a torch dtype of float numbers.{near}")
+        raise InputError(f"dtype={shown(dtype)} is not a floating-point dtype of torch.{near}")
     if device is not None and not (isinstance(device, str) and device == "auto"):
         device = usable_device(device)
     # A wrong bos= is an error now, and not after the weights were read.
@@ -509,7 +509,7 @@ def read_lens_checkpoint(
     *,
     pickled: bool,
 ) -> object:
-    """Build a TransformerBridge around TransformerLens's native model; with its version 3.9 a HookedTransformer."""
+    """Build a TransformerBridge around TransformerLens's native model; under its version 3.9 a HookedTransformer."""
     for field, plain in UNSUPPORTED.items():
         if config.get(field, plain) != plain:
             raise ModelError(

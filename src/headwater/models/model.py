@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,16 @@ from headwater.calls import checked_calls
 from headwater.errors import ModelError
 from headwater.models.families import ModelShape, family_named, text_config
 from headwater.models.fingerprint import KnownModules, KnownWeights, SameModules, is_a
-from headwater.models.tokens import Batch, Bos, Tokenizer, resolve_bos
+from headwater.models.tokens import Batch, Bos, Inputs, Tokenizer, resolve_bos
 from headwater.runs.identity import tokenizer_digest
 
 
 class RunLock:
-    """Held while a model runs, by one thread, which may take it again; not after a fork in which another one ran it."""
+    """Held while a model runs; the thread that holds it may take it again.
+
+    Raises:
+        ModelError: on entering, in a process that was forked while another thread was running it.
+    """
 
     def __init__(self) -> None:
         self._lock, self._torn = threading.RLock(), False
@@ -50,21 +54,24 @@ class RunLock:
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
 
+    def forked(self) -> None:
+        """Find out, in a new process, whether a thread that is not there holds the lock."""
+        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._torn = True
+
 
 # Weak: a lock whose model is gone needs no look after a fork.
 _LOCKS: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Find out, in a new process, which locks a thread holds that is not there."""
     if _LOCKS:
         torch.set_num_threads(1)
     for lock in _LOCKS:
-        # Reentrant: this succeeds too where the thread that forked holds the lock, and that thread is here.
-        if lock._lock.acquire(blocking=False):
-            lock._lock.release()
-        else:
-            lock._torn = True
+        lock.forked()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
@@ -107,10 +114,11 @@ class Model:
         shape: ModelShape,
         config: Any,
         tokenizer: Tokenizer | None = None,
+        revision: str | None = None,
     ):
         self.raw = raw
         self.name = name
-        self.revision: str | None = None
+        self.revision = revision
         self.shape = shape
         self.config = config
         self.tokenizer = tokenizer
@@ -203,18 +211,34 @@ class Model:
         with self.lock:
             return self._modules.as_loaded()
 
-    # What HookedModel adds, for whoever knows a Model alone.
-
-    tokenize: Callable[..., Batch]
-    token_strings: Callable[..., tuple[str, ...]]
-    run: Callable[..., Tensor]
-    hooks: Callable[..., AbstractContextManager[None]]
-
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # HookedModel's own
 
         @property
         def interventions(self) -> dict[str, object]:
             """What acts in the model beside its weights."""
+
+        def tokenize(self, inputs: Inputs, *, mask: Tensor | None = None) -> Batch:
+            """Make a right-padded batch."""
+
+        def token_strings(self, tokens: Sequence[int]) -> tuple[str, ...]:
+            """Return the text of each token."""
+
+        def run(
+            self,
+            inputs: Inputs,
+            hooks: Iterable[Any] = (),
+            *,
+            keep: Any = None,
+            stop_at: int | None = None,
+            grad: bool = False,
+            past_key_values: Any = None,
+            attention_mask: Tensor | None = None,
+            position_ids: Tensor | None = None,
+        ) -> Tensor:
+            """Run inputs, with hooks."""
+
+        def hooks(self, hooks: Iterable[Any]) -> AbstractContextManager[None]:
+            """Attach hooks for as long as the context lasts."""
 
 
 def rotary_by_length(model: torch.nn.Module) -> list[torch.nn.Module]:

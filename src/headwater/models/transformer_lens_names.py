@@ -33,7 +33,7 @@ from headwater.models.model import Model
 from headwater.models.sites import place_named
 from headwater.models.tokens import Batch, encode, pad_id
 from headwater.models.weights import WeightSource, open_weights
-from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown
+from headwater.options import checked_flag, checked_name, has_no_order, is_one, one_or_several, shown, whole_number
 
 if TYPE_CHECKING:
     from transformer_lens import ActivationCache
@@ -243,7 +243,11 @@ class TransformerLensNames(Model):
         return str(self.tokenizer.decode(rows, clean_up_tokenization_spaces=False))
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str] | list[list[str]]:
-        """Return the text of each token of a text or of token ids; of several texts, a list of lists."""
+        """Return the text of each token of a text or of token ids; of several texts, a list of lists.
+
+        Raises:
+            InputError: see `to_tokens` and `to_string`.
+        """
         if isinstance(input, str):
             return list(self.token_strings(self.to_tokens(input, prepend_bos, truncate=False)[0].tolist()))
         if not isinstance(input, Tensor) and not is_one(input) and any(isinstance(one, str) for one in input):
@@ -271,7 +275,10 @@ class TransformerLensNames(Model):
         Raises:
             InputError: it is none of this model.
         """
-        return self.token_strings([token])[0]
+        try:
+            return self.token_strings([whole_number(token)])[0]
+        except TypeError:
+            raise InputError(f"{shown(token)} is not a token id.") from None
 
     @cached_property
     def _source(self) -> WeightSource:

@@ -106,9 +106,10 @@ class HeadWeights(OVWeights):
 
 
 class _Weights:
-    """What reading parameters from memory and from files have in common; name, revision and shape are as of a `Model`.
+    """What reading parameters from memory and from files have in common.
 
     Attributes:
+        name, revision, shape: those of a `Model`.
         dtype: the dtype the weights are stored in.
         given_dtype: the one they are handed out in: float32, or `dtype` where wider, unless another was requested.
         device: where they are handed out.
@@ -525,7 +526,8 @@ class LayersAhead:
     While a CUDA device works on one layer's heads, a thread reads the next layer from the checkpoint into pinned memory
     and has a stream of its own copy it over; the caller's stream waits for the copy only when it asks for that layer.
     What is read ahead is the layer as far from the last one as that was from the one before, so that processes that
-    share the layers read ahead their own. On a CPU, and for a model in memory, layers are read when requested.
+    share the layers read ahead their own. On a CPU, and for a model in memory, layers are read when requested, unless
+    `ahead` says otherwise.
     """
 
     def __init__(self, weights: WeightSource, *, ahead: bool | None = None):

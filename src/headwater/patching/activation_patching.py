@@ -394,7 +394,10 @@ class SweepSpec:
         return CellTable.of(rows)
 
     def _templates(self, site: Site, steps: Steps, replacement: Replacement, since: int) -> Iterator[CellTemplate]:
-        """Yield what is edited of one site, once for each layer that values come from and each draw."""
+        """Yield what is edited of one site, once for each layer that values come from and each draw.
+
+        Before the position `since` the values of a layer are those of the run itself.
+        """
         windows, draws = self.windows[site.name], range(replacement.samples or 1)
         for from_layer, sample, step in product(self.source_layers, draws, grid(steps)):
             covers = {axis: step[axis].covers if axis in step else None for axis in AXES}

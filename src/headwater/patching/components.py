@@ -10,7 +10,8 @@ It may be a name too (`headwater.models.part_names`): "9.2" and "L9H2" are the z
 output of an MLP, and "blocks.3.hook_resid_pre" the site of this hook.
 
 A set holds heads (z of query heads, also where these share keys and values), MLPs, neurons (mlp_post) and features of
-dictionaries. Its complement holds every other component of the kinds that were named, be it with an empty list.
+dictionaries. Its complement holds every other component of the kinds that were named; a kind is named
+with an empty list, too.
 
 Effects do not add up: what two heads do together is measured together. Knockout of whole circuits (Wang et al. 2023;
 Chan et al. 2022, resampling; Li and Janson 2024, on which values to take): for each set and prompt, one run in which

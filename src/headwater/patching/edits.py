@@ -342,10 +342,11 @@ class TokenSpanEdit:
     @property
     def positions(self) -> Int[np.ndarray, " position"]:
         """The edited positions, of those that lie here."""
-        here = range(self.start, self.start + self.length)
+        if self.edit.positions is None:
+            return np.arange(self.start, self.start + self.length)
         # Positions before a row are the recorded run's, and those after it are read by nothing.
-        at = here if self.edit.positions is None else [p for p in self.edit.positions if p in here]
-        return np.array(at, dtype=np.int64)
+        here = range(self.start, self.start + self.length)
+        return np.array([position for position in self.edit.positions if position in here], dtype=np.int64)
 
 
 def write_tokens(
@@ -355,7 +356,10 @@ def write_tokens(
     site: Site,
     layer: int,
 ) -> None:
-    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place."""
+    """Write edits into an activation of tokens laid end to end, `token (head) width`, in place.
+
+    What a site reads through a dictionary is read and written for all rows at once.
+    """
     # One gather and one scatter for all edits of a kind: a launch for each edit would cost more than its rows.
     groups: dict[tuple[int, bool, bool], list[TokenSpanEdit]] = {}
     for stretch in stretches:
@@ -425,10 +429,11 @@ def write_patterns(
     site: Site,
     layer: int,
 ) -> None:
-    """Write edits into patterns of padded rows, numbered by stretches' offsets, in place.
+    """Write edits into patterns of padded rows, whose key axes hold the positions `columns`, in place.
 
-    The key axes hold the positions `columns`, -1 where a key belongs to no position of its row. A change is given the
-    weights of all keys of the prompt in order, 0 where there is none.
+    An offset of a stretch numbers the row. `columns` is -1 where a key belongs to no position of its row. A change is
+    given the weights of all keys of the prompt in order, 0 where there is none. Rows are written together; edits of one
+    row act in turn, each on what the one before it has left.
     """
     turns: Counter[int] = Counter()
     together: dict[tuple[int, int, int], list[TokenSpanEdit]] = {}

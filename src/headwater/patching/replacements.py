@@ -278,7 +278,10 @@ def compute_values(replacement: Replacement, request: ValueRequest, lengths: Seq
 
 
 def refuse_values_that_change_nothing(replacement: Replacement, outcome: int) -> None:
-    """Refuse values that left every row as it was in the whole of a sweep, whose outcome this is, unless meant to."""
+    """Refuse values that left every row as it was, in the whole of a sweep, unless they are meant to.
+
+    `outcome`: the highest of `NOT_WRITTEN`, `LEFT` and `CHANGED` that any part of the sweep came to.
+    """
     inputs = replacement.inputs
     if outcome == LEFT and not replacement.is_control:
         label = f" ({replacement.label})" if replacement.label not in (None, inputs.kind) else ""
@@ -306,7 +309,11 @@ class _OfDataset(Replacement):
 
 @VALUES.add("mean")
 class Mean(_OfDataset):
-    """The mean over the prompts of a data set: at each position, or where lengths differ over all tokens but firsts."""
+    """The mean over the prompts of a data set.
+
+    It is taken at each position (`mean_over="examples"`) when all of them are as long as the prompts that are edited,
+    and over all their tokens but the first (`"tokens"`) when lengths differ.
+    """
 
     def __init__(self, inputs: ReplacementInputs):
         super().__init__(inputs)

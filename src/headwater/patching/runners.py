@@ -400,9 +400,9 @@ def run_variants(
     values: ReplacementValues,
     before: Sequence[Hook] = (),
 ) -> dict[Reading, dict[int, Tensor]]:
-    """Run prompts, each row with the edits of its variant and of its example; return by reading and row, `kept width`.
+    """Run prompts with hooks, each row with the edits of its variant; return by reading and row, `kept width`.
 
-    `before` are hooks that act before the edits.
+    `examples` is which of the group each row is, `before` are hooks that act before the edits.
     """
     n_layers = model.shape.n_layers
     stop = max(deepest(variant) for variant in variants)
@@ -555,7 +555,7 @@ def _severed(scores: Tensor, cuts: Sequence[tuple[int, Edit]]) -> Bool[Tensor, "
 
 Drawn: TypeAlias = tuple[str, int, int, int]
 """A site, a layer, the layer of the values that are written there, and which draw of them."""
-AT_ONCE = 1 << 22
+PRODUCTS_AT_ONCE = 1 << 22
 """At most so many products are gathered at once."""
 
 
@@ -684,7 +684,7 @@ def sums(products: Mapping[Drawn, Tensor], cells: CellTable, first: int) -> Floa
         listed = [_listed([_covered(edit)[axis] for _, edit in edits_alike], numbers) for axis in range(4)]
         every = product.shape[1:3]  # positions and heads, for a pattern's keys heads and positions
         each = math.prod(every) * math.prod(at.shape[1] for at in listed[2:] if at is not None)
-        most = max(1, AT_ONCE // max(1, each))
+        most = max(1, PRODUCTS_AT_ONCE // max(1, each))
         for start in range(0, len(index), most):
             part = slice(start, start + most)
             at = [None if one is None else to_device(one[part], product.device) for one in listed]

@@ -25,6 +25,8 @@ from pandas.api.types import is_numeric_dtype
 from headwater.errors import InputError, did_you_mean
 from headwater.foreign_names import hint_for
 from headwater.options import checked_name, checked_number, checked_seed, shown
+from headwater.patching.prompts import places_among
+from headwater.runs.record import RunRecord
 from headwater.runs.result import with_interval
 from headwater.stats.discrimination import pearson, spearman
 from headwater.stats.resample import NOTHING_LEFT, Bootstrap, interval
@@ -71,15 +73,16 @@ def summarize(table: pd.DataFrame, coordinates: list[str], measure: str, level: 
     draws_of = cache(lambda examples: Bootstrap.of(range(examples), draws=RESAMPLES, seed=seed))
     rows, of_means = [], measure == "ratio of means"
     # Each effect counts as 1, or as its pair's gap: before draws are averaged, of which some may go the other way.
-    table = table.assign(gap=gaps_of(table) if of_means else 1.0)
+    table = table.assign(gap=gaps_of(table)) if of_means else table
     for cell, part in table.groupby(coordinates, sort=False, dropna=False):
         by_prompt = part
         # Draws of one prompt say how sure its own mean is, and nothing of other prompts: they stay as they are.
         if "sample" in part and part["example"].nunique() > 1:
             by_prompt = part.groupby("example", sort=False).mean(numeric_only=True).reset_index()
         column = "effect" if of_means else measure
-        felt = by_prompt.dropna(subset=[column])
-        effects, gaps = felt[column].to_numpy(), felt["gap"].to_numpy()
+        effects = by_prompt[column].to_numpy()
+        felt = ~np.isnan(effects)
+        effects, gaps = effects[felt], by_prompt["gap"].to_numpy()[felt] if of_means else np.ones(int(felt.sum()))
         with_interval = interval(draws_of(len(effects)).ratio(effects, gaps), level)
         # With draws of one prompt the interval is over draws, and the count still of prompts.
         counted = part.dropna(subset=["effect"])["example"].nunique() if "sample" in part else len(effects)
@@ -357,3 +360,9 @@ def random_sets(pools: Sequence[tuple[ndarray, int]], draws: int, seed: int) -> 
     rng = np.random.default_rng(seed)
     for _ in range(draws):
         yield [int(number) for pool, count in pools for number in rng.choice(pool, count, replace=False)]
+
+
+def shared_prompts(first: RunRecord, second: RunRecord) -> list[int]:
+    """Return which prompts of a second run, by number, the first one has too (of pairs, the same clean prompt)."""
+    mine, theirs = ((record.options.get("prompts") or [[]])[0] or [] for record in (first, second))
+    return places_among(theirs, mine)

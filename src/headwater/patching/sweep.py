@@ -33,7 +33,7 @@ from headwater.options import checked_count, checked_kind, checked_name, checked
 from headwater.patching import summaries
 from headwater.patching.edits import AXES
 from headwater.patching.plan import Measured, Plan, waves
-from headwater.patching.prompts import DIRECTIONS, places_among, prompt_options
+from headwater.patching.prompts import DIRECTIONS, prompt_options
 from headwater.patching.replacements import CHANGED, NOT_WRITTEN, refuse_values_that_change_nothing
 from headwater.patching.runners import AttributionRunner, CannotStepError, Runner, WalkRunner, WholeRuns
 from headwater.patching.summaries import MATCH, CellEffects, MeasureName, NormalizeName
@@ -71,8 +71,8 @@ def run_sweep(
 ) -> Sweep:
     """Measure a plan's cells, or go on with what the folder `out` has of them, and make the result.
 
-    `options` decide the result beside the plan's prompts, metrics and values; without `runner` that of the engine
-    measures.
+    `options` decide the result beside the plan's prompts, metrics and values. `runner` measures; by default the
+    engine's.
     """
     pair, replacement, runner = plan.pair, plan.replacement, runner or ENGINES[engine]
     pool = replacement.inputs.dataset if replacement is not None else None
@@ -404,8 +404,7 @@ class Sweep(Result):
                 raise InputError(f"{option}= has no column {measure}: give a sweep of pairs, or value='effect'.")
             other_scores = CellEffects(sweep.table, sweep.coordinates, measure, scores.metric)
             same[option] = other_scores.of(other_scores.same(scores, chosen))
-            prompts, theirs = ((one.run.options.get("prompts") or [[]])[0] or [] for one in (self, sweep))
-            if option == "held_out" and (shared := places_among(theirs, prompts)):
+            if option == "held_out" and (shared := summaries.shared_prompts(self.run, sweep.run)):
                 same[option] = same[option][[example not in shared for example in other_scores.examples]]
                 notes.append(
                     f"{len(shared)} held-out prompt{'s' * (len(shared) > 1)} left out, which the sweep has too "

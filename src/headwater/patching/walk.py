@@ -305,7 +305,10 @@ def tiled(rows: RowTable, recorded: Indices, folded: bool, tile_tokens: Callable
 
 
 class Masks:
-    """The masks of one walk. What is severed is added to what was made of edits (`Walk._applied`)."""
+    """The masks of one walk.
+
+    `applied`: by edit and layer, the variants in which it was made; what is severed is added.
+    """
 
     def __init__(
         self, recording: Recording, variants: Variants, n_heads: int, applied: dict[tuple[int, int], list[Indices]]
