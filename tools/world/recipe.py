@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headwater.data.rows import parse_json
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.options import checked_path
 from headwater.runs.storage import write_json

@@ -15,6 +15,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 
 import numpy as np
@@ -251,8 +252,7 @@ def _templates(
     if template != "auto":
         yield "given", checked_templates(template)[0]
         return
-    own = json.loads((files("headwater.causes") / "templates.json").read_text(encoding="utf-8"))
-    sentences = own.get(tokens.relation.name, ())
+    sentences = _own_templates().get(tokens.relation.name, ())
     for sentence in sentences:
         yield "completion", sentence
     words = [tokens.words[item] for item in items[:SHOTS]]
@@ -264,3 +264,9 @@ def _templates(
         messages = [{"role": "user", "content": INSTRUCTION}, {"role": "assistant", "content": sentences[0]}]
         if (written := chat_text(model.tokenizer, messages)) is not None and written.count("{source}") == 1:
             yield "chat", written
+
+
+@cache
+def _own_templates() -> dict[str, list[str]]:
+    """The sentences that are tried for the relations of headwater's suite."""
+    return dict(json.loads((files("headwater.causes") / "templates.json").read_text(encoding="utf-8")))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from headwater.calls import checked_call, checked_calls
 from headwater.circuits.graph import Graph, Indices, on_a_path
-from headwater.data.rows import parse_json
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, RunFolderError, first_line
 from headwater.models.hooked import HookedModel, check_model
 from headwater.models.part_names import read_part

@@ -71,14 +71,14 @@ def drawn(kind: str, runs: Sequence[Path], *, style: str, out: Path, **options: 
         inside = folder / part
         results.append(getattr(hw, result_class).load(inside if inside.is_dir() else folder))
     figure = getattr(figures, draw)(results, style=style, **options)
-    said = attrgetter(note)(figures)(results) if kind != "heads" or style == "published" else ""
+    note_text = attrgetter(note)(figures)(results) if kind != "heads" or style == "published" else ""
     files = []
     if is_main():
         import matplotlib as mpl
 
         mpl.use("Agg")
         files = [str(file) for file in figures.save_figure(figure, out, ("png", "svg", "pdf"))]
-    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": said}
+    return {"figure": kind, "models": [one.run.model for one in results], "files": files, "note": note_text}
 
 
 def demo(

@@ -189,7 +189,8 @@ def score(
     if len(arguments) + (model is not None) > 2:
         raise InputError(f"Give [MODEL] FILE, a model and one file of texts; found {' '.join(arguments)}.")
     name, file = (arguments[0] if len(arguments) == 2 else model), Path(arguments[-1])
-    from headwater.data.rows import check_readable, parse_json
+    from headwater.data.rows import check_readable
+    from headwater.data.strict_json import parse_json
     from headwater.likelihood.scores import checked_shares
 
     check_readable(file, "texts")

@@ -111,9 +111,10 @@ def write_index(
             others += entry
         body += _section(number, one, file.parent)
     folded = _folded("The other analyses, a line each", f"<ul>{others}</ul>") if others else ""
-    said = f'<p class="asks">{escape(models)}</p>' if models else ""
-    found = f'<nav aria-label="What was found"><h2>What was found</h2>{said}{LEGEND}<ol>{first}</ol>{folded}</nav>'
-    page = page_of(title, f"{found}\n<script>{FITTING}</script><main>{body}</main>", run)
+    about_models = f'<p class="asks">{escape(models)}</p>' if models else ""
+    lines = f"{about_models}{LEGEND}<ol>{first}</ol>{folded}"
+    summary = f'<nav aria-label="What was found"><h2>What was found</h2>{lines}</nav>'
+    page = page_of(title, f"{summary}\n<script>{FITTING}</script><main>{body}</main>", run)
     write_atomically(file, lambda temporary: temporary.write_text(page, encoding="utf-8"))
     return file
 

@@ -87,6 +87,7 @@ def plot_answers(answered: AnsweredQuestions, ax: Axes | None = None) -> Axes:
             if not any(shares):
                 continue
             bars = ax.barh(range(len(names)), shares, left=starts, height=0.6, color=color, label=name)
+            # A narrower bar has no room for its number.
             fitting = [f"{share:.0%}" if share >= 0.06 else "" for share in shares]
             ax.bar_label(bars, fitting, label_type="center", color=ink, fontsize=7)
             starts = [start + share for start, share in zip(starts, shares, strict=True)]

@@ -125,8 +125,7 @@ def head_maps(
     titles = [title_of(maps)] if len(maps) == 1 and not as_published else names
     note = rule_note(maps) if as_published else ""
     row_height, below = BOTTOM + PANEL_HEIGHT + TOP, (2 + bool(note) if as_published else len(_lines(maps)) + 2) * LINE
-    # Layers are spaced as heads are, within reason.
-    widths = [PANEL_HEIGHT * float(np.clip(np.divide(*extent(one.categories)), 0.4, 2.5)) for one in maps]
+    widths = [_panel_width(one) for one in maps]
     widths = [max(widths)] * len(maps) if as_published else widths
     pitches = [LEFT + max(wide, LETTER * len(name)) + GAP for wide, name in zip(widths, titles, strict=True)]
     pitches = [max(pitches)] * len(maps) if as_published else pitches
@@ -174,6 +173,12 @@ def _axes(figure: Figure, left: float, bottom: float, width: float, height: floa
     return figure.add_axes((left / x, bottom / y, width / x, height / y))
 
 
+def _panel_width(head_map: HeadMap) -> float:
+    """The width that spaces layers as heads are spaced, within reason."""
+    n_layers, n_heads = extent(head_map.categories)
+    return PANEL_HEIGHT * min(max(n_layers / n_heads, 0.4), 2.5)
+
+
 def _count_column(name: str) -> float:
     return max(COUNT_COLUMN, LETTER * len(name)) + GAP
 
@@ -208,8 +213,10 @@ def _draw(head_map: HeadMap, ax: Axes, sized: bool = True) -> None:
     excess = best_excess(head_map.table)
     for label, heads in head_map.categories.groupby("label"):
         color, shape = mark_of(str(label))
-        best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]])) if sized else pd.Series([1.0])
-        area = np.broadcast_to(mark_area(_area(str(label)), best), len(heads))
+        best = pd.Series(1.0, index=heads.index)
+        if sized:
+            best = excess.reindex(pd.MultiIndex.from_frame(heads[["layer", "head"]]))
+        area = mark_area(_area(str(label)), best)
         mark_heads(ax, heads, area, c=color, marker=shape, linewidths=0, label=str(label))
     used = _used(head_map)
     if len(used) and sized:

@@ -490,9 +490,9 @@ def token_html(profile: DepthProfile, nodes: Sequence[str] | None = None) -> str
         spans = ""
         for token, value, lowest in zip(rows["token"], rows["log_probability"], rows["lowest"], strict=True):
             frame = f";outline:2px solid {FRAME};outline-offset:-2px" if lowest else ""
-            said = f"log p = {value:.2f}{', among the lowest' if lowest else ''}"
+            tooltip = f"log p = {value:.2f}{', among the lowest' if lowest else ''}"
             colors = f"background:{_color(value)};color:{_ink(value)}"
-            spans += f'<span title="{said}" style="{colors}{frame}">{html.escape(_shown(str(token)))}</span>'
+            spans += f'<span title="{tooltip}" style="{colors}{frame}">{html.escape(_shown(str(token)))}</span>'
         blocks.append(
             f'<p style="margin:0.4em 0"><small style="color:{FAINT}">{html.escape(name)}</small><br>'
             f'<span style="font-family:monospace;line-height:1.9;white-space:pre-wrap">{spans}</span></p>'

@@ -543,7 +543,8 @@ def logit_changes(
             spread = own.groupby(["seed", "split"])["logit"].transform(lambda logit: logit.std(ddof=0) or 1.0)
             scaled = own.assign(change=own["delta_logit"] / spread).groupby("example")
             changes = pd.DataFrame({"change": scaled["change"].mean(), "predicted_wrong": scaled["logit"].mean() > 0})
-            tested = pathways.components.query("dataset == @name and intervention == @EXACT")
+            components = pathways.components
+            tested = components[(components["dataset"] == name) & (components["intervention"] == EXACT)]
             verdicts = tested.set_index("population")["verdict"]
             ax.axvline(0, 0, 0.6, color=FAINT, linewidth=0.6)
             grid = np.linspace(changes["change"].min() - 0.4, changes["change"].max() + 0.4, 300)

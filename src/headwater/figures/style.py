@@ -183,7 +183,7 @@ def style(ax: Axes | None = None) -> Iterator[None]:
     These settings alone: what matplotlib sets when it draws for the first time, as in a notebook, stays. Type that the
     caller chose stays, too.
     """
-    # Of the type, what the caller has not set; what was not set of it grows with a size that was.
+    # Type that the caller has not set; it grows with the font size if the caller set one.
     is_set = {name: mpl.rcParams[name] != mpl.rcParamsDefault[name] for name in SIZES | UNLESS_SET}
     size = mpl.rcParams["font.size"] if is_set["font.size"] else SIZES["font.size"]
     sizes = {name: points * size / SIZES["font.size"] for name, points in SIZES.items()}
@@ -211,7 +211,7 @@ def new_figure(width: float, height: float, layout: Literal["constrained"] | Non
 
 
 def panel_grid(figure: Any, panels: int, columns: int, **shared: Any) -> list[Axes]:
-    """Put so many panels on a figure, in so many columns."""
+    """Return axes for `panels` panels in `columns` columns; places without a panel are removed."""
     axes: list[Axes] = figure.subplots(-(-panels // columns), columns, squeeze=False, **shared).ravel().tolist()
     for spare in axes[panels:]:
         spare.remove()

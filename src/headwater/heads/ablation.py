@@ -72,14 +72,18 @@ class HeadAblation(Result):
         rows = {(row["role"], row["removed"], row["n_heads"]): row for row in whole_summary(self).to_dict("records")}
         n_heads = len(self.heads)
         untouched, without = rows["relation", "none", 0], rows["relation", "relation heads", n_heads]
-        random = rows["relation", "random heads", n_heads]
         sentences = [
             f"{self.relation}: accuracy {untouched['accuracy']:.0%}, and {without['accuracy']:.0%} without its "
             f"{n_heads} head{'s' * (n_heads != 1)}; the logit difference is {untouched['logit_difference']:.2f} before "
             f"and {without['logit_difference']:.2f} after.",
-            f"Without as many random heads of the same layers: accuracy {random['accuracy']:.0%}, logit "
-            f"difference {random['logit_difference']:.2f} (means over draws).",
         ]
+        if (random := rows.get(("relation", "random heads", n_heads))) is None:
+            sentences.append("These layers have no other heads to ablate: there is no random control.")
+        else:
+            sentences.append(
+                f"Without as many random heads of the same layers: accuracy {random['accuracy']:.0%}, logit "
+                f"difference {random['logit_difference']:.2f} (means over draws)."
+            )
         if (control := rows.get(("control", "relation heads", n_heads))) is None:
             sentences.append(
                 "No other relation serves as a control: it is unknown whether the loss is specific to this relation."

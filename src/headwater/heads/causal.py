@@ -15,13 +15,17 @@ For what its parameters say (`HeadMap.validate`):
    head passes only by differing from both. q: false-discovery control (Benjamini and Hochberg) over all called heads
    and relations.
 6. A head that implements is used where q is at most 5 % and the loss is above 0; one that suppresses, where it is
-   below. Where q is at most 5 % and the sign is the other one, the head is opposed. Otherwise `used` is False: its use
-   is not shown, which is not to say that there is none. The interval of the loss says how much it may be worth.
+   below. Where q is at most 5 % and the sign is the other one, the head is opposed: the model answers better without a
+   head that, by its parameters, writes the right answers. Otherwise `used` is False: its use is not shown, which is not
+   to say that there is none. The interval of the loss says how much it may be worth.
 
 An accuracy of 0 leaves nothing to lose: where the whole model answers no item of a relation, no head is ablated.
 
-A claim: heads ablated together (`hw.ablate`) change the answer more than as many other heads of their layers do. Halves
-of the prompts are compared in how they rank the set among these. The rest is said in `headwater.stats.claims`.
+A claim: heads ablated together change the answer more than other heads of their layers do. The effect of a set of heads
+on a prompt is that of `hw.ablate`: the metric when all of them are replaced at once, less that of the run as it is.
+Random sets are as many other heads of the same layers; halves of the prompts are compared in how they rank the set
+among these; held out are the prompts that did not choose the heads. What is made of these numbers is
+`headwater.stats.claims`.
 """
 
 from __future__ import annotations

@@ -160,29 +160,16 @@ def scored_prompts(
     weights = open_weights(model)
     W_U = weights.unembedding()
     longest = longest_column(W_U)
-    # W_V = [I; 0] takes z as it is, so that the static score's kernel counts here too: x holds z.
-    identity = torch.eye(len(W_U), model.shape.d_head, device=W_U.device)[None]
 
     @torch.inference_mode()
     def compute(one: tuple[SourcePrompts, TokenRelation, int]) -> dict[str, Tensor]:
         prompts, tokens, k = one
         values = last_values(model, prompts, batch_size)
-        n_contexts, _, n_rows, *_ = values.shape
-        accepted = [tokens.targets[item] for item in prompts.item.tolist()]
-        pair_row = torch.arange(n_rows).repeat_interleave(torch.tensor([len(targets) for targets in accepted]))
-        rows = torch.cat([pair_row + context * n_rows for context in range(n_contexts)])
-        targets = torch.tensor([target for row in accepted for target in row]).repeat(n_contexts)
-        in_template = torch.nn.functional.one_hot(prompts.template).double()
-        scores = []
-        for layer in range(model.shape.n_layers):
-            for z, W_O in zip(values[:, layer].to(W_U).flatten(0, 1).unbind(1), weights.ov(layer).W_O, strict=True):
-                x = torch.nn.functional.pad(z, (0, len(W_U) - model.shape.d_head))
-                maps = OVMaps(x, identity, W_O[None], W_U, longest)
-                signs = ov_blocked.topk_membership(maps, rows, targets, torch.full_like(targets, k))
-                by_row = [any_accepted(hit[0], rows, len(x)).unflatten(0, (n_contexts, n_rows)) for hit in signs]
-                scores.append(torch.stack(by_row, 1).double() @ in_template / in_template.sum(0))
-        by_layer = torch.stack(scores, -1).float().unflatten(-1, (model.shape.n_layers, -1))
-        return {"scores": by_layer.movedim(-2, 2).contiguous()}  # context sign layer template head
+        scores = [
+            score_outputs(values[:, layer], weights.ov(layer).W_O, W_U, longest, prompts, tokens, k)
+            for layer in range(model.shape.n_layers)
+        ]
+        return {"scores": torch.stack(scores, dim=2)}
 
     with run.bar("Dynamic scores", "relation", len(prompted)) as bar:
         pieces = [
@@ -223,6 +210,37 @@ def last_values(
         at_layers = [of_context[layer].to(model.device) for of_context in by_context for layer in range(shape.n_layers)]
         values[:, :, rows] = torch.stack(at_layers).unflatten(0, values.shape[:2]).cpu()
     return values
+
+
+def score_outputs(
+    values: Float[Tensor, "context row head d_head"],
+    W_O: Float[Tensor, "head d_head d_model"],
+    W_U: Float[Tensor, "d_model d_vocab"],
+    longest: float,
+    prompts: SourcePrompts,
+    tokens: TokenRelation,
+    k: int,
+) -> Float[Tensor, "context sign template head"]:
+    """Return the share of items with a target among the k largest (k smallest) of z W_O W_U, for one layer's heads.
+
+    It is the static score's count (`kernels.ov`) with z in place of x W_V: x holds z, and W_V is the identity.
+    """
+    n_rows, d_head = values.shape[1], values.shape[-1]
+    accepted = [tokens.targets[item] for item in prompts.item.tolist()]
+    pair_row = torch.arange(n_rows).repeat_interleave(torch.tensor([len(targets) for targets in accepted]))
+    rows = torch.cat([pair_row + context * n_rows for context in range(len(values))])
+    targets = torch.tensor([target for row in accepted for target in row]).repeat(len(values))
+    in_template = torch.nn.functional.one_hot(prompts.template).double()
+    # W_V = [I; 0] takes z as it is, so that the static score's kernel counts here too.
+    identity = torch.eye(len(W_U), d_head, device=W_U.device)[None]
+    scores = []
+    for z, output in zip(values.to(W_U).flatten(0, 1).unbind(1), W_O, strict=True):
+        x = torch.nn.functional.pad(z, (0, len(W_U) - d_head))
+        maps = OVMaps(x, identity, output[None], W_U, longest)
+        signs = ov_blocked.topk_membership(maps, rows, targets, torch.full_like(targets, k))
+        hits = torch.stack([any_accepted(hit[0], rows, len(x)).unflatten(0, (len(values), n_rows)) for hit in signs], 1)
+        scores.append(hits.double() @ in_template / in_template.sum(0))
+    return torch.stack(scores, dim=-1).float()
 
 
 def correlate(table: pd.DataFrame) -> pd.DataFrame:

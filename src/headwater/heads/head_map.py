@@ -140,8 +140,9 @@ class HeadMap(Result):
         """Return a row per relation: how many heads implement or suppress it, and its best head.
 
         The best head is the called one with the largest excess of either sign, where a head is called; else the head
-        with the largest excess, where one was computed, else with the highest score. `copying` is how many heads would
-        be called if they did not copy; `sign` is "implements" or "suppresses", and `score, expected, excess` are of it.
+        with the largest excess, where one was computed, else with the highest score. Columns: `relation, category,
+        pairs, heads, copying, layer, head, sign, score, expected, excess`. `copying` is how many heads would be called
+        if they did not copy; `sign` is "implements" or "suppresses", and `score, expected, excess` are of it.
         """
         table = self.table
         ranked = by_sign(table).sort_values(["called", "excess", "score"], ascending=False, kind="stable")
@@ -315,8 +316,8 @@ class HeadMap(Result):
             InputError: the head or the embedding does not exist.
         """
         layer, head = head_named(layer, head, self._sizes)
-        options: Any = {"embedding": self.read_by(layer) if embedding is None else embedding}
-        return salient_operations(self._weights(model), layer, head, sources=sources, targets=targets, **options)
+        kind = self.read_by(layer) if embedding is None else embedding
+        return salient_operations(self._weights(model), layer, head, embedding=kind, sources=sources, targets=targets)
 
     def salient_of(
         self,

@@ -3,6 +3,8 @@
     score     the share of a query's attention on the behaviour's keys, averaged over the queries that have such keys
     expected  the same for as many keys, drawn at random from those that the query can see: shuffled positions
 
+TransformerLens's detector divides by all queries instead (`detector_scores`).
+
 1. The model runs on a few sequences at a time. A hook at each layer's pattern reduces it at once to sums over queries:
    of no more than one layer there is a pattern in memory.
 2. Of n keys drawn from the N that a query sees, whose attention has the mean a and the variance s², the sum has the
@@ -321,10 +323,18 @@ BEHAVIOURS.add("successor", Behaviour("earlier tokens that follow theirs in a se
 def attended_keys(
     tokens: Tokens, mask: Bool[Tensor, "batch position"], kinds: TokenKinds, *, looks_ahead: bool = False
 ) -> tuple[Bool[Tensor, "class batch query key"], Bool[Tensor, "batch query key"]]:
-    """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding."""
+    """Return the keys of every behaviour for each query, and all keys that the query can see; none at padding.
+
+    Tokens are right-padded. With `looks_ahead` a query sees later keys too; the keys of a behaviour stay the same.
+    """
     real = mask[:, :, None] & mask[:, None]
     visible = real if looks_ahead else real.tril()
     return torch.stack([row.keys(tokens, kinds) & visible for row in BEHAVIOURS.values()]), visible
+
+
+def _is_delimiter(text: str) -> bool:
+    stripped = text.strip()
+    return all(unicodedata.category(sign).startswith("P") for sign in stripped) if stripped else "\n" in text
 
 
 def token_kinds(model: HookedModel) -> TokenKinds:
@@ -341,9 +351,7 @@ def token_kinds(model: HookedModel) -> TokenKinds:
     known = [(token, str(piece)) for token, piece in pieces if piece is not None]
     candidates = [token for token, piece in known if not any(sign.isascii() and sign.isalnum() for sign in piece)]
     texts = token_strings(tokenizer, candidates)
-    for token, text in zip(candidates, texts, strict=True):
-        signs = text.strip()
-        delimiter[token] = all(unicodedata.category(sign).startswith("P") for sign in signs) if signs else "\n" in text
+    delimiter[[token for token, text in zip(candidates, texts, strict=True) if _is_delimiter(text)]] = True
     listed = [pair for relation in load_relations(SERIES) for pair in relation.pairs]
     named = {(source, target) for source, targets in listed for target in targets}
     words = sorted({word for pair in named for word in pair})
@@ -431,7 +439,10 @@ LEVEL = 0.95
 def copying_scores(
     weights: WeightSource, embedding: str, seed: int, bar: Bar | None = None, layers: Sequence[int] | None = None
 ) -> tuple[Float[Tensor, "layer head"], Float[Tensor, "layer 2"]]:
-    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie."""
+    """Return Σ λ / Σ |λ| of every head of some layers, or all, and the bounds within which 95 % of random heads lie.
+
+    `embedding` is what heads from layer 1 on read. NaN of a head that writes nothing of what it reads.
+    """
     scores, bounds, before = [], [], ""
     for layer in range(weights.shape.n_layers) if layers is None else layers:
         # Layer 0 reads the raw embedding; those after it share U E and the random heads.

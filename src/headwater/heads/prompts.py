@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from headwater.data.rows import is_unicode
+from headwater.data.strict_json import is_unicode
 from headwater.errors import InputError
 from headwater.heads.relations import TokenRelation, word_tokens
 from headwater.models.hooked import HookedModel

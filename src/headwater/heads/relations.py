@@ -30,7 +30,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headwater.calls import checked_call, checked_calls
-from headwater.data.rows import SEPARATORS, JsonDocument, read_rows, refuse_half_characters, refuse_repeated
+from headwater.data.rows import SEPARATORS, read_rows, refuse_repeated
+from headwater.data.strict_json import JsonDocument, refuse_half_characters
 from headwater.errors import InputError, ModelError, did_you_mean
 from headwater.heads.categories import CATEGORIES, PUBLISHED_CATEGORIES
 from headwater.models.tokens import panics_are_errors
@@ -395,7 +396,12 @@ def tokenize_relations(
     multi_token: MultiTokenName | None = None,
     same_words: bool = False,
 ) -> tuple[TokenRelation, ...]:
-    """Turn words into token ids, and say which pairs fall out; all relations are kept, however few pairs survive."""
+    """Turn words into token ids, and say which pairs fall out; all relations are kept, however few of theirs survive.
+
+    `multi_token=None` drops a word of several tokens; "first" keeps its first token that is more than the space,
+    "distinguishing", of targets, the first token that tells them from all others, as the module says. `same_words`
+    keeps, as the published rule does, pairs of a word with itself also outside copying relations.
+    """
     if not isinstance(multi_token, str | None) or multi_token not in MULTI_TOKEN:
         raise InputError(f'multi_token={shown(multi_token)} is not known: it is None, "first" or "distinguishing".')
     relations = tuple(relations)
@@ -444,19 +450,25 @@ def word_tokens(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     return [[] if tokenizer.unk_token_id in ids else ids for ids in encoded]
 
 
+def _holders(relation: Relation, tokens: Mapping[str, Sequence[int]]) -> dict[int, set[str]]:
+    """Return of each token the targets of the relation that hold it."""
+    holders: dict[int, set[str]] = {}
+    for target in {target for _, accepted in relation.pairs for target in accepted}:
+        for token in tokens[target]:
+            holders.setdefault(token, set()).add(target)
+    return holders
+
+
 def _tokenize(
     relation: Relation, tokens: Mapping[str, Sequence[int]], telling: bool, same_words: bool
 ) -> TokenRelation:
     """Tokenize one relation; with `telling` a target of several tokens is represented by one that tells it apart."""
-    holders: dict[int, set[str]] = {}  # of each token the targets that hold it
-    for target in {target for _, accepted in relation.pairs for target in accepted} if telling else ():
-        for token in tokens[target]:
-            holders.setdefault(token, set()).add(target)
+    holders = _holders(relation, tokens) if telling else None
     items: dict[tuple[int, frozenset[int]], dict[int, str]] = {}
     words: list[Pair] = []
     dropped = []
     for source, accepted in relation.pairs:
-        targets, reason = _targets(relation, source, accepted, tokens, holders if telling else None, same_words)
+        targets, reason = _targets(relation, source, accepted, tokens, holders, same_words)
         item = (tokens[source][0], frozenset(targets)) if targets else None
         if item is None or item in items:
             dropped.append((source, " | ".join(accepted), reason or REPEATED))

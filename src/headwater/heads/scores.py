@@ -20,8 +20,13 @@
 
        mean over i, j of m_i[t_j] = x W_V W_O u,   x and u the relation's mean source and mean target column.
 6. `LayerScorer` does this for a layer of a model; `score_table` puts the layers' scores into one table and adds what
-   follows from them, per layer, head and relation (`heads.head_map` names the columns). False discoveries are
-   controlled over everything the map holds: heads, relations and both signs.
+   follows from them, per layer, head and relation:
+
+       low, high           Wilson's 95 % interval of the score, of as many items as there are distinct sources
+       expected            the mean score under shuffled targets
+       excess              the chance-corrected score, (score - expected) / (1 - expected)
+       p_value, q_value    P(at least this score) under shuffled targets, and the same after false-discovery control
+                           over everything the map holds: heads, relations and both signs
 """
 
 import itertools

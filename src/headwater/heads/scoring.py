@@ -161,7 +161,10 @@ class Sensitivity(Result):
         return self.table[own & (self.table["threshold"] == nearest)]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw heads against the threshold: a line per category, a panel per rule, and one of other settings."""
+        """Draw the number of heads against the threshold, a line per category and a panel per rule.
+
+        Where other settings were scored, a further panel has how many heads each calls, and how many of the map's.
+        """
         return self._drawn(ax, title, figsize)
 
 
@@ -266,7 +269,7 @@ def with_moments(
         by_layer = dict(zip(missing_layers, pieces, strict=True))
     for layer, piece in by_layer.items():
         known = layers[layer]
-        layers[layer] = known | {name: known[name].where(~known[name].isnan(), piece[name]) for name in MOMENTS}
+        layers[layer] = known | {name: torch.where(known[name].isnan(), piece[name], known[name]) for name in MOMENTS}
     return layers
 
 

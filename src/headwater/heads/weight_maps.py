@@ -321,11 +321,7 @@ def singular_vectors(
         u, s, v = decomposed(left, right)
         u, v = u[:, :vectors], v[:, :vectors]
         along = [_embedded(weights, embedding, u)]
-        if circuit == "qk":
-            along.append(_embedded(weights, embedding, v))
-        else:
-            gain, W_U = weights.final_norm_gain().double()[:, None] if norm_gain else 1.0, weights.unembedding()
-            along.append(((v * gain).to(W_U.dtype).T @ W_U)[:, : along[0].shape[1]].double())
+        along.append(_unembedded(weights, v, norm_gain) if circuit == "ov" else _embedded(weights, embedding, v))
         table = _listed(weights, dict(zip(CIRCUITS[circuit], along, strict=True)), tokens)
         for place, (name, value) in enumerate({"layer": layer, "head": head, "circuit": circuit}.items()):
             table.insert(place, name, [value] * len(table))
@@ -373,6 +369,16 @@ def _embedded(weights: WeightSource, embedding: str, vectors: Float[Tensor, "d_m
     return torch.cat(parts).T
 
 
+def _unembedded(
+    weights: WeightSource, vectors: Float[Tensor, "d_model k"], norm_gain: bool
+) -> Float[Tensor, "k token"]:
+    """What the unembedding makes of the vectors, for every known token."""
+    known = min(len(weights.tokenizer), weights.shape.d_vocab)
+    vectors = vectors * weights.final_norm_gain().double()[:, None] if norm_gain else vectors
+    unembedding = weights.unembedding()
+    return (vectors.to(unembedding.dtype).T @ unembedding)[:, :known].double()
+
+
 def _listed(weights: WeightSource, along: Mapping[str, Float[Tensor, "k token"]], tokens: int) -> pd.DataFrame:
     """The tokens at both ends of every vector; `along` has by side the products of the tokens with the vectors."""
     ends = []
@@ -398,8 +404,8 @@ def _values(s: Float[Tensor, " d_head"], d_model: int) -> pd.DataFrame:
     for _ in range(RANDOM_DRAWS):
         left, right = (torch.randn(d_model, len(s), generator=generator).double() for _ in range(2))
         # R of both sides: the singular values of a d_model² product from d_head² numbers.
-        R, S = (torch.linalg.qr(side, mode="r").R for side in (left, right))
-        random = torch.linalg.svdvals(R @ S.T).square()
+        left_R, right_R = (torch.linalg.qr(side, mode="r").R for side in (left, right))
+        random = torch.linalg.svdvals(left_R @ right_R.T).square()
         shares.append(random / random.sum())
     squared = s.square().cpu()
     return pd.DataFrame(

@@ -99,12 +99,15 @@ class DirectAttribution(Result):
 
     def report(self) -> list[str]:
         """Return the parts that write most for the correct token and for the wrong one; by role, of each role."""
+        if not self._roles:
+            return self._findings()
         sentences = []
-        for role in self.totals["role"].unique() if self._roles else ():
+        for role in self.totals["role"].unique():
             table, totals = (rows[rows["role"] == role].drop(columns="role") for rows in (self.table, self.totals))
-            sentences += [f"{role}: {line}" for line in DirectAttribution(table, totals, self.run).report()[:3]]
-        if sentences:
-            return sentences
+            sentences += [f"{role}: {line}" for line in DirectAttribution(table, totals, self.run)._findings()[:3]]
+        return sentences
+
+    def _findings(self) -> list[str]:
         parts = whole_summary(self).sort_values("mean", ascending=False)
         total, examples = self.totals["logit_difference"].mean(), len(self.totals)
         sentences = [

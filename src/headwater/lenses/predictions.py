@@ -33,7 +33,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.data.rows import parse_json
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, first_line
 from headwater.kernels.devices import failures_named, to_device
 from headwater.kernels.likelihood import UnembeddingHead

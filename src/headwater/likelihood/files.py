@@ -154,7 +154,7 @@ def score_file(
         gradient_norm: also take the gradient of every text's loss, for the score `grad_norm`: a step back for each.
         long: what becomes of texts longer than the context: read in windows ("window"), or an "error".
         stride: how many new tokens each further window scores. Default: half the context.
-        precision: how a CUDA device multiplies float32 states with W_U, see `token_statistics`.
+        precision: how a CUDA device multiplies float32 states with W_U, "highest" or "high"; see `token_statistics`.
         batch_size: texts in one run of the model.
         progress: show a bar.
         out: a folder for the result. An interrupted run, repeated with it, continues.

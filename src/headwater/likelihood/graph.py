@@ -19,7 +19,8 @@ import numpy as np
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.data.rows import OBJECTS, parse_json, read_objects
+from headwater.data.rows import OBJECTS, read_objects
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_path
@@ -263,10 +264,11 @@ def _nodes(nodes: Mapping[str, Row], question_of: Mapping[str, Row], questions: 
     for name, row in question_of.items():
         if name not in nodes:
             raise InputError(f"{row.where}: the node {name!r} does not exist.{did_you_mean(name, nodes)}")
-    forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
-    backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
-    has_both = any("direct_successors" in row.fields for row in nodes.values())
-    for below, above in sorted(forward ^ backward) if has_both else ():
+    forward, backward = set[tuple[str, str]](), set[tuple[str, str]]()
+    if any("direct_successors" in row.fields for row in nodes.values()):
+        forward = {(name, above) for name, row in nodes.items() for above in row.names("direct_successors")}
+        backward = {(below, name) for name, row in nodes.items() for below in row.names("direct_predecessors")}
+    for below, above in sorted(forward ^ backward):
         names, other = (below, above) if (below, above) in forward else (above, below)
         kind, back = ("successor", "predecessor") if names == below else ("predecessor", "successor")
         where = f"{nodes[names].where}, node {names!r}"

@@ -31,7 +31,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headwater.calls import checked_call
-from headwater.data.rows import check_readable, parse_json
+from headwater.data.rows import check_readable
+from headwater.data.strict_json import parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.kernels.devices import failures_named
 from headwater.models.bridge_check import is_finite

@@ -189,7 +189,10 @@ def fit_probes(
 def with_halves(
     probes: Probes, states: States, z: ArrayLike, groups: Sequence[Hashable], half: NDArray[np.int64], C: float = C
 ) -> Probes:
-    """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half."""
+    """Return the probes with two folds: of half 0 and of half 1, each fitted on the rows of the other half.
+
+    All rows of a group have the same half; else as in `fit_probes`.
+    """
     wrong = np.asarray(z, dtype=np.int64)
     folds = []
     for side in (0, 1):
@@ -272,8 +275,10 @@ def fit_linear(
     return weight, float(fitted.intercept_[0] - weight @ mean)
 
 
-_threads = functools.cache(ThreadpoolController)
-"""The libraries of linear algebra in this process: looking for them takes as long as a small fit."""
+@functools.cache
+def _threads() -> ThreadpoolController:
+    """The libraries of linear algebra in this process: looking for them takes as long as a small fit."""
+    return ThreadpoolController()
 
 
 # The states that a probe is fitted on, whatever they were given as: `row feature` by layer.

@@ -274,7 +274,9 @@ def _prompts(model: HookedModel, questions: Questions, frame: Frame, must_have_w
     A question set that says of none of its questions where subject and property are is refused.
     """
     table = questions.table
-    asked = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0) | (not must_have_words)
+    asked = pd.Series(True, index=table.index)
+    if must_have_words:
+        asked = (table["subject"].map(len) > 0) | (table["property"].map(len) > 0)
     for name, rows in asked.groupby(table["dataset"], sort=False):
         if rows.any():
             continue

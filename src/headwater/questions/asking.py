@@ -145,33 +145,46 @@ def _checked(examples: Sequence[Example]) -> list[Example]:
 
 
 def _chat(model: HookedModel, messages: str | Messages | None) -> Frame:
-    """Write messages in a template; one that has none of the system gets it at the head of the next message."""
     if isinstance(messages, str):
         raise InputError(
             "A text as prompt= belongs to context='raw'; with context='chat' the tokenizer writes the prompt: give "
             "messages, a list of {'role': ..., 'content': ...}."
         )
-    tokenizer: Any = model.tokenizer
-    given = messages or ()
-    of_system = given[0]["content"] if len(given) > 1 and given[0].get("role") == "system" else None
-    written = None
-    try:
-        written = chat_text(tokenizer, SLOT if messages is None else messages)
-        # Some templates raise on a system message, others leave it out without a word: what was written is searched.
-        lacks_system = of_system is not None and written is not None and of_system.strip() not in written
-    except InputError:
-        if of_system is None:
-            raise
-        lacks_system = True
-    if lacks_system:
-        _, first, *others = given
-        written = chat_text(tokenizer, [{**first, "content": f"{of_system}\n{first['content']}"}, *others])
+    is_list = isinstance(messages, list | tuple) and len(messages) > 0
+    if messages is not None and not (is_list and all(_is_message(one) for one in messages)):
+        raise InputError(f"prompt={shown(messages)} must be messages, a list of {{'role': ..., 'content': ...}}.")
+    written = _written_chat(model.tokenizer, messages) if model.tokenizer is not None else None
     if written is None:
         raise InputError(f"The tokenizer of {model.name} has no chat template.")
     if written.count(SLOT) != 1:
         raise InputError(f"{model.name}'s chat template does not write a message out exactly once; pass prompt=.")
     before, after = written.split(SLOT)
     return Frame(before, after, "", is_chat=True)
+
+
+def _written_chat(tokenizer: Any, messages: Messages | None) -> str | None:
+    """Write messages in a template; one that has none of the system gets it at the head of the next message."""
+    if messages is None:
+        return chat_text(tokenizer, SLOT)
+    try:
+        written = chat_text(tokenizer, messages)
+    except InputError:
+        if not _opens_with_system(messages):
+            raise
+    else:
+        # Some templates raise on a system message, others leave it out without a word: what was written is searched.
+        if written is None or not _opens_with_system(messages) or messages[0]["content"].strip() in written:
+            return written
+    system, first, *others = messages
+    return chat_text(tokenizer, [{**first, "content": f"{system['content']}\n{first['content']}"}, *others])
+
+
+def _is_message(one: object) -> bool:
+    return isinstance(one, Mapping) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+
+
+def _opens_with_system(messages: Messages) -> bool:
+    return len(messages) > 1 and messages[0].get("role") == "system"
 
 
 def ask(

@@ -127,7 +127,7 @@ class ChatEndpoint:
         end = time.monotonic() + self.timeout
         with urllib.request.urlopen(request, timeout=self.timeout) as response:
             parts: list[bytes] = []
-            # A timeout of urlopen, as of httpx, is of each read: one byte now and then would never run into it.
+            # urlopen's timeout is of each read: a server that sends a byte now and then would never run into it.
             while part := response.read1(CHUNK):
                 parts.append(part)
                 if time.monotonic() > end:

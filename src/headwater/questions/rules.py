@@ -135,7 +135,7 @@ def _subjects(text: str, words: list[_Word]) -> list[Span]:
     # Whether the first word has its capital from the sentence that it begins.
     first = words[0].lower() if words else ""
     opens = first in ASKING | AUXILIARIES | LINKS | ARTICLES or (len(words) > 1 and not words[1].is_name)
-    names = _names(words[opens:])
+    names = _names(words[1:] if opens else words)
     return _to_the_end(words, names) if names else []
 
 

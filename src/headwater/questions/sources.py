@@ -30,7 +30,8 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 
 from headwater.calls import checked_call
-from headwater.data.rows import HALF_A_CHARACTER, Row, is_unicode, parse_json, read_rows, refuse_repeated
+from headwater.data.rows import Row, read_rows, refuse_repeated
+from headwater.data.strict_json import HALF_A_CHARACTER, is_unicode, parse_json
 from headwater.errors import InputError, did_you_mean
 from headwater.models.packaged import world_folder
 from headwater.options import checked_count, checked_path, checked_seed, shown
@@ -257,8 +258,8 @@ def _as_text(value: object) -> str | None:
 # popqa      subj and prop, or s_pop                    possible_answers (a list, or its   prop as relation, s_pop as
 #                                                       JSON text)                         popularity, s_pop, o_pop,
 #                                                                                          subj, obj; the exact tokens
-# triviaqa   Question and Answer; in small letters,     Answer.Value and Answer.Aliases    QuestionId as id
-#            or value and aliases beside the question
+# triviaqa   Question and Answer; in small letters,     Answer.Value and Answer.Aliases    QuestionId, or
+#            or value and aliases beside the question   (or the JSON text of these)        question_id, as id
 # hotpotqa   answer, one text, beside type, level or    answer                             _id as id, type, level
 #            supporting_facts
 # nq_open    answer, a list (or its JSON text), alone   answer
@@ -269,7 +270,8 @@ def _as_text(value: object) -> str | None:
 # PopQA: Mallen et al., ACL 2023. TriviaQA: Joshi et al., ACL 2017. HotpotQA: Yang et al., EMNLP 2018. NQ-open: Lee et
 # al., ACL 2019.
 #
-# PopQA asks each of its 16 properties in one wording, so the exact tokens of its questions can be read off. In each
+# PopQA (Mallen et al., "When Not to Trust Language Models") asks each of its 16 properties in one wording, so the exact
+# tokens of its questions can be read off. In each
 # wording below, `{s}` is where the subject is and square brackets mark the words that name the property.
 
 
@@ -313,6 +315,7 @@ def match_wording(question: str, relation: str | None = None) -> QuestionWording
 
 def _pattern(wording: str) -> re.Pattern[str]:
     names = iter(("property", "property_too"))
+    # re.escape puts a backslash before each bracket.
     written = re.escape(wording).replace(r"\{s\}", "(?P<subject>.+)")
     return re.compile(re.sub(r"\\\[(.+?)\\\]", lambda words: f"(?P<{next(names)}>{words[1]})", written), re.DOTALL)
 

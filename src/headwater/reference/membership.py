@@ -12,8 +12,9 @@ of MIMIR (Duan et al. 2024).
 
 The neighbourhood attack needs perturbed texts by another model: its column of measured numbers is empty.
 
-Texts of members and non-members put together ("WikiMIA_concat") are scored stretch by stretch, each within what is
-before it, not in lower case. A row has `input`, a text, and `label`, a list with 1 or 0 for every 32 of its words.
+Texts of members and non-members put together ("WikiMIA_concat", Zhang et al., ICLR 2025) are scored stretch by
+stretch, each within what is before it, not in lower case. A row has `input`, a text, and `label`, a list with 1 or 0
+for every 32 of its words.
 
 1. Words are what single spaces separate; the stretch j of a text is its words 32 j to 32 j + 32.
 2. The text is read once, whole. A stretch has the tokens that hold any of its characters, without the first one, as in

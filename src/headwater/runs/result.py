@@ -39,11 +39,12 @@ from headwater.registry import Registry
 from headwater.runs.identity import describe, digest
 from headwater.runs.record import FORMAT, RUN_FILE, RunRecord, read_record, refuse_other_run
 from headwater.runs.storage import NAME, Shards, make_folder, read_sealed, seal_of, write_atomically, write_sealed
-from headwater.stats.claims import Judgement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from headwater.stats.claims import Judgement
 
 
 TENSORS = "tensors.safetensors"

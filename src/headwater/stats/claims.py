@@ -99,7 +99,11 @@ def claim_of(
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> Judgement:
-    """Judge a claim by effects that were measured; `what` is the set in words, notes are what else is to be said."""
+    """Judge a claim by effects that were measured.
+
+    The sentence begins with `what`, the set in words. The margin is by default the 95 % quantile of the placebos'
+    sizes; the seed is that of the bootstrap and of random halves; notes are what else is to be said.
+    """
     effects = _known(evidence.effects)
     if not len(effects):
         raise InputError(f"{what} has no effect that can be given: no prompt has all of its cells.")

@@ -31,10 +31,16 @@ def auc(
     counts: Counts | None = None,
     strata: Int[ndarray, " example"] | None = None,
 ) -> Float[ndarray, "*draw"]:
-    """Return the area under the ROC curve of values that should be high where examples are positive (true, or 1).
+    """Return the area under the ROC curve of values that should be high where examples are positive.
 
-    With `strata`, a number per example, only pairs of equal ones count. NaN where a draw of `counts` has no pair to
-    compare, or a value is NaN.
+    Args:
+        values: of the examples.
+        positive: true (or 1) for those of the kind that is looked for.
+        counts: how often each example counts, in every draw; default: once, and one number is returned.
+        strata: a number per example; only pairs of equal ones count.
+
+    Returns:
+        One number per draw; NaN where it has no pair to compare, or a value is NaN.
     """
     drawn = np.ones(len(values)) if counts is None else counts
     if not len(values) or np.isnan(values).any():

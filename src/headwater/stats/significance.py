@@ -23,7 +23,11 @@ are expected by a factor of 10^10. The Skellam law is the Poisson for a sparse H
 favourite targets and some rare hits, and near normal for a dense H. Against exact distributions its tail is nowhere
 below 0.6 of the true one where that is above 1e-4, mostly within 10 % of it, and further out too long: the safe side.
 
-The others say at their functions what they compute.
+**Flipped signs** (`sign_flip_p`): were effects as likely to have the other sign, how often would their mean be this far
+from 0? **Items gained and lost** (`mcnemar_p`): were a changed item as likely to be lost as gained, how often would the
+two numbers be this far apart? **Above what chance expects** (`excess_p`): over independent units, how often would the
+mean be this far above it? **Several tests**: the share of false discoveries among them (`q_values`, Benjamini and
+Hochberg), and one p of all (`combined_p`, Fisher). **A share** of items: Wilson's interval (`wilson_interval`).
 """
 
 from __future__ import annotations
@@ -90,7 +94,10 @@ def _of_powers(
 
 
 def permutation_p_values(hits: Numbers, moments: Numbers) -> Numbers:
-    """Return P(at least as many hits) under permuted targets, by the `permutation_moments` along the last axis."""
+    """Return P(at least as many hits) under permuted targets; 1 where the variance is 0.
+
+    The `permutation_moments` of each number of hits lie along a last axis of four.
+    """
     mean, variance, third, step = np.moveaxis(moments, -1, 0)
     hits, mean, variance, third = hits / step, mean / step, variance / step**2, third / step**3
     third = np.clip(third, -variance, variance)
@@ -132,7 +139,10 @@ def sign_flip_p(effects: Float[np.ndarray, " example"], seed: int) -> float:
 
 
 def mcnemar_p(gained: Numbers, lost: Numbers) -> Numbers:
-    """Two-sided exact p of McNemar's test (1947): is a changed item as likely to be lost as gained? 1 where none is."""
+    """Two-sided exact p of McNemar's test (1947) on paired yes and no: 1 where nothing was gained or lost.
+
+    `gained` are the numbers of items that are yes now and were no before, of any shape.
+    """
     changed = gained + lost
     tail = bdtr(np.minimum(gained, lost), np.maximum(changed, 1).astype(int), 0.5)
     return np.where(changed > 0, np.minimum(2 * tail, 1.0), 1.0)

@@ -72,16 +72,16 @@ def view_head_map(
     relations = list(dict.fromkeys(name for one_map in maps for name in one_map.table["relation"]))
     present = {label for one_map in maps for label in one_map.categories["label"]}
     legend = [label for label in labels() if label in present]
-    shown = [_map(name, one_map, relations, legend) for name, one_map in zip(names_of(maps), maps, strict=True)]
+    panels = [_map(name, one_map, relations, legend) for name, one_map in zip(names_of(maps), maps, strict=True)]
     if model is not None:
-        shown[0]["writes"] = _written(maps[0], model)
+        panels[0]["writes"] = _written(maps[0], model)
     spec = {
         "title": title_of(maps),
         "note": f"{maps[0].run.options['rule']} rule",
         "relations": relations,
         "labels": [{"name": name, "color": mark_of(name)[0], "shape": mark_of(name)[1]} for name in legend],
         "quiet": UNCLASSIFIED,
-        "maps": shown,
+        "maps": panels,
     }
     return interactive(head_map, ("head_plane.js", "head_grid.js", "head_map.js"), spec, height=620)
 
@@ -307,11 +307,11 @@ def view_circuit(
     if not len(circuit):
         raise InputError("The circuit has no edges: there is nothing to show.")
     most = min(MOST, len(circuit))
-    shown = circuit.strongest(min(LARGEST, most) if n is None else checked_count("n", n, most=most))
-    spec = spec_of(edges, shown, metric, runs)
-    spec["note"] = f"the {len(shown):,} strongest of {len(circuit):,} edges" * (len(shown) < len(circuit))
-    below = f"<p>{escape(repr(circuit))}.</p>{table_of(shown.table.head(ROWS))}"
-    return page_around(spec, "circuit.js", (drawn(shown), circuit_title(shown)), below, height=760)
+    strongest = circuit.strongest(min(LARGEST, most) if n is None else checked_count("n", n, most=most))
+    spec = spec_of(edges, strongest, metric, runs)
+    spec["note"] = f"the {len(strongest):,} strongest of {len(circuit):,} edges" * (len(strongest) < len(circuit))
+    below = f"<p>{escape(repr(circuit))}.</p>{table_of(strongest.table.head(ROWS))}"
+    return page_around(spec, "circuit.js", (drawn(strongest), circuit_title(strongest)), below, height=760)
 
 
 def spec_of(

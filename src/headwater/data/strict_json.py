@@ -1,0 +1,117 @@
+"""JSON from data files, where anything may be, and texts that are not Unicode: each an error of one line."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from headwater.errors import InputError
+
+HALF_A_CHARACTER = "half of a surrogate pair stands for a character"
+_WRITE = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of keys and values; a repeated key, of which JSON keeps the last value, is an error."""
+    if len(made := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return made
+
+
+def parse_json(text: str | bytes) -> Any:
+    r"""Return the value of a JSON text."""
+    try:
+        plain = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        value = json.loads(plain, object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    # Halves come by escapes alone, or in a text that has them already: to write each value again takes as long as it.
+    if not is_unicode(value if "\\u" in plain else plain):
+        raise ValueError(HALF_A_CHARACTER)
+    return value
+
+
+def is_unicode(value: object) -> bool:
+    """Whether every text in a JSON value can be written in UTF-8."""
+    try:
+        _WRITE(value).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
+
+
+def refuse_half_characters(text: str) -> None:
+    """Refuse a text that cannot be written as UTF-8, which tokenizers answer with an error of their own."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text if len(text) <= 40 else text[:40] + "…"
+        raise InputError(
+            f"The text {shown!r} holds half a character, {text[error.start]!r} at {error.start} (a lone surrogate): it "
+            "cannot be tokenized. Mend it where it was read, for example with errors='replace'."
+        ) from None
+
+
+class JsonDocument:
+    """A JSON file that knows on which line its parts are."""
+
+    _space = re.compile(r"[ \t\n\r]*")
+    _decoder = json.JSONDecoder()
+
+    def __init__(self, file: Path, what: str):
+        """Read a file, which messages call `what`: "relation file"."""
+        self.file = file
+        try:
+            self.text = file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = error.object.count(b"\n", 0, error.start) + 1
+            raise InputError(f"{file}, line {line}: not UTF-8 text. Save the file as UTF-8.") from None
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}.") from None
+        if not self.text.strip():
+            raise InputError(f"{file} is empty.")
+        try:
+            self.value: Any = parse_json(self.text)
+        except ValueError as error:
+            raise InputError(f"{file} is not a {what} in JSON ({error}).") from None
+
+    def line(self, position: int) -> int:
+        """Return the line, from 1, of what is at or after a position."""
+        return self.text.count("\n", 0, self._skip(position)) + 1
+
+    def error(self, position: int, what: str) -> InputError:
+        """Return an error that names the file and the line."""
+        return InputError(f"{self.file}, line {self.line(position)}: {what}" + ("" if what[-1] in ".?" else "."))
+
+    def element(self, start: int, index: int) -> int:
+        """Return the position of one element of the list that begins at `start`."""
+        position = self._skip(self._skip(start) + 1)
+        for _ in range(index):
+            _, end = self._decoder.raw_decode(self.text, position)
+            position = self._after_comma(end)
+        return position
+
+    def members(self) -> dict[str, tuple[int, Any]]:
+        """Return {key: (position of the value, value)} of the object that the file holds."""
+        members: dict[str, tuple[int, Any]] = {}
+        position = self._skip(self._skip(0) + 1)
+        while self.text[position] != "}":
+            key, end = self._decoder.raw_decode(self.text, position)
+            position = self._skip(self._skip(end) + 1)
+            value, end = self._decoder.raw_decode(self.text, position)
+            members[key] = (position, value)
+            position = self._after_comma(end)
+        return members
+
+    def _skip(self, position: int) -> int:
+        space = self._space.match(self.text, position)
+        return space.end() if space else position
+
+    def _after_comma(self, end: int) -> int:
+        position = self._skip(end)
+        return self._skip(position + 1) if self.text[position] == "," else position
