@@ -317,17 +317,17 @@ def measured(outcome: Outcome, lineup: Lineup, run: Run) -> pd.DataFrame:
 
 
 def gap_sentences(table: pd.DataFrame) -> list[str]:
-    """Say of how many prompts the gap is not more than rounding, if of any."""
-    alone = table[table["placebo"].isna()].drop_duplicates(["example", "metric"])
+    """Say by metric of how many prompts the gap is not more than rounding, if of any."""
+    alone, sentences = table[table["placebo"].isna()].drop_duplicates(["example", "metric"]), []
     for metric, part in alone.groupby("metric", sort=False):
         missing = part[part["faithfulness"].isna()]
         if len(missing):
             some = ", ".join(map(str, missing["example"].tolist()[:8]))
-            return [
+            sentences.append(
                 f"{len(missing)} of {len(part)} prompts ({some}) have no faithfulness on {metric}: "
                 "clean and corrupted run differ by no more than rounding there."
-            ]
-    return []
+            )
+    return sentences
 
 
 def discovery_sentences(run: RunRecord) -> list[str]:

@@ -123,10 +123,10 @@ class Clicks:
     dataset: Prompts | None
     sites: tuple[str, ...]
     _how: HowName
-    clicks: list[Patched] = field(default_factory=list)
+    clicks: list[Patched] = field(init=False, default_factory=list)
     """What was clicked and not undone, the latest last."""
-    _benches: dict[str, RecordedPair] = field(default_factory=dict)
-    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(default_factory=dict)
+    _benches: dict[str, RecordedPair] = field(init=False, default_factory=dict)
+    _known: dict[tuple[str, tuple[ActivationNode, ...]], Patched] = field(init=False, default_factory=dict)
 
     @property
     def how(self) -> HowName:
