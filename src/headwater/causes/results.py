@@ -261,7 +261,7 @@ class Evidence(Result):
         return ", ".join(f"{_head(row)} {row[column]:.2f}" for row in self.table.nlargest(3, column).to_dict("records"))
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
-        """Draw what weights write, who looks, who moves it, when, what ablation costs; on `ax` each way's share."""
+        """Draw margins, attention, effects, when the answer passes on, cost of ablation; on `ax` each way's share."""
         return self._drawn(ax, title, figsize)
 
     def __repr__(self) -> str:

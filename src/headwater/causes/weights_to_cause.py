@@ -4,12 +4,12 @@ For each relation, on items split once by source (`prompts`):
 
 1. weights     the margin of every head, on the first half: how far its OV map puts a source's target above the other
                targets (`heads.classify`); and the same with shuffled targets.
-2. can it      the gap of the logit difference on the second half. Where its interval is not above 0 the model does not
+2. ability     the gap of the logit difference on the second half. Where its interval is not above 0 the model does not
                tell the targets apart, and nothing more is measured.
-3. who looks   each head's attention from the last position to the source, on the first half.
-4. who moves   the exact effect of each head's z at the last position, on both halves; on the second half of a suite
+3. attention   each head's attention from the last position to the source, on the first half.
+4. effect      the exact effect of each head's z at the last position, on both halves; on the second half of a suite
                that of the strongest ones on the first half and of all that step 5 names.
-5. the test    margin × attention names one head. Is it the one that moves most, and what share of the largest effect
+5. test        margin × attention names one head. Is it the one that moves most, and what share of the largest effect
                has it, beside three baselines, shuffled targets and a ceiling (`naming`)?
 
 For one relation also: when the answer passes to the last position, who writes it, what ablation costs.
@@ -169,7 +169,7 @@ def _measure(
         # Others are compared with a relation that the model can do: without one they would be measured for nothing.
         if not some or (stage == "others" and not any("share" in piece for piece in results.values())):
             continue
-        with run.bar("Can it, who looks, who moves it", "relation", len(some)) as bar:
+        with run.bar("Gaps, attention, effects", "relation", len(some)) as bar:
             pieces = run.pieces(stage, some, lambda i: _of_relation(model, tokenized[i], tried[i]), bar)
             results |= dict(zip(some, pieces, strict=True))
     prompts = {i: chosen_prompts(tokenized[i], tried[i], results[i]["candidates"]) for i in results}
@@ -230,7 +230,7 @@ def _say_how_long(
 
 
 def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
-    """Choose the prompt; and where the model can do the relation, see who looks and who moves it on the first half."""
+    """Choose the prompt; and where the model can do the relation, measure attention and effects, first half."""
     measured = measured_candidates(model, tried)
     prompts = chosen_prompts(tokens, tried, measured)
     second = prompts.second
@@ -266,7 +266,7 @@ def _choices(
         # The same orders at every layer, so that a draw is one shuffled relation and has one named head.
         orders.append(torch.from_numpy(np.stack(drawn)))
     weights, scoring = weights_of(model), {"embedding": options["embedding"], "norm_gain": False}
-    with run.bar("What weights write", "layer", weights.shape.n_layers) as bar:
+    with run.bar("Margins of the weights", "layer", weights.shape.n_layers) as bar:
 
         def margins(_: object) -> dict[str, Tensor]:
             layers = []

@@ -550,8 +550,8 @@ REAL_STEPS = {
         "other capitals, times how much it attends to the country, is largest. On the other half the output of each "
         "head is exchanged for that of a prompt about another country. A head's share is its effect divided by that of "
         "the head that moves most.",
-        "What weights write, which heads attend to the country, which move the answer, when it passes to the last "
-        "token, what ablating costs. The ring is the head that weights and attention name.",
+        "Margins of the weights, attention to the country, effects of patching heads, when the answer passes to the "
+        "last token, the cost of ablation. The ring is the head that weights and attention name.",
         lambda demo, options: hw.evidence(demo.real, "country_to_capital", pairs=8, draws=50, **options),
         number=cause,
         table=lambda found: found.summary(),

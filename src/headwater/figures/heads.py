@@ -490,9 +490,9 @@ WAY_LOOKS: dict[str, tuple[str, str]] = {
     "shuffled targets": (FAINT, "x"),
 }
 MAPS = {
-    "margin": "weights write: margin (logits)",
-    "attention": "who looks: attention",
-    "effect": "who moves it: share of gap",
+    "margin": "margin of the weights (logits)",
+    "attention": "attention to the source",
+    "effect": "effect of patching (share of gap)",
 }
 ROLE_LOOKS = {"source": (ORANGE, "s"), "last": (BLUE, "o")}
 OURS = "named", "named together"
@@ -547,7 +547,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
             color, mark = ROLE_LOOKS[str(role)]
             when.fill_between(rows["layer"], rows["low"], rows["high"], color=color, alpha=0.2, lw=0)
             when.plot(rows["layer"], rows["share"], color=color, marker=mark, ms=2.5, label=f"at the {role} token")
-        when.set(xlabel="Before layer", ylabel="Share of gap", title="when: residual stream patched")
+        when.set(xlabel="Before layer", ylabel="Share of gap", title="residual stream patched")
         whole_numbers(when.xaxis)
         when.legend()
         rows, y = result.cost.iloc[::-1], range(len(result.cost))
@@ -559,7 +559,7 @@ def plot_evidence(result: Evidence, ax: Axes | None = None) -> Axes | Figure:
         cost.scatter(rows["cost"], y, c=colors, s=14)
         cost.axvline(0, color=FAINT, lw=0.6)
         cell_ticks(cost.yaxis, y, ticks(names))
-        cost.set(xlabel="Logits lost", title="what ablation costs")
+        cost.set(xlabel="Logits lost", title="cost of ablation")
         entitle(figure, evidence_title(result))
     return figure
 

@@ -146,7 +146,7 @@ def heads_with_cards(head_map: HeadMap) -> list[tuple[int, int]]:
     return [(layer, head) for layer, head in every.iloc[order][["layer", "head"]].to_numpy().tolist()]
 
 
-# The view of one relation's evidence: maps of what weights write, who looks and who moves it, by layer and head.
+# The view of one relation's evidence: maps of the margin of the weights, attention and effects, by layer and head.
 #
 # A head that is clicked in one map is marked in all of them, and in the tables of what ablation costs and of which way
 # names which head; its card has all its numbers, and what the last position carries before and after its layer.
@@ -194,7 +194,7 @@ def _when(when: pd.DataFrame) -> dict[str, object]:
         for role, rows in when.groupby("role", sort=False)
     ]
     return {
-        "said": {"title": "When: residual stream patched", "x": "before layer", "count": ""},
+        "said": {"title": "Residual stream patched", "x": "before layer", "count": ""},
         "x": {"label": "Before layer", "whole": True},
         "choices": [],
         "charts": [{"y": "Share of gap", "lines": lines}],
