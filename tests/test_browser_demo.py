@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 import headwater as hw
-from headwater.demo.page import Tour
 from headwater.demo.steps import STEPS, Demo
+from headwater.demo.tour import Tour
 from tests.looking import fits
 from tests.viewed import answered, controlled, profiled, swept, traced
 

@@ -13,11 +13,11 @@ import torch
 from matplotlib.figure import Figure
 
 import headwater as hw
-from headwater.demo import page as tour_module
 from headwater.demo import steps
 from headwater.demo import steps as cli_demo
-from headwater.demo.page import MODELS, HelperProcess, Section, Tour, leading, write_index, write_report
+from headwater.demo import tour as tour_module
 from headwater.demo.steps import REAL_STEPS, STEPS, Demo, prompt_pairs
+from headwater.demo.tour import MODELS, HelperProcess, Section, Tour, leading, write_index, write_report
 from headwater.errors import HeadwaterError
 from headwater.figures.style import save_figure
 from headwater.heads import scores

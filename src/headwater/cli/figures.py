@@ -102,8 +102,8 @@ def demo(
         questions: Questions of each of the four sets.
         quiet: No progress bar.
     """
-    from headwater.demo.page import HelperProcess, Tour
     from headwater.demo.steps import MODEL, REAL_STEPS, STEPS, THEN, Demo
+    from headwater.demo.tour import HelperProcess, Tour
     from headwater.models.packaged import PACKAGED, packaged_file
     from headwater.runs.folder import processes
 

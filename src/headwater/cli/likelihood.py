@@ -99,7 +99,7 @@ def memorization(
     files = run.write(profile, "depth_profile")
     if run.out is not None and is_main():
         from headwater import figures
-        from headwater.demo.page import write_report
+        from headwater.demo.tour import write_report
 
         (run.out / "tokens.html").write_text(figures.token_html(profile), encoding="utf-8")
         files += map(str, figures.save_figure(figures.token_heat_map(profile), run.out / "tokens", "png"))

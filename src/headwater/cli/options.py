@@ -89,9 +89,9 @@ class RunOptions:
         """Write a result's figure, and its tables as CSV, if there is a folder, or into a part of it."""
         if self.out is None:
             return []
-        from headwater.demo import page
+        from headwater.demo import tour
 
-        return page.write(result, self.out / part, figure)
+        return tour.write(result, self.out / part, figure)
 
     def finish(self, result: Result, files: Sequence[str], *tables: str) -> None:
         """Print what a result reports, and those of its findings that are `tables`."""

@@ -268,7 +268,7 @@ def circuit(
             "It was chosen on these prompts: what it is worth shows on others.",
         ]
     if run.out is not None and is_main():
-        from headwater.demo.page import write_figure
+        from headwater.demo.tour import write_figure
 
         files += [str(chosen.save(run.out / "circuit.parquet")), *write_figure(chosen.plot(), run.out / "circuit")]
     strongest = chosen.table.dropna(subset=["effect"]).sort_values("effect", key=abs, ascending=False)

@@ -254,7 +254,7 @@ def _finish(results: dict[str, Result], run: RunOptions) -> None:
     """Write figures, tables and the report, and print what was found."""
     if not is_main():
         return
-    from headwater.demo.page import write_report
+    from headwater.demo.tour import write_report
 
     files = []
     if run.out is not None:

@@ -231,7 +231,7 @@ def _report(
     parts: Mapping[str, type[Result]] | None = None,
 ) -> None:
     """Write the figures of a reproduction and of its parts, and what these report; print the numbers side by side."""
-    from headwater.demo.page import write_report
+    from headwater.demo.tour import write_report
     from headwater.runs.result import records_of
 
     files: list[str] = []

@@ -229,10 +229,11 @@ def edited_run(options: Mapping[str, Any]) -> list[str]:
     return [f"The {edited} run was edited (direction={options['direction']!r})."]
 
 
-def agreement(approximate: pd.DataFrame, exact: pd.DataFrame) -> pd.DataFrame:
+def agreement(approximate: pd.DataFrame, exact: pd.DataFrame, coordinates: Sequence[str]) -> pd.DataFrame:
     """Correlate two sweeps over the same cells; see `Sweep.agreement`."""
-    named = ("example", "site", "layer", "position", "role", "head", "kv_head", "key", "key_role", "feature", "window")
-    keys = [name for name in (*named, "set", "from_layer", "sample", "metric") if name in exact.columns]
+    # Neither a token's text nor what is written tells one cell from another: sweeps of other values are compared, too.
+    named = ("example", *(name for name in coordinates if name not in ("token", "values")))
+    keys = [name for name in named if name in exact.columns]
     if any(name not in approximate.columns for name in keys):
         raise InputError("The two sweeps do not run over the same axes.")
     both = approximate[[*keys, "effect"]].merge(exact[[*keys, "effect"]], on=keys, suffixes=("", "_exact"))

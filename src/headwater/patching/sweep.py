@@ -491,7 +491,8 @@ class Sweep(Result):
         Raises:
             InputError: the sweeps do not have the same cells.
         """
-        return summaries.agreement(self.table, checked_kind("exact", exact, Sweep, "hw.patch(...)").table)
+        exact = checked_kind("exact", exact, Sweep, "hw.patch(...)")
+        return summaries.agreement(self.table, exact.table, COORDINATES)
 
 
 def tabulate(plan: Plan, measured: Measured) -> pd.DataFrame:
