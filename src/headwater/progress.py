@@ -2,7 +2,8 @@
 
 A bar needs a terminal, or a notebook that draws it: written into a file or a pipe it would be hundreds of lines that
 overwrite nothing. There, work of more than ten seconds writes lines into the log `headwater` of the standard library.
-In a notebook a bar goes when the work is done, so that a saved notebook holds results alone.
+In a notebook a bar goes when the work is done, so that a saved notebook holds results alone. First calls load several
+libraries: on a terminal a line says so after two seconds.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tqdm.auto import tqdm
-
 from headwater.options import checked_flag
-from headwater.waiting import on_terminal
 
 LOG = logging.getLogger("headwater")
 # The root logger's default would drop what `progress=True` asks for; a level that the caller has set remains.
 LOG.setLevel(LOG.level or logging.INFO)
 SOON, SELDOM = 10.0, 60.0
 """Seconds between two lines: at least so many, at most so many."""
+PATIENCE = 2.0
+"""After so many seconds somebody who sees nothing wonders whether anything happens."""
+LIBRARIES = "Loading PyTorch, transformers and TransformerLens, once in a process ..."
 
 
 class Lines:
@@ -68,13 +71,17 @@ class Lines:
 
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
+
     Bar: TypeAlias = tqdm[Any] | Lines
 else:
-    Bar = tqdm
+    Bar = Any
 
 
 def progress_bar(progress: bool, total: int | None, desc: str, unit: str, **options: Any) -> Bar:
     """Open a bar of tqdm's with these options, or lines where none can be drawn; nothing where progress is False."""
+    from tqdm.auto import tqdm  # here, since announce_if_slow is needed before any library is loaded
+
     shown = checked_flag("progress", progress)
     if shown and not is_seen():
         return Lines(total, desc, unit)
@@ -106,6 +113,21 @@ def spelled_time(seconds: float) -> str:
     return f"{seconds / 3600:,.2g} hours" if seconds > 3600 else f"{seconds / 60:.2g} minutes"
 
 
+@contextmanager
+def announce_if_slow(doing: str, *, after: float = PATIENCE) -> Iterator[None]:
+    """Say on stderr what is being done, if it is not done after some seconds; only where stderr is a terminal."""
+    if not on_terminal():
+        yield
+        return
+    timer = threading.Timer(after, lambda: print(f"headwater: {doing}", file=sys.stderr, flush=True))  # noqa: T201
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def is_seen() -> bool:
     """Whether what is written is seen as it comes."""
     return in_notebook() or on_terminal()
@@ -116,3 +138,8 @@ def in_notebook() -> bool:
     kernel = sys.modules.get("IPython")
     shell = kernel.get_ipython() if kernel is not None else None
     return type(shell).__name__ == "ZMQInteractiveShell" or "google.colab" in type(shell).__module__
+
+
+def on_terminal() -> bool:
+    """Whether what goes to stderr is seen as it comes, line over line."""
+    return bool(getattr(sys.stderr, "isatty", bool)())

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from headwater.waiting import LIBRARIES, announce_if_slow
-
 
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return the `__getattr__`, `__dir__` and `__all__` of a package.
@@ -33,6 +31,8 @@ def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
         if name in homes:
+            from headwater.progress import LIBRARIES, announce_if_slow
+
             with nullcontext() if "torch" in sys.modules else announce_if_slow(LIBRARIES):
                 return getattr(importlib.import_module(homes[name]), name)
         from headwater.errors import UnknownNameError, did_you_mean

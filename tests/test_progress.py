@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from headwater import progress, waiting
+from headwater import progress
 from headwater.progress import Lines, progress_bar, spelled_time
 
 
@@ -33,25 +33,25 @@ class Terminal(io.StringIO):
 
 def test_what_is_slow_is_said_after_a_while_on_a_terminal(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := Terminal(True))
-    with waiting.announce_if_slow("Counting sheep ...", after=0.01):
+    with progress.announce_if_slow("Counting sheep ...", after=0.01):
         assert stderr.written.wait(60)
     assert stderr.getvalue() == "headwater: Counting sheep ...\n"
 
 
 def test_what_is_quick_and_what_no_terminal_shows_is_not_said(monkeypatch):
     monkeypatch.setattr(sys, "stderr", stderr := Terminal(True))
-    with waiting.announce_if_slow("Counting sheep ...", after=600.0):
+    with progress.announce_if_slow("Counting sheep ...", after=600.0):
         before = threading.active_count()
     assert stderr.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", stderr := Terminal(False))
-    with waiting.announce_if_slow("Counting sheep ...", after=0.0):
+    with progress.announce_if_slow("Counting sheep ...", after=0.0):
         assert threading.active_count() <= before
         assert not stderr.written.wait(0.2)
 
 
 def test_an_error_inside_is_the_error_outside(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal(True))
-    with pytest.raises(ZeroDivisionError), waiting.announce_if_slow("Counting sheep ..."):
+    with pytest.raises(ZeroDivisionError), progress.announce_if_slow("Counting sheep ..."):
         1 / 0  # noqa: B018
 
 
@@ -59,9 +59,9 @@ SLOW = """
 import sys, time, types
 from importlib import abc, machinery, util
 import headwater as hw
-from headwater import progress, waiting
+from headwater import progress
 from headwater.progress import Lines, progress_bar, spelled_time
-waiting.announce_if_slow.__wrapped__.__kwdefaults__["after"] = 0.01
+progress.announce_if_slow.__wrapped__.__kwdefaults__["after"] = 0.01
 class Slow(abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "torch":
@@ -83,7 +83,7 @@ def test_the_first_use_of_the_package_says_that_libraries_are_loaded():
     said = os.read(ours, 10_000).decode()
     os.close(ours)
     assert "here the trial ends" in run.stdout
-    assert said.strip() == f"headwater: {waiting.LIBRARIES}"
+    assert said.strip() == f"headwater: {progress.LIBRARIES}"
 
 
 @pytest.fixture
