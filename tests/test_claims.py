@@ -150,7 +150,7 @@ def test_of_effects_whose_sign_is_a_coin_at_most_one_in_twenty_holds():
     assert sum(held) <= 0.05 * 64
     assert held[0]
     assert held[-1]
-    assert any("signs drawn by lot" in claim.sentence for claim in claims)
+    assert any("random signs" in claim.sentence for claim in claims)
 
 
 def test_random_sets_have_as_many_cells_of_each_layer_and_none_of_the_claimed():

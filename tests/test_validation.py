@@ -256,7 +256,7 @@ def test_a_prompt_that_the_model_does_not_answer_at_all_is_said():
     numbers = hw.classify_heads(model, relations=few, progress=False)
     given = {"relations": few, "top": 1, "draws": 1, "controls": [], "progress": False}
     with pytest.warns(
-        UserWarning, match=r"answers none of the \d+ items of 'number_to_next' rightly when asked 'Input"
+        UserWarning, match=r"answers none of the \d+ items of 'number_to_next' correctly when asked 'Input"
     ):
         ablate_heads(model, numbers, "number_to_next", **given)
 

@@ -131,7 +131,7 @@ def relation_prompts(
     pairs, seed = checked_count("pairs", pairs, least=FEWEST_PAIRS), checked_seed(seed)
     given = load_relations(relation)
     if len(given) != 1:
-        raise InputError(f"relation={shown(relation)} stands for {len(given)} relations: name one.")
+        raise InputError(f"relation={shown(relation)} names {len(given)} relations: name one.")
     (tokens,) = tokenize_relations(given, model.tokenizer)
     tried = candidates(model, tokens, template, pairs, seed)
     return chosen_prompts(tokens, tried, measured_candidates(model, tried))

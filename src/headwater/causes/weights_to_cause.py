@@ -176,7 +176,7 @@ def _measure(
     choices = _choices(model, tokenized, results, options, seed, run)
     named = {i: names_of(choice, [choices[j] for j in choices if j != i]) for i, choice in choices.items() if i < n}
     single = options["one"] is not None
-    with run.bar("Who moves it, on the second half", "relation", len(named)) as bar:
+    with run.bar("Effect of patching, second half", "relation", len(named)) as bar:
 
         def second(i: int) -> dict[str, Tensor]:
             leaders = strongest(choices[i].share, LEADERS)
@@ -226,7 +226,9 @@ def _say_how_long(
             tokens += 2 * pairs_of.clean.numel() + len(pairs_of) * count // 2
     subject = f"{requested[0].relation.name} and what it is compared with"
     what = f"{len(tried):,} relations" if n > 1 else subject
-    say_how_long(model, what, tokens, f"Fewer relations take less, and fewer pairs than {pairs}.", progress=progress)
+    say_how_long(
+        model, what, tokens, f"Fewer relations, or fewer pairs than {pairs}, take less time.", progress=progress
+    )
 
 
 def _of_relation(model: HookedModel, tokens: TokenRelation, tried: Sequence[Candidate]) -> dict[str, Tensor]:
@@ -336,7 +338,7 @@ def one_relation(
     gap = result["gap"].numpy()
     heads = _by_head(model, prompts, choice, result["effects"].numpy(), gap, options)
     named: list[Head] = [(layer, head) for layer, head in heads[["layer", "head"]].head(TOGETHER).to_numpy().tolist()]
-    with run.bar("When, and what it costs", "part", 2 + CONTROLS) as bar:
+    with run.bar("Residual stream, cost of ablation", "part", 2 + CONTROLS) as bar:
         when = _when(model, pairs.few(FEW), gap[:FEW].mean())
         bar.update(1)
         cost = _cost(model, pairs.few(FEW), named, choice.family, options["draws"], seed)

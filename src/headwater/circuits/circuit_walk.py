@@ -109,10 +109,10 @@ class Outcome:
 
     def say_how_long(self, n: int, progress: bool, search: bool = False, hours: float | None = None) -> None:
         """Say how long circuits take, if it is over a minute: in a search each edge that is tried is one."""
-        what, advice = f"{n:,} circuits of {len(self):,} pairs", "Fewer circuits, placebos= or pairs take less."
+        what, advice = f"{n:,} circuits of {len(self):,} pairs", "Fewer circuits, placebos= or pairs take less time."
         if search:
             what = f"{n:,} edges, each tried on {len(self):,} pairs,"
-            advice = "With budget= or fewer pairs it takes less."
+            advice = "With budget= or fewer pairs it takes less time."
         say_how_long(self.plan.model, what, n * self._changed.sum(), advice, hours=hours, progress=progress)
 
     def pairs_to_keep(self, most: int) -> int:

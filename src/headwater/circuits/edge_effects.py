@@ -176,18 +176,21 @@ def edges(
 def _say_how_long(request: EdgeRequest, hours: float | None, progress: bool) -> None:
     """Say how long edges take, if it is over a minute, or refuse what takes more than the caller allows."""
     plan, method, graph, n_edges = request.plan, request.method, request.graph, len(request.chosen)
-    what, advice = f"{n_edges:,} edges of {len(plan.pair.base):,} pairs", "Fewer pairs or shorter prompts take less."
+    what, advice = (
+        f"{n_edges:,} edges of {len(plan.pair.base):,} pairs",
+        "Fewer pairs or shorter prompts take less time.",
+    )
     stage, sender = graph.stage[request.chosen], graph.sender[request.chosen]
     exact, runs, whole = runs_of(graph, stage) * len(request.places), 0.0, 0
     if method == "exact":
-        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less."
+        runs, advice = exact, "With method='screened', or fewer senders= or receivers=, it takes less time."
     if method in ("sublayer", "screened"):
         # All senders go through each later layer in which an edge ends.
         through = sum(float(sender[stage == layer].max()) + 1 for layer in np.unique(stage) if layer < graph.n_layers)
         runs = through / graph.n_layers * len(request.places)
     if method == "screened":
         runs += exact * min(1.0, (request.verify + DRAWN) / n_edges)
-        advice = "With a smaller verify= it takes less."
+        advice = "With a smaller verify= it takes less time."
     if method != "exact":
         what = f"Estimates of {what}"
         whole = 1 + len(request.shares) * (1 + len(plan.metrics))

@@ -287,7 +287,7 @@ def path_patch(
     request = PathRequest(plan, source, graph, sent, received, through, places)
     tokens = runs_of(graph, np.array(ends)) * len(places) * changed_tokens(plan, source.since).sum()
     what = f"{len(ends):,} paths of {len(plan.pair.base):,} pairs"
-    say_how_long(model, what, tokens, "Fewer senders=, receivers= or pairs take less.", progress=progress)
+    say_how_long(model, what, tokens, "Fewer senders=, receivers= or pairs take less time.", progress=progress)
     options = {
         "senders": {name: [graph.senders.name(i) for i in one] for name, one in sent.items()},
         "receivers": {name: [graph.receivers.name(i) for i in one] for name, one in received.items()},

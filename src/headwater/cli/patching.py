@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Axis = Literal["layer", "position", "head", "key", "feature"]
-Window = Annotated[str | None, Parameter(help='So many layers at once, as 3, or "cumulative". Default: one.')]
+Window = Annotated[str | None, Parameter(help='How many layers to patch at once, as 3, or "cumulative". Default: one.')]
 Hours = Annotated[
     float | None,
     Parameter(
@@ -265,7 +265,7 @@ def circuit(
         sentences = [
             f"Circuit of {len(chosen):,} of {result.graph.n_edges:,} edges, {len(chosen.on_a_path):,} on a path from "
             "the embedding to the logits.",
-            "It was chosen on these prompts: what it is worth shows on others.",
+            "It was selected on these prompts: test it on others.",
         ]
     if run.out is not None and is_main():
         from headwater.demo.tour import write_figure

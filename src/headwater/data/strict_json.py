@@ -7,7 +7,7 @@ from typing import Any
 
 from headwater.errors import InputError
 
-HALF_A_CHARACTER = "half of a surrogate pair stands for a character"
+HALF_A_CHARACTER = "it holds a lone surrogate (half a character)"
 _WRITE = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
@@ -53,7 +53,7 @@ def refuse_half_characters(text: str) -> None:
         shown = text if len(text) <= 40 else text[:40] + "…"
         raise InputError(
             f"The text {shown!r} holds half a character, {text[error.start]!r} at {error.start} (a lone surrogate): it "
-            "cannot be tokenized. Mend it where it was read, for example with errors='replace'."
+            "cannot be tokenized. Fix it where it was read, for example with errors='replace'."
         ) from None
 
 

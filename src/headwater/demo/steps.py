@@ -53,7 +53,7 @@ class Number(NamedTuple):
 
 
 def heads(result: Result) -> Number:
-    """How many heads have a label; the strongest beside its habits."""
+    """How many heads have a label; the strongest, and its score with shuffled targets."""
     facts = result.findings()
     classified = facts["heads"] - facts["labels"]["unclassified"]
     rows = [row for row in facts["relations"] if row["best_excess"] is not None]
@@ -61,7 +61,7 @@ def heads(result: Result) -> Number:
     return Number(
         f"{classified} of {facts['heads']} heads have a label; the strongest, {best['best_head']}, {best['best_sign']} "
         f"{best['relation']} for {_percent([best['best_score']])} of its pairs",
-        f"by its habits alone {_percent([best['best_expected']])}",
+        f"with shuffled targets {_percent([best['best_expected']])}",
         weak=best["best_excess"] < APART or not classified,
     )
 
@@ -345,7 +345,7 @@ def prompt_pairs(table: pd.DataFrame) -> list[tuple[list[int], list[int], int, i
         (clean, corrupted, right, wrong) for (clean, right), (corrupted, wrong) in pairwise(best) if right != wrong
     ]
     if not pairs:
-        raise HeadwaterError("No two questions in the same words are answered rightly and differently: ask more.")
+        raise HeadwaterError("No two questions in the same words are answered correctly and differently: ask more.")
     return pairs[:PAIRS]
 
 
@@ -384,7 +384,7 @@ STEPS = {
         "What the model answers",
         "Four sets of questions about the world the model was trained on, answered greedily; an answer is wrong when "
         "it contains no accepted answer.",
-        "Share of the questions answered rightly and wrongly.",
+        "Share of the questions answered correctly and wrongly.",
         lambda demo, options: hw.answer(demo.model, hw.load_questions(sample=demo.questions), **options),
         number=answers,
         is_on_top=False,

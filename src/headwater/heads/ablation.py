@@ -182,7 +182,7 @@ def ablate_heads(
         accuracy = {name: values[0, 0] for name, values in base.items()}
         if accuracy[relation] == 0:
             warnings.warn(
-                f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} rightly when "
+                f"{model.name} answers none of the {len(tasks[relation].batch):,} items of {relation!r} correctly when "
                 f"asked {template!r} after {shots} examples: accuracy is already 0. Give a template= that it "
                 "understands.",
                 stacklevel=6,

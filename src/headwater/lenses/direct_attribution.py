@@ -121,7 +121,7 @@ class DirectAttribution(Result):
             sentences.append(f"{part[0].upper()}{part[1:]} writes most for the {what} token: {size} logits.")
         if examples < 2:
             sentences.append("One prompt has no intervals, and says nothing of others.")
-        return [*sentences, "What a part does through later parts counts as theirs: this is what each writes itself."]
+        return [*sentences, "These are direct effects: what a part does through later parts is counted with those."]
 
     def plot(self, ax: Axes | None = None, *, title: str | None = None, figsize: Size | None = None) -> Axes | Figure:
         """Draw the mean contribution of every head and MLP as a map, or of layers or components as bars."""

@@ -115,8 +115,8 @@ class LayerPredictions(Result):
                 f"and its median rank is {row['rank']:.0f}."
             )
         sentences.append(
-            "A layer's reading is what the last norm and the unembedding make of it: it shows what is there in their "
-            "terms, not what the model does with it."
+            "A layer's reading is what the final norm and the unembedding decode from it, not what the model does with "
+            "it."
         )
         return sentences
 

@@ -98,7 +98,7 @@ def cache(
     checked_count("batch_size", batch_size)
     device = usable_device(device)
     if out is not None and device.type != "cpu":
-        raise InputError(f"out= keeps the cache in files, which are on no device={str(device)!r}: leave one away.")
+        raise InputError(f"out= keeps the cache in files, which cannot be on device={str(device)!r}: omit one of them.")
     of_layers, numbers = layers_and_heads(layers, heads, model.shape)
     of_heads = resolve_indices(numbers, model.shape.n_heads, "head")
     texts, on_chats = read_texts(inputs, model)

@@ -453,7 +453,7 @@ class Readout:
                 if bool(values[i].isfinite().all()):
                     raise InputError(
                         f"The metric {metric.name!r} gave {float(measured[rows[i]])} for example "
-                        f"{self.examples[who[i]]}, of values that are all finite: mend it there (log_softmax in place "
+                        f"{self.examples[who[i]]}, of values that are all finite: fix it there (log_softmax in place "
                         "of log(softmax), no division by 0)."
                     )
         return measured

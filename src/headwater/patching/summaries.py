@@ -60,7 +60,7 @@ def measure_of(table: pd.DataFrame, value: str, normalize: str | None) -> str:
         raise InputError(
             f"value={shown(value)} is not a column that can be summarized; use 'effect' or 'normalized_effect'."
             if normalize is None
-            else f"normalize={shown(normalize)} needs pairs of prompts: this sweep has one run only to go by."
+            else f"normalize={shown(normalize)} needs pairs of prompts: this sweep has a single run."
         )
     return normalize if normalize == "ratio of means" else column
 

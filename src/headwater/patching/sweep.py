@@ -97,7 +97,7 @@ def run_sweep(
         planned, outcome = list(waves(plan)), NOT_WRITTEN
         # Attribution makes few runs, however many cells there are.
         if run.progress and runner is not AttributionRunner:
-            what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less."
+            what, advice = f"{len(plan.cells):,} cells", "Fewer layers, positions or prompts take less time."
             say_how_long(plan.model, what, _whole_tokens(plan), advice, progress=run.progress)
         with run.bar("cells", "cell", len(plan.cells)) as bar:
             pieces = run.pieces("wave", planned, compute, bar, lambda wave: len(wave[1]))

@@ -59,7 +59,7 @@ class RunFolder:
         if run.unknown:
             raise InputError(
                 f"out={str(path)!r} cannot be used: what this run computes with cannot be named, {run.unknown}, "
-                "or leave out= away."
+                "or omit out=."
             )
         self._pieces = self.path / PIECES
         self._processes = processes()

@@ -128,7 +128,7 @@ def claim_of(
     failed = _failures(row, evidence)
     by_signs = sign_flip_p(effects, seed) if not failed and len(effects) >= FEWEST_SIGNS else 0.0
     if by_signs > LARGEST_P:
-        failed.append(f"signs drawn by lot give the prompts as large a mean (p = {by_signs:.2g})")
+        failed.append(f"random signs give the prompts as large a mean (p = {by_signs:.2g})")
     row["holds"] = not failed
     counts = len(effects), len(placebos), 0 if evidence.held_out is None else len(_known(evidence.held_out))
     because = "; ".join([*failed, *notes])
